@@ -1,0 +1,1 @@
+"""Trials that train in mixed precision, on a Determined cluster or without one."""

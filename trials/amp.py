@@ -1,0 +1,211 @@
+"""Native mixed precision for one `PyTorchTrialContext`: what a trial's `train_batch` needs.
+
+The recipe itself (autocast, scale, backward, unscale, clip, step, update) stays visible in every
+trial. This module builds its parts so that they are right, and remembers them in checkpoints:
+
+* The scaler of `fp32`, `tf32` and `amp_bf16` is disabled: every call passes through, so that a
+  trial needs no `if`. A disabled scaler is not handed to `wrap_scaler`: it would be saved as `{}`
+  and a later resume in `amp_fp16` would crash on it.
+* Whether a step was skipped is read from the scale on the device: `update` lowers the scale if and
+  only if the step was skipped. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from determined import pytorch
+
+from trials.precision import Precision, prepare_backend
+from trials.schedule import AppliedStepSchedule
+from trials.settings import setting
+
+logger = logging.getLogger(__name__)
+
+_SCALER_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+class EvalPrecision(enum.Enum):
+    """What validation computes in: float32, or what training computes in."""
+
+    FP32 = "fp32"
+    SAME = "same"
+
+
+@dataclass(frozen=True)
+class AmpSettings:
+    """The `amp` section of the hyperparameters; the scaler's names and defaults are torch's own.
+
+    Args:
+        precision: What training computes in.
+        init_scale: Loss scale of the first step.
+        growth_factor: The scale is multiplied by it after `growth_interval` applied steps in a row.
+        backoff_factor: The scale is multiplied by it after a skipped step.
+        growth_interval: Optimizer steps.
+        eval_precision: What validation computes in.
+    """
+
+    precision: Precision = setting()
+    init_scale: float = setting(65536.0, above=0)
+    growth_factor: float = setting(2.0, above=1)
+    backoff_factor: float = setting(0.5, above=0, below=1)
+    growth_interval: int = setting(2000, at_least=1)
+    eval_precision: EvalPrecision = setting(EvalPrecision.FP32)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.precision is not Precision.AMP_FP16:
+            for key in _SCALER_KEYS:
+                if key in given:
+                    yield (
+                        key,
+                        f"given, but precision {self.precision.value} does not scale the loss; "
+                        "allowed: precision amp_fp16, or the key left out",
+                    )
+
+
+def make_scaler(settings: AmpSettings, device_type: str) -> torch.amp.GradScaler:
+    """PyTorch's own `GradScaler`, disabled unless the precision is `amp_fp16`."""
+    return torch.amp.GradScaler(
+        device_type,
+        init_scale=settings.init_scale,
+        growth_factor=settings.growth_factor,
+        backoff_factor=settings.backoff_factor,
+        growth_interval=settings.growth_interval,
+        enabled=settings.precision is Precision.AMP_FP16,
+    )
+
+
+class MixedPrecision(pytorch.PyTorchCallback):
+    """Autocast, scaler and step counts of one trial, and their place in its checkpoints.
+
+    Make it before `context.wrap_model` (Determined refuses a scaler after a model) and return it
+    from `build_callbacks`.
+
+    Args:
+        context: The trial's context.
+        settings: The `amp` section.
+        aggregation_frequency: Batches per optimizer step.
+        cudnn_benchmark: Let cuDNN time its algorithms; for inputs of fixed shape.
+
+    Attributes:
+        scaler: Enabled for `amp_fp16` alone; otherwise every call on it passes through.
+        applied_steps: Optimizer steps applied so far, (1,), int64, on the device.
+        skipped_steps: Optimizer steps skipped so far, (1,), int64, on the device.
+        fused: Give this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
+            overflow flag as device tensors; any other makes `scaler.step` wait for the device.
+
+    Raises:
+        PrecisionError: if the device only emulates the precision.
+    """
+
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        settings: AmpSettings,
+        aggregation_frequency: int = 1,
+        cudnn_benchmark: bool = False,
+    ) -> None:
+        self.device: torch.device = context.device
+        self.settings = settings
+        self.aggregation_frequency = aggregation_frequency
+        self.fused = self.device.type == "cuda"
+        prepare_backend(settings.precision, self.device, cudnn_benchmark)
+        self.scaler = make_scaler(settings, self.device.type)
+        if self.scaler.is_enabled():
+            context.wrap_scaler(self.scaler)
+        self.applied_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.skipped_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._one = torch.ones(1, device=self.device)
+        self._scale_before = self.loss_scale().clone()
+        self._schedule: AppliedStepSchedule | None = None
+        self._warm_start = False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For forward and loss of a training batch; never for the backward."""
+        return self._autocast(self.settings.precision.autocast_dtype)
+
+    def eval_autocast(self) -> AbstractContextManager[Any]:
+        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
+        same = self.settings.eval_precision is EvalPrecision.SAME
+        return self._autocast(self.settings.precision.autocast_dtype if same else None)
+
+    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def is_update_batch(self, batch_idx: int) -> bool:
+        """Whether this batch ends an accumulation window: step and update on these batches only."""
+        return (batch_idx + 1) % self.aggregation_frequency == 0
+
+    def loss_scale(self) -> torch.Tensor:
+        """The current loss scale, (1,), float32, on the device; 1 without a scaler."""
+        return self.scaler.scale(self._one)
+
+    def follow(self, schedule: AppliedStepSchedule) -> None:
+        """Move this learning-rate schedule with the applied steps."""
+        self._schedule = schedule
+        schedule.move_to(self.applied_steps)
+
+    def count_step(self) -> None:
+        """Note what the `scaler.update()` just before made of the step. No synchronisation.
+
+        A scale that has fallen to exactly 0 can fall no further, and is not told from an applied
+        step.
+        """
+        scale = self.loss_scale()
+        skipped = scale < self._scale_before
+        self.skipped_steps.add_(skipped)
+        self.applied_steps.add_(skipped.logical_not_())
+        self._scale_before.copy_(scale)
+        if self._schedule is not None:
+            self._schedule.move_to(self.applied_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "applied_steps": int(self.applied_steps),
+            "skipped_steps": int(self.skipped_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called by Determined after weights, optimizer and scaler have been restored."""
+        if not self._warm_start:
+            self.applied_steps.fill_(state_dict["applied_steps"])
+            self.skipped_steps.fill_(state_dict["skipped_steps"])
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
+
+    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
+        """Make the checkpoint's scaler state fit these settings.
+
+        A resumed run keeps its current scale and growth tracker. A warm start (weights from another
+        trial) begins with this trial's `init_scale`, which a search relies on. The factors and the
+        interval are always this trial's: `GradScaler.load_state_dict` alone would overwrite them.
+        """
+        state = checkpoint.pop("scaler_state_dict", None)
+        if not self.scaler.is_enabled():
+            if state:
+                logger.info("the checkpoint has a loss scale; %s needs none", self._name())
+            return
+        ours = self.scaler.state_dict()
+        if not state:
+            logger.info("the checkpoint has no loss scale; starting with %g", ours["scale"])
+        elif not self._warm_start:
+            ours |= {
+                "scale": state["scale"],
+                "_growth_tracker": state["_growth_tracker"],
+            }
+        checkpoint["scaler_state_dict"] = ours
+
+    def on_training_start(self) -> None:
+        self._scale_before = self.loss_scale().clone()
+        if self._schedule is not None:
+            self._schedule.move_to(self.applied_steps)
+
+    def _name(self) -> str:
+        return self.settings.precision.value

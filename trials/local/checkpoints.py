@@ -1,0 +1,110 @@
+"""Checkpoints in a run folder: whole or not there, the newest and the best kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from determined import core
+from determined.common import storage
+
+from trials.checkpoint import CheckpointError
+from trials.local.reports import LocalReports
+
+
+class LocalCheckpoints(core.DummyCheckpointContext):
+    """Determined's checkpoint storage, in one folder on this machine.
+
+    A checkpoint is written under a hidden name, flushed to the disk and then renamed, so a process
+    that is killed leaves either the whole checkpoint or none.
+
+    Args:
+        distributed: The processes of this run.
+        folder: Where the checkpoints are.
+        reports: Knows which validation was the best; None on ranks that do not save.
+    """
+
+    def __init__(
+        self,
+        distributed: core.DistributedContext,
+        folder: Path,
+        reports: LocalReports | None,
+    ) -> None:
+        folder = folder.absolute()
+        super().__init__(distributed, storage.SharedFSStorageManager(str(folder)))
+        self._folder = folder
+        self._reports = reports
+        if distributed.rank == 0:
+            for leftover in folder.glob(".batch-*"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _store_path_single(
+        self, metadata: dict[str, Any] | None = None
+    ) -> Iterator[tuple[Path, str]]:
+        assert metadata is not None
+        name = checkpoint_name(metadata["steps_completed"])
+        partial = self._folder / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        assert self._reports is not None
+        metadata["best"] = self._reports.is_best(metadata["steps_completed"])
+        try:
+            yield partial, name
+            self._write_metadata_file(os.fspath(partial), metadata)
+            _flush(partial)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{self._folder / name}: could not be saved: {error}; "
+                    "the checkpoints before it are intact"
+                ) from error
+            raise
+        final, replaced = self._folder / name, self._folder / f".{name}.replaced"
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._prune()
+
+    def _prune(self) -> None:
+        saved = complete_checkpoints(self._folder)
+        keep = {saved[-1], *[path for path in saved if read_metadata(path)["best"]][-1:]}
+        for path in saved:
+            if path not in keep:
+                shutil.rmtree(path)
+
+
+def checkpoint_name(batches: int) -> str:
+    """The folder of the checkpoint after that many batches."""
+    return f"batch-{batches:08d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("batch-*") if (path / "metadata.json").exists())
+
+
+def read_metadata(checkpoint: Path) -> dict[str, Any]:
+    """What was noted beside a checkpoint: `steps_completed` (batches), `best`, versions.
+
+    Raises:
+        CheckpointError: if the note is damaged.
+    """
+    try:
+        metadata: dict[str, Any] = json.loads((checkpoint / "metadata.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
+    return metadata
+
+
+def _flush(folder: Path) -> None:
+    """Have the disk hold every file before the rename says that they are there."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,84 @@
+"""The processes of a local run: one, or those that torchrun started; and how they stop together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+
+import torch
+from determined import core
+from torch import distributed
+
+
+@contextmanager
+def process_group() -> Iterator[core.DistributedContext]:
+    """Join the other processes of this run, if torchrun started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield core.DummyDistributedContext()
+        return
+    # Determined wraps models in DistributedDataParallel only if its own launcher, or this, says so.
+    os.environ["USE_TORCH_DISTRIBUTED"] = "True"
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        # Determined's default ports are fixed: a second run on the machine would meet the first.
+        ports = [_free_port(), _free_port()]
+        distributed.broadcast_object_list(ports, src=0)
+        yield core.DistributedContext(
+            rank=int(os.environ["RANK"]),
+            size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            cross_rank=int(os.environ["GROUP_RANK"]),
+            cross_size=int(os.environ["GROUP_WORLD_SIZE"]),
+            chief_ip=os.environ.get("MASTER_ADDR"),
+            pub_port=ports[0],
+            pull_port=ports[1],
+        )
+    finally:
+        distributed.destroy_process_group()
+
+
+class StopOnSignal(core.DummyPreemptContext):
+    """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
+
+    The first SIGINT or SIGTERM asks for that; a second SIGINT interrupts at once. The chief decides
+    for all ranks.
+
+    Args:
+        processes: The processes of this run.
+    """
+
+    def __init__(self, processes: core.DistributedContext) -> None:
+        super().__init__(processes)
+        self._processes = processes
+        self.requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopOnSignal]:
+        """Take the two signals; only in the main thread."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def should_preempt(self, auto_ack: bool = True) -> bool:
+        return bool(self._processes.broadcast(self.requested))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,231 @@
+"""What a trial reports, summed on the device and read once per report.
+
+Determined averages the dict that `train_batch` returns, but copies every tensor in it to the host
+on every batch. A `MetricReducer` is asked once per report instead. Everything here is a sum with a
+count, so that a partial last batch or uneven ranks do not bias a mean.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+from determined import pytorch
+
+from trials.amp import MixedPrecision
+
+# The first batches of a process allocate memory and let cuDNN time its algorithms.
+WARMUP_BATCHES = 10
+
+
+class TrainingMetrics(pytorch.MetricReducer):
+    """Loss, scale, steps, speed and memory of the batches since the last report.
+
+    Reported names:
+        loss: Mean over samples of the training loss.
+        grad_norm: Mean over applied steps of the unscaled gradient norm, before clipping; if the
+            trial clips.
+        loss_scale_log2: log2 of the loss scale at the report; 0 without a scaler.
+        applied_steps, skipped_steps: Optimizer steps since the start of the trial.
+        skip_ratio: Skipped share of this report's optimizer steps.
+        samples_per_second: Over all slots, first batches of the process excluded.
+        peak_memory_mib: Largest over slots; allocated by torch on a GPU, resident on a CPU.
+
+    Args:
+        context: The trial's context; registers itself there.
+        amp: The trial's mixed precision.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision) -> None:
+        self._amp = amp
+        self._slots: int = context.distributed.size
+        self._loss_sum = torch.zeros(1, dtype=torch.float64, device=amp.device)
+        self._norm_sum = torch.zeros(1, dtype=torch.float64, device=amp.device)
+        self._has_norm = False
+        self._stopwatch = Stopwatch(amp.device)
+        self._batches_of_process = 0
+        self._applied_before = amp.applied_steps.clone()
+        self._skipped_before = amp.skipped_steps.clone()
+        self.reset()
+        context.wrap_reducer(self, for_validation=False)
+
+    def add(self, loss: torch.Tensor, samples: int) -> dict[str, float]:
+        """Count one batch. No synchronisation.
+
+        Args:
+            loss: Mean loss of the batch, (), on the device.
+            samples: Samples in the batch.
+
+        Returns:
+            What `train_batch` must return. Determined 0.38.1 wants a metric from every rank if
+            there are several (an empty dict is an IndexError on the chief), and costs time for
+            each; so it gets one plain number then, and none otherwise.
+        """
+        self._loss_sum.add_(loss.detach(), alpha=samples)
+        self._samples += samples
+        self._batches_of_process += 1
+        if self._stopwatch.running:
+            self._timed_samples += samples
+        elif self._batches_of_process >= WARMUP_BATCHES:
+            self._stopwatch.start()
+        return {"batch_samples": float(samples)} if self._slots > 1 else {}
+
+    def add_grad_norm(self, norm: torch.Tensor) -> None:
+        """Count the gradient norm of one step, (), on the device; ignored if not finite."""
+        self._has_norm = True
+        self._norm_sum.add_(torch.nan_to_num(norm, nan=0.0, posinf=0.0))
+
+    def reset(self) -> None:
+        """Called by Determined before every stretch of training and every validation."""
+        self._loss_sum.zero_()
+        self._norm_sum.zero_()
+        self._samples = 0
+        self._timed_samples = 0
+        self._stopwatch.stop()
+        if self._batches_of_process >= WARMUP_BATCHES:
+            self._stopwatch.start()
+        self._applied_before.copy_(self._amp.applied_steps)
+        self._skipped_before.copy_(self._amp.skipped_steps)
+
+    def per_slot_reduce(self) -> dict[str, float]:
+        """Read the sums: the one synchronisation of a report."""
+        amp = self._amp
+        seconds = self._stopwatch.seconds()
+        counts = (
+            amp.applied_steps,
+            amp.skipped_steps,
+            amp.applied_steps - self._applied_before,
+            amp.skipped_steps - self._skipped_before,
+        )
+        sums = (self._loss_sum, self._norm_sum, amp.loss_scale(), *counts)
+        loss, norm, scale, applied, skipped, new_applied, new_skipped = torch.cat(
+            [value.double() for value in sums]
+        ).tolist()
+        return {
+            "loss_sum": loss,
+            "samples": self._samples,
+            "norm_sum": norm,
+            "loss_scale": scale,
+            "applied_steps": applied,
+            "skipped_steps": skipped,
+            "new_applied": new_applied,
+            "new_skipped": new_skipped,
+            "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
+            "peak_memory_mib": peak_memory_mib(amp.device),
+        }
+
+    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, float]]) -> dict[str, Any]:
+        """Join the slots. Scale and steps are the same on all of them."""
+        slots, first = per_slot_metrics, per_slot_metrics[0]
+        steps = first["new_applied"] + first["new_skipped"]
+        metrics: dict[str, Any] = {
+            "loss": _ratio(sum(s["loss_sum"] for s in slots), sum(s["samples"] for s in slots)),
+            "loss_scale_log2": math.log2(first["loss_scale"]) if first["loss_scale"] else -math.inf,
+            "applied_steps": int(first["applied_steps"]),
+            "skipped_steps": int(first["skipped_steps"]),
+            "skip_ratio": first["new_skipped"] / steps if steps else 0.0,
+            "peak_memory_mib": max(s["peak_memory_mib"] for s in slots),
+        }
+        if self._has_norm and first["new_applied"]:
+            metrics["grad_norm"] = first["norm_sum"] / first["new_applied"]
+        speed = sum(s["samples_per_second"] for s in slots)
+        if speed:
+            metrics["samples_per_second"] = speed
+        return metrics
+
+
+class ClassificationMetrics(pytorch.MetricReducer):
+    """`validation_loss` (nats) and `validation_accuracy` in [0, 1], exact means over samples.
+
+    Args:
+        context: The trial's context; registers itself there.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=context.device)
+        self._samples = 0
+        context.wrap_reducer(self, for_training=False)
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        """Count one batch; the cross-entropy is computed in float32. No synchronisation.
+
+        Args:
+            logits: (B, C), any floating dtype.
+            labels: (B,), int64.
+
+        Returns:
+            What `evaluate_batch` must return: nothing, the reducer reports.
+        """
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        correct = (logits.argmax(dim=1) == labels).sum()
+        self._sums.add_(torch.stack([loss, correct]))
+        self._samples += len(labels)
+        return {}
+
+    def reset(self) -> None:
+        self._sums.zero_()
+        self._samples = 0
+
+    def per_slot_reduce(self) -> tuple[float, float, int]:
+        loss, correct = self._sums.tolist()
+        return loss, correct, self._samples
+
+    def cross_slot_reduce(self, per_slot_metrics: list[tuple[float, float, int]]) -> dict[str, Any]:
+        losses, corrects, samples = (sum(column) for column in zip(*per_slot_metrics, strict=True))
+        return {
+            "validation_loss": _ratio(losses, samples),
+            "validation_accuracy": _ratio(corrects, samples),
+        }
+
+
+class Stopwatch:
+    """Seconds the device spent, without waiting for it to start: CUDA events, or the clock.
+
+    Args:
+        device: Whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._started: Any = None
+
+    @property
+    def running(self) -> bool:
+        return self._started is not None
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self._started = None
+
+    def seconds(self) -> float:
+        """Seconds since `start`, 0 if it was not started; waits for the device."""
+        if self._started is None:
+            return 0.0
+        now = self._now()
+        if self._cuda:
+            now.synchronize()
+            return float(self._started.elapsed_time(now)) / 1000.0
+        return float(now - self._started)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        event.record()
+        return event
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The largest memory use so far in MiB: allocated by torch on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan

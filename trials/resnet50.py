@@ -1,0 +1,119 @@
+"""ResNet-50 with momentum SGD, in any of the four precisions.
+
+    python -m trials.train experiment_configs/resnet50/bf16.yaml      # without a cluster
+    det experiment create experiment_configs/resnet50/amp.yaml .      # on a cluster
+
+The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3 convolution), in
+channels_last, the layout that tensor cores convolve in.
+
+Shapes: B = samples of one batch on one slot, C = classes, S = image side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torchvision.models import resnet50
+
+from trials import experiment, loading
+from trials.amp import MixedPrecision
+from trials.checkpoint import PortableCheckpoint
+from trials.classification import ImageClassification
+from trials.monitor import TrainingMetrics
+from trials.settings import setting
+
+
+@dataclass(frozen=True)
+class ResNet50Hparams(experiment.Hparams):
+    """Hyperparameters of `ResNet50Trial`.
+
+    Args:
+        momentum: Of SGD; Nesterov's variant is not used.
+        label_smoothing: Of the training loss only; validation reports the plain cross-entropy.
+    """
+
+    momentum: float = setting(0.9, at_least=0, below=1)
+    label_smoothing: float = setting(0.0, at_least=0, below=1)
+
+
+class ResNet50Trial(pytorch.PyTorchTrial):
+    """Images of three channels, cross-entropy, SGD with momentum.
+
+    Metrics: see `TrainingMetrics` and `ClassificationMetrics`.
+
+    Args:
+        context: Determined's context of this trial.
+        config: The parsed experiment; read from the context if left out.
+    """
+
+    Hparams = ResNet50Hparams
+
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        config: experiment.Experiment[ResNet50Hparams] | None = None,
+    ) -> None:
+        self.context = context
+        self.config = config or experiment.of_context(context)
+        self.hparams = hparams = self.config.hparams
+        self.amp = MixedPrecision(
+            context, hparams.amp, hparams.aggregation_frequency, hparams.training.cudnn_benchmark
+        )
+        self.scaler = self.amp.scaler
+        model = resnet50(weights=None, num_classes=self.config.data.classes)
+        self.model = context.wrap_model(model.to(memory_format=torch.channels_last))
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.SGD(
+                self.model.parameters(),
+                lr=hparams.learning_rate,
+                momentum=hparams.momentum,
+                weight_decay=hparams.weight_decay,
+                fused=self.amp.fused,
+            ),
+            average_aggregated_gradients=False,  # the loss is divided instead: one kernel, not many
+        )
+        self.metrics = TrainingMetrics(context, self.amp)
+        self.task = ImageClassification(context, self.config, self.amp)
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        """Train on one batch: images (B, 3, S, S) float32, labels (B,) int64."""
+        images, labels = loading.to_device(batch, self.amp.device)
+        with self.amp.autocast():  # forward and loss, never the backward
+            logits = self.model(images)  # (B, C), autocast dtype
+            loss = functional.cross_entropy(  # (), float32: autocast promotes it
+                logits, labels, label_smoothing=self.hparams.label_smoothing
+            )
+        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        if self.amp.is_update_batch(batch_idx):
+            self.context.step_optimizer(
+                self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
+            )
+            self.scaler.update()
+            self.amp.count_step()
+        return self.metrics.add(loss, len(labels))
+
+    def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Called by `step_optimizer`, after accumulation: unscale first, or the clip is wrong."""
+        self.scaler.unscale_(self.optimizer)
+        max_norm = self.hparams.max_grad_norm or math.inf
+        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        return self.task.evaluate(self.model, batch)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return self.task.training_loader(self.optimizer)
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return self.task.validation_loader()
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"mixed_precision": self.amp, "portable_checkpoint": PortableCheckpoint()}

@@ -1,0 +1,199 @@
+"""Read one section of an experiment YAML into a frozen dataclass and name every mistake in it.
+
+A settings class is a frozen dataclass whose fields are declared with `setting`. `read` checks types
+and bounds, and asks the class itself for contradictions between fields. Nothing is guessed: an
+unknown key, a string where a number belongs or a float where an integer belongs is a problem.
+
+One leniency is needed: a cluster hands hyperparameters over as JSON, where 65536.0 has become
+65536, so an integral number is accepted for a float field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+
+@typing.runtime_checkable
+class _CanContradict(typing.Protocol):
+    def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
+
+
+class ConfigError(ValueError):
+    """Every problem of one configuration, a line each.
+
+    Args:
+        source: What was read: a file, or the name of an experiment.
+        problems: One sentence per mistake: where it is, what was given, what is allowed.
+    """
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        listed = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{source}: {count} problem{'s' * (count > 1)}\n{listed}")
+
+
+def setting(
+    default: object = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a settings class; without a default the key is required."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def read(cls: type[T], raw: object, path: str, problems: list[str]) -> T | None:
+    """Build `cls` from the mapping `raw`, appending to `problems` whatever is wrong with it.
+
+    Args:
+        cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
+            an `enum.Enum`, another settings class, or one of these `| None`. It may define
+            `contradictions(self, given: frozenset[str])`, yielding `(key, sentence)` pairs.
+        raw: The section as YAML or JSON gave it.
+        path: Dotted place of the section, for messages.
+        problems: Receives a sentence per mistake; left alone when there is none.
+
+    Returns:
+        The settings, or None if this section added a problem.
+    """
+    if not isinstance(raw, Mapping):
+        problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
+        return None
+    before = len(problems)
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in raw:
+        if key not in fields:
+            problems.append(f"{path}.{key}: unknown key; {_suggestion(str(key), fields)}")
+    values: dict[str, object] = {}
+    for name, field in fields.items():
+        if name in raw:
+            values[name] = _value(hints[name], raw[name], f"{path}.{name}", field, problems)
+        elif field.default is dataclasses.MISSING:
+            problems.append(f"{path}.{name}: missing; allowed: {_allowed(hints[name], field)}")
+    if len(problems) > before:
+        return None
+    make: Callable[..., T] = cls
+    made = make(**values)
+    given = frozenset(name for name in fields if name in raw)
+    if isinstance(made, _CanContradict):
+        problems.extend(f"{path}.{key}: {text}" for key, text in made.contradictions(given))
+    return made if len(problems) == before else None
+
+
+def _value(
+    hint: Any,
+    raw: object,
+    path: str,
+    field: dataclasses.Field[Any],
+    problems: list[str],
+) -> object:
+    kind, optional = _unwrap_optional(hint)
+    if raw is None and optional:
+        return None
+    if dataclasses.is_dataclass(kind):
+        return read(typing.cast("type[object]", kind), raw, path, problems)
+    value = _converted(kind, raw)
+    if value is None or not _within(value, field):
+        hint_text = _hint_for(kind, raw)
+        problems.append(f"{path}: got {_shown(raw)}; allowed: {_allowed(hint, field)}{hint_text}")
+    return value
+
+
+def _converted(kind: Any, raw: object) -> object:
+    """The value as `kind`, or None if `raw` is not one."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return next((member for member in kind if member.value == raw), None)
+    if kind is float and isinstance(raw, (int, float)) and not isinstance(raw, bool):
+        return float(raw) if math.isfinite(raw) else None
+    if kind is int and isinstance(raw, bool):
+        return None
+    if kind in (bool, int, str):
+        return raw if isinstance(raw, kind) else None
+    if typing.get_origin(kind) is tuple:
+        listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
+        return tuple(typing.cast("list[str]", raw)) if listed else None
+    raise TypeError(f"settings cannot hold {kind!r}")
+
+
+def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    assert len(kinds) == 1, f"a setting is one type or None, not {hint}"
+    return kinds[0], True
+
+
+def _within(value: Any, field: dataclasses.Field[Any]) -> bool:
+    return all(_BOUNDS[name][1](value, bound) for name, bound in field.metadata.items())
+
+
+def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
+    kind, optional = _unwrap_optional(hint)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        text = ", ".join(str(member.value) for member in kind)
+    elif dataclasses.is_dataclass(kind):
+        text = "a mapping of keys to values"
+    elif typing.get_origin(kind) is tuple:
+        text = "a list of strings"
+    else:
+        text = {
+            bool: "true or false",
+            int: "an integer",
+            float: "a number",
+            str: "a string",
+        }[kind]
+    bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in field.metadata.items())
+    return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
+
+
+def _hint_for(kind: Any, raw: object) -> str:
+    if isinstance(raw, Mapping) and "type" in raw:
+        return " (this is a search space: run it as a search, or give one value to train with)"
+    if kind in (int, float) and isinstance(raw, str):
+        try:
+            number = float(raw)
+        except ValueError:
+            return ""
+        return f" (YAML 1.1 reads {raw} as a string: write {_as_yaml_float(number)})"
+    return ""
+
+
+def _as_yaml_float(number: float) -> str:
+    """`number` as a literal that every YAML reader takes for a float: 1.0e-4, not 1e-4."""
+    mantissa, _, exponent = f"{number:g}".partition("e")
+    return f"{float(mantissa)}" + (f"e{exponent}" if exponent else "")
+
+
+def _suggestion(key: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, list(fields), n=1)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(fields)}"
+
+
+def _shown(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,130 @@
+"""Train one experiment: on a Determined cluster when run there, on this machine otherwise.
+
+    python -m trials.train CONFIG.yaml [--config KEY=VALUE ...] [--run-folder FOLDER]
+    python -m trials.train [CONFIG.yaml] --resume RUN_FOLDER
+    torchrun --nproc-per-node 2 -m trials.train CONFIG.yaml
+
+On a cluster it is the entrypoint of every experiment of this repository and takes no argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import yaml
+from determined import pytorch
+
+from trials import experiment
+from trials.checkpoint import (
+    CheckpointError,
+    SafeController,
+    allow_numpy_random_state,
+    controlled_by,
+)
+from trials.fit import fit
+from trials.loading import DataError
+from trials.local.folder import RunFolder
+from trials.local.run import Resume
+from trials.local.run import train as train_here
+from trials.precision import PrecisionError
+from trials.settings import ConfigError
+
+# What a user can mend: said in one message, without a traceback, and not worth a retry.
+_USER_ERRORS = (ConfigError, CheckpointError, DataError, PrecisionError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when the training completed or was stopped by a signal."""
+    allow_numpy_random_state()
+    info = det.get_cluster_info()
+    try:
+        if info is not None and info.task_type == "TRIAL":
+            return _train_on_cluster(info)
+        return _train_on_this_machine(sys.argv[1:] if arguments is None else arguments)
+    except _USER_ERRORS as error:
+        # The YAMLs have a log policy on these words: the cluster does not start the trial again.
+        print(f"no retry can help: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _train_on_cluster(info: det.ClusterInfo) -> int:
+    hparams = info.trial.hparams
+    config = experiment.parse(
+        info.trial._config, "experiment", hyperparameters=hparams, completed_by_master=True
+    )
+    frequency = config.hparams.aggregation_frequency
+    with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+        trial = experiment.load_trial_class(config.hparams.trial)(context, config)
+        with controlled_by(SafeController):
+            fit(trial, context, config, info.latest_checkpoint, config.checkpoint_policy)
+    return 0
+
+
+def _train_on_this_machine(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    path = options.config or os.path.join(options.resume, "config.yaml")
+    raw = with_overrides(experiment.read_yaml(path), options.overrides)
+    config = experiment.parse(raw, path)
+    resume = Resume.latest(Path(options.resume)) if options.resume else None
+
+    def choose_folder() -> RunFolder:
+        given = options.resume or options.run_folder
+        return RunFolder(Path(given)) if given else RunFolder.new(Path("runs"), config.name)
+
+    train_here(raw, config, choose_folder, resume)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trials.train", description="Train one experiment on this machine."
+    )
+    parser.add_argument("config", nargs="?", help="experiment YAML")
+    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on from its newest checkpoint")
+    parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
+    parser.add_argument(
+        "--config",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one value of the YAML, as `det experiment create --config` does",
+    )
+    options = parser.parse_args(arguments)
+    if not (options.config or options.resume):
+        parser.error("give an experiment YAML, or --resume RUN_FOLDER")
+    if options.resume and options.run_folder:
+        parser.error("--resume goes on in its own folder: leave --run-folder out")
+    return options
+
+
+def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`config` with `a.b=value` applied; values are read as YAML.
+
+    Raises:
+        ConfigError: if an override is not of that form.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not (key and equals):
+            raise ConfigError("--config", [f"got {override!r}; allowed: KEY=VALUE"])
+        section: dict[str, Any] = changed
+        *parents, last = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
+        section[last] = yaml.safe_load(value)
+    return changed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
