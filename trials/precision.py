@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +36,14 @@ class Precision(enum.Enum):
 
 @dataclass(frozen=True)
 class DeviceSupport:
-    """What one device computes natively.
+    """What one device computes natively, that is faster than by way of float32.
 
     Args:
         name: The device, in words.
         tf32: TF32 tensor cores (Ampere and later).
-        fp16: float16 that is not slower than float32 by construction; False on a CPU, where it
-            works but without fast kernels.
+        fp16: float16.
         bf16: bfloat16 without emulation. `torch.cuda.is_bf16_supported()` also says yes where it
-            is emulated (Turing and older), which is slower than float32.
+            is emulated (Turing and older).
     """
 
     name: str
@@ -55,12 +55,27 @@ class DeviceSupport:
     def of(device: torch.device) -> DeviceSupport:
         """Ask the device itself; synchronises with nothing."""
         if device.type != "cuda":
-            return DeviceSupport(device.type, tf32=False, fp16=False, bf16=True)
-        major, _ = torch.cuda.get_device_capability(device)
-        ampere = torch.version.hip is None and major >= 8
+            return DeviceSupport("cpu", tf32=False, fp16=_cpu_has("fp16"), bf16=_cpu_has("bf16"))
+        ampere = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
         bf16 = ampere or torch.version.hip is not None
         name = torch.cuda.get_device_name(device)
         return DeviceSupport(name, tf32=ampere, fp16=True, bf16=bf16)
+
+    def lacks(self, precision: Precision) -> bool:
+        """Whether the device would only emulate the products of `precision`."""
+        native = {
+            Precision.FP32: True,
+            Precision.TF32: self.tf32,
+            Precision.AMP_FP16: self.fp16,
+            Precision.AMP_BF16: self.bf16,
+        }
+        return not native[precision]
+
+
+def _cpu_has(dtype: str) -> bool:
+    """Whether oneDNN, which computes products and convolutions on a CPU, has kernels for it."""
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported", None)
+    return supported is not None and bool(supported())
 
 
 class PrecisionError(ValueError):
@@ -73,28 +88,44 @@ def prepare_backend(precision: Precision, device: torch.device, cudnn_benchmark:
     TF32 is on for `tf32` alone. In the AMP precisions what stays float32 does so because it is
     sensitive, so it stays IEEE.
 
+    A precision that the device only emulates is an error on a GPU, where it was surely not meant,
+    and a warning on a CPU, where the same YAML is tried out before it goes to a GPU.
+
     Raises:
-        PrecisionError: if `device` only emulates bfloat16.
+        PrecisionError: if `device` is a GPU that only emulates bfloat16.
     """
     support = DeviceSupport.of(device)
-    if precision is Precision.AMP_BF16 and not support.bf16:
-        raise PrecisionError(
-            f"amp.precision: got amp_bf16, which {support.name} only emulates (slower than fp32); "
-            "allowed on it: fp32, amp_fp16"
-        )
-    if precision is Precision.TF32 and not support.tf32:
-        logger.warning(
-            "amp.precision is tf32, but %s has no TF32: "
-            "products are computed in IEEE float32, as with fp32",
-            support.name,
-        )
-    if precision is Precision.AMP_FP16 and not support.fp16:
-        logger.warning(
-            "amp.precision is amp_fp16 on %s: correct, but convolutions and large products are "
-            "many times slower than fp32 there; amp_bf16 is the fast one on a CPU",
-            support.name,
-        )
+    if support.lacks(precision):
+        if precision is Precision.TF32:
+            logger.warning(
+                "amp.precision is tf32, but %s has no TF32: "
+                "products are computed in IEEE float32, as with fp32",
+                support.name,
+            )
+        elif device.type == "cuda":
+            raise PrecisionError(
+                f"amp.precision: got {precision.value}, which {support.name} only emulates "
+                "(slower than fp32); allowed on it: fp32, amp_fp16"
+            )
+        else:
+            logger.warning(
+                "amp.precision is %s, but this CPU has no such instructions: the numbers are "
+                "right, products and convolutions are many times slower than with fp32",
+                precision.value,
+            )
     tf32 = precision is Precision.TF32 and support.tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def main() -> None:
+    """Print, for each kind of device here, which precisions it computes without emulation."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for support, count in Counter(map(DeviceSupport.of, gpus or [torch.device("cpu")])).items():
+        answers = (f"{p.value} {'no' if support.lacks(p) else 'yes'}" for p in Precision)
+        print(f"{count} x {support.name}, natively: {', '.join(answers)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,8 @@ class ResNet50Trial(pytorch.PyTorchTrial):
             context, hparams.amp, hparams.aggregation_frequency, hparams.training.cudnn_benchmark
         )
         self.scaler = self.amp.scaler
-        model = resnet50(weights=None, num_classes=self.config.data.classes)
+        # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677, section 5.1).
+        model = resnet50(num_classes=self.config.data.classes, zero_init_residual=True)
         self.model = context.wrap_model(model.to(memory_format=torch.channels_last))
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(

@@ -1,0 +1,48 @@
+# Each target sets up the environment it needs; the first one takes a minute or two.
+# Python 3.10 to 3.12 is all that has to be there. Another one: make run PYTHON=/path/to/python3.11
+
+ENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PYTHON ?= $(call works,python3.12 python3.11 python3.10 python3 python)
+CONFIG ?= experiment_configs/mlp/amp.yaml
+RUN = $(ENV)/bin/python
+
+works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
+
+.PHONY: help run test test-oldest lint format tensorboard clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/bf16.yaml]
+	@$(RUN) -m trials.train $(CONFIG)
+
+test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
+	@$(RUN) -m pytest
+
+test-oldest: ## the same with torch 2.3, the level of Determined's default task image
+	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
+	    PYTHON=$(if $(filter command% environment,$(origin PYTHON)),$(PYTHON),$(call works,python3.10 python3.11))
+
+lint: $(ENV)/ready ## ruff and mypy, strict, tests included
+	@$(ENV)/bin/ruff format --check .
+	@$(ENV)/bin/ruff check .
+	@$(ENV)/bin/mypy
+
+format: $(ENV)/ready ## write the code the way lint wants it
+	@$(ENV)/bin/ruff format .
+	@$(ENV)/bin/ruff check --fix .
+
+tensorboard: $(ENV)/ready ## open the curves of all local runs
+	@$(ENV)/bin/tensorboard --logdir runs
+
+clean: ## remove the environments and caches; runs/ stays
+	@rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache
+
+$(ENV)/ready: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.12 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "setting up $(ENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(ENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
+	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) -r pyproject.toml --extra dev
+	@touch $@

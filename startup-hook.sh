@@ -1,0 +1,31 @@
+# Determined sources this file in every container of a task, at each start and restart, under
+# `set -e` and `set -x`. The subshell keeps options and variables inside, `|| true` suspends `set -e`
+# in it and keeps failures inside: the training starts anyway, and says itself what it lacks.
+(
+    { set +ux; } 2> /dev/null
+
+    # First line: what pip has to add. Then what it must leave as the image and the platform made it.
+    # Nothing is imported, and a spec without an origin is only a folder of that name.
+    {
+        read -ra missing
+        mapfile -t installed
+    } < <(python3 -c '
+from contextlib import suppress
+from importlib import metadata, util
+
+needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "sklearn": "scikit-learn", "rich": "rich"}
+print(*(n for module, n in needed.items() if not getattr(util.find_spec(module), "origin", None)))
+for name in "torch", "torchvision", "numpy", "requests", "determined":
+    with suppress(metadata.PackageNotFoundError):
+        print(name, metadata.version(name), sep="==")
+')
+    if [ -n "${missing[0]}" ]; then
+        python3 -m pip install -qq --no-input --disable-pip-version-check \
+            --constraint <(printf '%s\n' "${installed[@]}") "${missing[@]}" ||
+            echo "startup-hook: WARNING: pip failed to add: ${missing[*]}" >&2
+    fi
+
+    echo "startup-hook: $(python3 --version) ${installed[*]}"
+    python3 -m trials.precision ||
+        echo "startup-hook: WARNING: cannot tell what the device computes natively" >&2
+) || true

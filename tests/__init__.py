@@ -1,0 +1,1 @@
+"""Tests; `tests.training` and `tests.one_weight` are what they share."""

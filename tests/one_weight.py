@@ -1,0 +1,214 @@
+"""A trial with one weight, whose every number can be written down.
+
+The model is y = w x and the loss is the mean of y over the batch, so the gradient is
+dL/dw = mean(x) whatever w is, and SGD moves w by -learning_rate * mean(x). Powers of two are exact
+in float16, so in every precision the weight is exact too. A batch with x = inf makes the gradient
+non-finite at every loss scale: exactly those steps are skipped.
+
+The recipe is the one of the real trials, word for word (`test_recipe.py` holds them together).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from determined import core, pytorch
+from determined.common import storage
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trials.amp import AmpSettings, MixedPrecision
+from trials.checkpoint import PortableCheckpoint, SafeController, controlled_by
+from trials.monitor import TrainingMetrics
+from trials.precision import Precision
+
+AMP = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What one run of the trial is given; the names are those of the YAMLs.
+
+    Args:
+        xs: The inputs, one row per batch.
+    """
+
+    xs: Sequence[Sequence[float]]
+    amp: AmpSettings = AMP
+    aggregation_frequency: int = 1
+    learning_rate: float = 0.5
+    max_grad_norm: float | None = None
+
+
+class OneWeightTrial(pytorch.PyTorchTrial):
+    """y = w x, from w = 1.
+
+    Attributes:
+        scales: Loss scale after every batch.
+        weights: w after every batch.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+        self.context = context
+        self.hparams = recipe
+        self.amp = MixedPrecision(context, recipe.amp, recipe.aggregation_frequency)
+        self.scaler = self.amp.scaler
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        self.model = context.wrap_model(model)
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.SGD(self.model.parameters(), lr=recipe.learning_rate),
+            average_aggregated_gradients=False,
+        )
+        self.metrics = TrainingMetrics(context, self.amp)
+        self.scales: list[float] = []
+        self.weights: list[float] = []
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        reported = self.train_on(batch, batch_idx)
+        self.scales.append(float(self.amp.loss_scale()))
+        self.weights.append(self.weight())
+        return reported
+
+    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+        (x,) = batch  # (B, 1)
+        with self.amp.autocast():
+            loss = self.model(x).float().mean()
+        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        if self.amp.is_update_batch(batch_idx):
+            self.context.step_optimizer(
+                self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
+            )
+            self.scaler.update()
+            self.amp.count_step()
+        return self.metrics.add(loss, len(x))
+
+    def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.scaler.unscale_(self.optimizer)
+        max_norm = self.hparams.max_grad_norm or math.inf
+        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    def weight(self) -> float:
+        return float(next(self.model.parameters()).detach())
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return self._loader(self.hparams.xs)
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return self._loader([[0.0]] * self.context.distributed.size)
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"mixed_precision": self.amp, "portable_checkpoint": PortableCheckpoint()}
+
+    @staticmethod
+    def _loader(xs: Sequence[Sequence[float]]) -> pytorch.DataLoader:
+        (size,) = {len(batch) for batch in xs}
+        return pytorch.DataLoader(TensorDataset(torch.tensor(xs).reshape(-1, 1)), batch_size=size)
+
+
+class Reports(core.DummyTrainContext):
+    """Keeps what the loop reports.
+
+    Attributes:
+        training: The reported training metrics, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training: list[dict[str, Any]] = []
+
+    def _report_trial_metrics(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if group == "training":
+            self.training.append(metrics)
+
+
+class NewTrial(SafeController):
+    """The loop of a trial that is not the one whose checkpoint it starts from."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, **fitted: Any) -> None:
+        super().__init__(**fitted)
+        self.trial_id = next(self._ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run left: the trial, its reports, and the content of its last checkpoint."""
+
+    trial: OneWeightTrial
+    reports: list[dict[str, Any]]
+    checkpoint: dict[str, Any]
+
+
+def run(
+    recipe: Recipe,
+    folder: Path,
+    trial_class: type[OneWeightTrial] = OneWeightTrial,
+    *,
+    resume: str | None = None,
+    processes: core.DistributedContext | None = None,
+) -> Run:
+    """Train on every batch of `recipe` in Determined's loop, with one report and one checkpoint.
+
+    Args:
+        recipe: The run.
+        folder: Where checkpoints are.
+        trial_class: The trial, or one with a planted bug.
+        resume: Name of a checkpoint in `folder` to warm-start from.
+        processes: The ranks, which take the batches in turn; by default there is one.
+    """
+    distributed = processes or core.DummyDistributedContext()
+    reports = Reports()
+    core_context = core.Context(
+        checkpoint=core.DummyCheckpointContext(
+            distributed, storage.SharedFSStorageManager(str(folder))
+        ),
+        distributed=distributed,
+        train=reports,
+    )
+    before = set(folder.iterdir())
+    with core_context, controlled_by(NewTrial):
+        context = pytorch.PyTorchTrialContext(
+            core_context=core_context,
+            trial_seed=0,
+            hparams={"global_batch_size": len(recipe.xs[0]) * distributed.size},
+            slots_per_trial=distributed.size,
+            num_gpus=0,
+            exp_conf={},
+            aggregation_frequency=recipe.aggregation_frequency,
+            steps_completed=0,
+            managed_training=True,
+            debug_enabled=False,
+            enable_tensorboard_logging=False,
+        )
+        trial = trial_class(context, recipe)
+        length = pytorch.Batch(len(recipe.xs) // distributed.size)
+        pytorch.Trainer(trial, context).fit(
+            max_length=length,
+            reporting_period=length,
+            checkpoint_policy="none",
+            latest_checkpoint=resume,
+        )
+    saved = [
+        torch.load(path / "state_dict.pth", weights_only=True)
+        for path in set(folder.iterdir()) - before
+    ]
+    return Run(trial, reports.training, saved[0] if saved else {})

@@ -1,0 +1,236 @@
+"""The recipe in Determined's own loop, with numbers derived by hand; see `one_weight`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.one_weight import AMP, OneWeightTrial, Recipe, run
+from trials.amp import AmpSettings
+from trials.precision import Precision
+
+ONE = [1.0, 1.0]
+INF = [math.inf, 1.0]
+FP32 = AmpSettings(Precision.FP32)
+BF16 = AmpSettings(Precision.AMP_BF16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+class TestLossScale:
+    def test_follows_growth_and_overflow_exactly(self, folder: Path) -> None:
+        """From 4, doubled after two applied steps in a row, halved by a skipped one.
+
+        good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8, good 8.
+        """
+        trial = run(Recipe([ONE, ONE, ONE, INF, ONE, ONE, ONE]), folder).trial
+        assert trial.scales == [4, 8, 8, 4, 4, 8, 8]
+
+    def test_skipped_step_leaves_the_weight_alone(self, folder: Path) -> None:
+        """Every applied step moves w by -0.5 * mean(1, 1) = -0.5."""
+        trial = run(Recipe([ONE, INF, ONE]), folder).trial
+        assert trial.weights == [0.5, 0.5, 0.0]
+
+    @pytest.mark.parametrize("scale", [2.0**8, 2.0**15])
+    def test_does_not_change_the_weights(self, folder: Path, scale: float) -> None:
+        """Powers of two neither round nor, up to 2^15, overflow: the scale cancels exactly."""
+        amp = dataclasses.replace(AMP, init_scale=scale, growth_interval=100)
+        assert run(Recipe([ONE, [2.0, 1.0]], amp), folder).trial.weights == [0.5, -0.25]
+
+    def test_overflow_of_float16_skips_until_the_scale_fits(self, folder: Path) -> None:
+        """The scaled gradient of w is scale * mean(x) = 2^14 * 2^4 = 2^18 > 65504, then 2^17, 2^16.
+
+        Three skips bring the scale to 2^11 and the gradient to 2^15, which fits.
+        """
+        amp = dataclasses.replace(AMP, init_scale=2.0**14, growth_interval=100)
+        trial = run(Recipe([[16.0, 16.0]] * 4, amp, learning_rate=2.0**-4), folder).trial
+        assert trial.scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11]
+        assert trial.weights == [1, 1, 1, 0]
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize("amp", [AMP, BF16, FP32], ids=lambda amp: amp.precision.value)
+    def test_of_micro_batches_equals_one_batch(self, folder: Path, amp: AmpSettings) -> None:
+        """Means 1, 2, 4, 1, at once or in turn: the mean gradient is 2, so w = 1 - 0.5 * 2."""
+        rows = [[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]
+        micro = run(Recipe(rows, amp, aggregation_frequency=4), folder).trial
+        whole = run(Recipe([[x for row in rows for x in row]], amp), folder).trial
+        assert micro.weights == [1, 1, 1, 0]
+        assert whole.weights == [0]
+
+    def test_updates_the_scale_once_per_step(self, folder: Path) -> None:
+        """Growth after every applied step: 4 while a window of two is open, then 8, then 16."""
+        amp = dataclasses.replace(AMP, growth_interval=1)
+        trial = run(Recipe([ONE] * 4, amp, aggregation_frequency=2), folder).trial
+        assert trial.scales == [4, 8, 8, 16]
+
+    @pytest.mark.parametrize("position", [0, 1])
+    def test_overflow_in_one_micro_batch_skips_exactly_one_step(
+        self, folder: Path, position: int
+    ) -> None:
+        """Windows good, bad, good: two steps of -0.5, one skip, whichever micro-batch is bad."""
+        bad = [INF, ONE] if position == 0 else [ONE, INF]
+        made = run(Recipe([ONE, ONE, *bad, ONE, ONE], aggregation_frequency=2), folder)
+        assert made.trial.weights[-1] == 0
+        assert made.reports[-1]["applied_steps"] == 2
+        assert made.reports[-1]["skipped_steps"] == 1
+        assert made.trial.scales == [4, 4, 4, 2, 2, 2]
+
+
+class TestOtherPrecisions:
+    @pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
+    def test_need_no_scaler_in_the_checkpoint(self, folder: Path, amp: AmpSettings) -> None:
+        """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
+        made = run(Recipe([ONE, ONE], amp), folder)
+        assert "scaler_state_dict" not in made.checkpoint
+        assert made.trial.weights == [0.5, 0]
+        assert made.reports[-1]["loss_scale_log2"] == 0
+
+    @pytest.mark.parametrize(
+        ("precision", "dtype"),
+        [
+            (Precision.FP32, torch.float32),
+            (Precision.TF32, torch.float32),
+            (Precision.AMP_FP16, torch.float16),
+            (Precision.AMP_BF16, torch.bfloat16),
+        ],
+    )
+    def test_compute_in_their_dtype(
+        self, folder: Path, precision: Precision, dtype: torch.dtype
+    ) -> None:
+        """Training in the precision's dtype, validation in float32, weights always float32."""
+        amp = run(Recipe([ONE], AmpSettings(precision)), folder).trial.amp
+        linear = nn.Linear(2, 2)
+        with amp.autocast():
+            assert linear(torch.ones(1, 2)).dtype is dtype
+        with amp.eval_autocast():
+            assert linear(torch.ones(1, 2)).dtype is torch.float32
+        assert linear.weight.dtype is torch.float32
+
+
+class ClipsScaledGradients(OneWeightTrial):
+    """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""
+
+    def clip_gradients(self, parameters: Any) -> None:
+        max_norm = self.hparams.max_grad_norm or math.inf
+        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+
+class StepsTwice(OneWeightTrial):
+    """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request 4874)."""
+
+    def clip_gradients(self, parameters: Any) -> None:
+        super().clip_gradients(parameters)
+        self.optimizer.step()
+
+
+class ForgetsTheScaler(OneWeightTrial):
+    """Planted: the scaler is not in the checkpoint (nanoGPT's train.py)."""
+
+    def __init__(self, context: Any, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        context._scaler = None
+
+
+class UpdatesEveryBatch(OneWeightTrial):
+    """Planted: `scaler.update()` on every batch (Determined's own AMP test fixture)."""
+
+    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+        if not self.amp.is_update_batch(batch_idx):
+            self.scaler.update()
+        return super().train_on(batch, batch_idx)
+
+
+def clip_sees_unscaled_gradients(trial_class: type[OneWeightTrial], folder: Path) -> None:
+    """The gradient is 1, clipped to 0.25: w = 1 - 0.5 * 0.25. Reported is the norm before: 1.
+
+    `clip_grad_norm_` divides by norm + 1e-6, hence the tolerance.
+    """
+    made = run(Recipe([ONE], max_grad_norm=0.25), folder, trial_class)
+    assert made.trial.weights == [pytest.approx(0.875, abs=2e-7)]
+    assert made.reports[-1]["grad_norm"] == pytest.approx(1.0, abs=1e-6)
+
+
+def steps_once(trial_class: type[OneWeightTrial], folder: Path) -> None:
+    """One step of -0.5, and none at all on an overflow."""
+    assert run(Recipe([ONE, INF]), folder, trial_class).trial.weights == [0.5, 0.5]
+
+
+def saves_the_scaler(trial_class: type[OneWeightTrial], folder: Path) -> None:
+    """Three applied steps from 4: doubled once to 8, one step on the way to the next doubling."""
+    state = run(Recipe([ONE] * 3), folder, trial_class).checkpoint.get("scaler_state_dict")
+    assert state is not None
+    assert (state["scale"], state["_growth_tracker"]) == (8, 1)
+
+
+def updates_once_per_window(trial_class: type[OneWeightTrial], folder: Path) -> None:
+    run(Recipe([ONE] * 2, aggregation_frequency=2), folder, trial_class)
+
+
+@pytest.mark.parametrize(
+    ("check", "planted"),
+    [
+        (clip_sees_unscaled_gradients, ClipsScaledGradients),
+        (steps_once, StepsTwice),
+        (saves_the_scaler, ForgetsTheScaler),
+        (updates_once_per_window, UpdatesEveryBatch),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_famous_bug_is_absent_and_would_be_seen(
+    check: Callable[[type[OneWeightTrial], Path], None],
+    planted: type[OneWeightTrial],
+    folder: Path,
+) -> None:
+    check(OneWeightTrial, folder)
+    with pytest.raises(AssertionError):
+        check(planted, folder)
+
+
+class TestCheckpointOfAnotherPrecision:
+    @pytest.mark.parametrize("first", [FP32, BF16], ids=lambda amp: amp.precision.value)
+    def test_without_a_scale_starts_from_init_scale(self, folder: Path, first: AmpSettings) -> None:
+        run(Recipe([ONE], first), folder)
+        (saved,) = folder.iterdir()
+        trial = run(Recipe([ONE, ONE]), folder, resume=saved.name).trial
+        assert trial.scales == [4, 8]
+        assert trial.weights[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
+
+    @pytest.mark.parametrize("second", [FP32, BF16], ids=lambda amp: amp.precision.value)
+    def test_with_a_scale_that_is_not_needed_is_accepted(
+        self, folder: Path, second: AmpSettings
+    ) -> None:
+        run(Recipe([ONE]), folder)
+        (saved,) = folder.iterdir()
+        assert run(Recipe([ONE], second), folder, resume=saved.name).trial.weights == [0]
+
+    def test_empty_scaler_state_is_accepted(self, folder: Path) -> None:
+        """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises on it."""
+        run(Recipe([ONE], FP32), folder)
+        (saved,) = folder.iterdir()
+        content = torch.load(saved / "state_dict.pth", weights_only=True)
+        torch.save({**content, "scaler_state_dict": {}}, saved / "state_dict.pth")
+        assert run(Recipe([ONE]), folder, resume=saved.name).trial.scales == [4]
+
+    def test_warm_start_uses_this_trials_scale_and_counts(self, folder: Path) -> None:
+        """A search over init_scale from given weights must not inherit their scale."""
+        run(Recipe([ONE] * 3), folder)
+        (saved,) = folder.iterdir()
+        amp = dataclasses.replace(AMP, init_scale=2.0**10, growth_interval=3)
+        made = run(Recipe([ONE, ONE], amp), folder, resume=saved.name)
+        assert made.trial.scales == [2.0**10, 2.0**10]
+        assert made.reports[-1]["applied_steps"] == 2

@@ -1,0 +1,118 @@
+"""Sibling YAMLs differ in exactly the keys they are about, and in nothing else."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trials import experiment
+
+CONFIGS = Path(__file__).parents[1] / "experiment_configs"
+
+NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+NAMES = frozenset({"name", "description"})
+PRECISION = NAMES | {"hyperparameters.amp.precision"}
+SCALER = PRECISION | {
+    f"hyperparameters.amp.{key}"
+    for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+}
+# What each file changes of the fp32.yaml beside it.
+DIFFERS = {
+    "fp32.yaml": frozenset[str](),
+    "tf32.yaml": PRECISION,
+    "bf16.yaml": PRECISION,
+    "amp.yaml": SCALER,
+    "amp_2slots.yaml": SCALER | {"resources.slots_per_trial"},
+}
+TRIALS = ("mlp", "resnet50")
+FILES = [CONFIGS / trial / name for trial in TRIALS for name in DIFFERS]
+
+
+def load(path: Path) -> dict[str, Any]:
+    config = yaml.safe_load(path.read_text())
+    assert isinstance(config, dict)
+    return config
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of all leaves."""
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> frozenset[str]:
+    """Dotted keys whose values differ; a key that only one has differs."""
+    a, b = flat(one), flat(other)
+    return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+
+
+def test_files_are_exactly_those_declared() -> None:
+    assert sorted(CONFIGS.rglob("*.yaml")) == sorted(FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_sibling_differs_in_exactly_the_declared_keys(path: Path) -> None:
+    assert difference(load(path), load(path.parent / "fp32.yaml")) == DIFFERS[path.name]
+
+
+def test_difference_sees_a_planted_key() -> None:
+    """Negative control: one changed value, one dropped and one added are all reported."""
+    base = load(CONFIGS / "mlp" / "fp32.yaml")
+    planted = copy.deepcopy(base)
+    planted["hyperparameters"]["learning_rate"] = 2.0e-3
+    del planted["max_restarts"]
+    planted["hyperparameters"]["amp"]["init_scale"] = 1.0
+    assert difference(planted, base) == {
+        "hyperparameters.learning_rate",
+        "max_restarts",
+        "hyperparameters.amp.init_scale",
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+class TestEveryFile:
+    def test_parses_without_a_problem(self, path: Path) -> None:
+        experiment.parse(load(path), str(path))
+
+    def test_name_says_which_file_it_is(self, path: Path) -> None:
+        name = f"{path.parent.name}-{path.stem}".replace("_", "-")
+        assert load(path)["name"] == name
+
+    def test_header_gives_the_commands_of_this_file(self, path: Path) -> None:
+        place = f"experiment_configs/{path.parent.name}/{path.name}"
+        header = path.read_text().split("\nname:")[0]
+        assert f"det experiment create {place} ." in header
+        assert f"-m trials.train {place}" in header
+
+    def test_hyperparameters_are_complete(self, path: Path) -> None:
+        """Flat and complete: every field is written out, so that no default hides."""
+        config = load(path)
+        hparams = experiment.parse(config, str(path)).hparams
+        assert set(config["hyperparameters"]) == set(vars(hparams))
+
+    def test_searcher_metric_is_reported_and_has_the_right_direction(self, path: Path) -> None:
+        searcher = load(path)["searcher"]
+        assert searcher["metric"] == "validation_loss"
+        assert searcher["smaller_is_better"] is True
+
+    def test_numbers_are_numbers(self, path: Path) -> None:
+        """`1e-4` is a string to PyYAML and a float to the platform: neither reader may differ."""
+        for key, value in flat(load(path)).items():
+            if isinstance(value, str):
+                assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
+
+    def test_user_errors_are_not_retried(self, path: Path) -> None:
+        """The words `trials.train` says them in cancel the platform's retries."""
+        (policy,) = load(path)["log_policies"]
+        assert policy["action"] == "cancel_retries"
+        assert "no retry can help: " in policy["pattern"]

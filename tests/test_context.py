@@ -1,0 +1,162 @@
+"""What `det experiment create CONFIG .` sends, measured with Determined's own code."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from determined.common import detignore, v1file_utils
+from determined.common.api import bindings
+
+ROOT = Path(__file__).parents[1]
+SENT = {"trials", "experiment_configs", "hp_search", "startup-hook.sh", "pyproject.toml"}
+MIB = 1 << 20
+
+# What a clone comes to hold and its .detignore has to know.
+PLANTED = (
+    ".env",
+    ".netrc",
+    ".aws/credentials",
+    "gcp-credentials.json",
+    "server.pem",
+    "server.key",
+    "id_ed25519",
+    "token.txt",
+    ".venv/lib/python3.11/site-packages/torch/__init__.py",
+    ".venv-3.10/pyvenv.cfg",
+    "venv/pyvenv.cfg",
+    "env/pyvenv.cfg",
+    "runs/mlp-amp/2025-01-01/checkpoints/state_dict.pth",
+    "data/digits.npz",
+    "results/resnet50/metrics.jsonl",
+    "checkpoint.pt",
+    "model.safetensors",
+    "loss.png",
+    "notes.ipynb",
+    ".ipynb_checkpoints/notes.ipynb",
+    ".pytest_cache/README.md",
+    ".ruff_cache/CACHEDIR.TAG",
+    "build/lib/trials/amp.py",
+    "determined_amp.egg-info/PKG-INFO",
+    "tests/test_amp.py",
+    "docs/index.md",
+    "benchmarks/results.json",
+    "trials/.env",
+    "trials/.ipynb_checkpoints/amp.ipynb",
+    "trials/local/.cache/blob",
+    "trials/credentials.json",
+    "trials/client_secret.json",
+    "trials/best.pth",
+    "trials/last.ckpt",
+    "experiment_configs/mlp/.amp.yaml.swp",
+    "experiment_configs/resnet50/curve.png",
+    "hp_search/id_rsa",
+    "hp_search/server.pem",
+)
+# Determined leaves these behind by itself, unless a line of the .detignore takes them back in.
+PLANTED_BUILT_IN = (
+    ".git/config",
+    ".mypy_cache/3.10/torch.data.json",
+    "trials/__pycache__/amp.cpython-310.pyc",
+)
+
+
+def entries(root: Path) -> list[bindings.v1File]:
+    return list(detignore.os_walk_to_v1Files(root, Path()))
+
+
+def sent(root: Path) -> dict[str, bytes]:
+    """Path and content of every file in the context of `root`."""
+    return {
+        entry.path: base64.b64decode(entry.content or "")
+        for entry in entries(root)
+        if entry.type == ord(tarfile.REGTYPE)
+    }
+
+
+def copied_into_a_checkpoint(root: Path) -> dict[str, bytes]:
+    """The same for the code that a checkpoint written without a cluster keeps."""
+    code = root.parent / "code"
+    shutil.copytree(root, code, ignore=detignore.make_shutil_ignore(root))
+    return {
+        path.relative_to(code).as_posix(): path.read_bytes()
+        for path in code.rglob("*")
+        if path.is_file()
+    }
+
+
+def write(root: Path, path: str, content: bytes) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return sent(ROOT)
+
+
+@pytest.fixture
+def clone(files: dict[str, bytes], tmp_path: Path) -> Path:
+    """A copy of the repository in which people have worked."""
+    root = tmp_path / "clone"
+    for path, content in files.items():
+        write(root, path, content)
+    for path in PLANTED + PLANTED_BUILT_IN:
+        write(root, path, b"PLANTED")
+    shutil.copy(ROOT / ".detignore", root)
+    return root
+
+
+def test_the_context_is_small() -> None:
+    assert 0 < sum(map(v1file_utils.v1File_size, entries(ROOT))) < MIB
+
+
+def test_the_context_holds_all_code_and_configs_and_nothing_else(files: dict[str, bytes]) -> None:
+    assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == SENT
+    code = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("trials/**/*.py")}
+    configs = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("experiment_configs", "hp_search")
+        for path in ROOT.glob(f"{folder}/**/*.yaml")
+    }
+    assert {"trials/train.py", "startup-hook.sh"} <= files.keys()
+    assert configs
+    assert code | configs <= files.keys()
+
+
+def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> None:
+    imported = {
+        name.split(".")[0]
+        for path, content in files.items()
+        if path.endswith(".py")
+        for name in imports(content)
+    }
+    here = {path.stem for path in ROOT.iterdir()}
+    assert imported & here == {"trials"}
+
+
+def imports(source: bytes) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("reader", [sent, copied_into_a_checkpoint])
+def test_nothing_planted_leaves_the_machine(
+    reader: Callable[[Path], dict[str, bytes]], files: dict[str, bytes], clone: Path
+) -> None:
+    assert reader(clone) == files
+
+
+def test_without_the_detignore_everything_planted_is_sent(
+    files: dict[str, bytes], clone: Path
+) -> None:
+    (clone / ".detignore").unlink()
+    assert sent(clone).keys() == files.keys() | set(PLANTED)

@@ -1,0 +1,290 @@
+"""`trials.data`: sizes, splits and values of the datasets; augmentation of the training set alone.
+
+Nothing is downloaded: `mnist` and `cifar10` read what stands in for torchvision's classes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from trials import data
+from trials.augment import crop_and_flip, uniform_numbers
+from trials.data import DatasetName, DataSettings, TensorImages, load
+from trials.loading import Batch, DataError, Images, Sample
+from trials.settings import read
+
+
+def samples_of(images: Images, epoch: int = 0) -> list[Sample]:
+    return [Sample(epoch, image) for image in range(len(images))]
+
+
+def everything(images: Images, epoch: int = 0) -> Batch:
+    return images.__getitems__(samples_of(images, epoch))
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 8), (1, 28)])
+def test_digits_are_1437_and_360_images_in_minus_one_to_one(channels: int, side: int) -> None:
+    settings = DataSettings(image_size=side, channels=channels)
+    for images, count in zip(load(settings, seed=0), (1437, 360), strict=True):
+        pixels, labels = everything(images)
+        assert len(images) == count
+        assert pixels.shape == (count, channels, side, side)
+        assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64)
+        assert (pixels.min().item(), pixels.max().item()) == (-1.0, 1.0)
+        assert set(labels.tolist()) == set(range(10))
+
+
+def test_digits_are_split_by_class_and_not_by_the_seed() -> None:
+    """A stratified share is the exact one, rounded; a random one has a standard deviation of 5."""
+    first, second = (load(DataSettings(image_size=8), seed) for seed in (0, 1))
+    assert all(equal(everything(a), everything(b)) for a, b in zip(first, second, strict=True))
+    train, validation = (everything(images)[1] for images in first)
+    together = torch.cat([train, validation])
+
+    def excess(labels: torch.Tensor) -> float:
+        share = together.bincount() * len(labels) / len(together)
+        return float((labels.bincount() - share).abs().max())
+
+    assert excess(validation) < 1
+    assert excess(train) < 1
+    assert excess(together[torch.randperm(len(together))[:360]]) > 1  # negative control
+
+
+def test_pixels_are_scaled_and_channels_repeated_or_averaged() -> None:
+    """0, 51, 204 and 255 of 255 are -1, -0.6, 0.6 and 1; float32 rounds to 6e-8 of that."""
+    grey = torch.tensor([0, 51, 204, 255], dtype=torch.uint8).repeat(16).reshape(1, 1, 8, 8)
+    expected = torch.tensor([-1.0, -0.6, 0.6, 1.0]).repeat(16).reshape(1, 1, 8, 8)
+    label, colour = torch.tensor([0]), torch.full((1, 3, 8, 8), 30, dtype=torch.uint8)
+    colour[:, 1], colour[:, 2] = 60, 91  # mean 60.33: rounded to 60
+    one, three = (DataSettings(image_size=8, channels=channels) for channels in (1, 3))
+    pixels, _ = everything(TensorImages(grey, label, 1, one))
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-7)
+    repeated, _ = everything(TensorImages(grey, label, 1, three))
+    assert torch.equal(repeated, pixels.expand(1, 3, 8, 8))
+    averaged, _ = everything(TensorImages(colour, label, 1, one))
+    assert torch.equal(averaged, torch.full((1, 1, 8, 8), 60.0) / 127.5 - 1.0)
+
+
+def test_synthetic_images_are_of_their_seed_alone() -> None:
+    settings = DataSettings(DatasetName.SYNTHETIC, image_size=8, channels=3, classes=4, samples=50)
+    state = torch.get_rng_state()
+    train, validation = load(settings, seed=3)
+    assert (len(train), len(validation)) == (50, 5)
+    pixels, labels = everything(train)
+    assert pixels.shape == (50, 3, 8, 8)
+    assert set(labels.tolist()) == {0, 1, 2, 3}
+    assert equal(everything(load(settings, seed=3)[0]), (pixels, labels))
+    assert not equal(everything(load(settings, seed=4)[0]), (pixels, labels))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Noise to train on; validation images of one colour: black cats, and dogs of (30, 60, 90)."""
+    noise = np.random.default_rng(0)
+    for name, colour in {"cat": (0, 0, 0), "dog": (30, 60, 90)}.items():
+        for part in ("train", "val"):
+            (tmp_path / part / name).mkdir(parents=True)
+        for index in range(3):
+            pixels = noise.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "train" / name / f"{index}.png")
+        Image.new("RGB", (48, 40), colour).save(tmp_path / "val" / name / "0.png")
+    return tmp_path
+
+
+def of_folder(folder: Path, channels: int = 3, classes: int = 2) -> DataSettings:
+    return DataSettings(DatasetName.IMAGE_FOLDER, 16, channels, classes, directory=str(folder))
+
+
+@pytest.mark.parametrize(("channels", "dog"), [(3, [30, 60, 90]), (1, [60])])
+def test_folder_is_decoded_to_the_size_and_channels_asked_for(
+    folder: Path, channels: int, dog: list[int]
+) -> None:
+    train, validation = load(of_folder(folder, channels), seed=3)
+    pixels, labels = everything(train)
+    assert pixels.shape == (6, channels, 16, 16)
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+    expected = torch.tensor([[0] * channels, dog])[:, :, None, None].expand(2, channels, 16, 16)
+    for epoch in (0, 1):  # no augmentation
+        pixels, labels = everything(validation, epoch)
+        assert torch.equal(pixels, expected / 127.5 - 1.0)
+        assert labels.tolist() == [0, 1]
+
+
+def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path) -> None:
+    train, _ = load(of_folder(folder), seed=3)
+    pixels, _ = everything(train, epoch=5)
+    torch.manual_seed(99)
+    for index, sample in reversed(list(enumerate(samples_of(train, epoch=5)))):
+        assert torch.equal(train.__getitems__([sample])[0][0], pixels[index])
+    assert torch.equal(everything(load(of_folder(folder), seed=3)[0], epoch=5)[0], pixels)
+    for other in (everything(train, epoch=6), everything(load(of_folder(folder), seed=4)[0], 5)):
+        assert not any(map(torch.equal, other[0], pixels))
+
+
+def test_folder_augmentation_leaves_the_global_generator_alone(folder: Path) -> None:
+    train, _ = load(of_folder(folder), seed=3)
+    state = torch.get_rng_state()
+    everything(train)
+    assert torch.equal(torch.get_rng_state(), state)
+    v2.RandomHorizontalFlip()(torch.zeros(3, 8, 8))  # negative control: what it is built of
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+def test_folder_augmentation_leaves_the_generator_of_the_gpu_alone(folder: Path) -> None:
+    """Dropout draws from it: seeded by each image, it would repeat its masks."""
+    train, _ = load(of_folder(folder), seed=3)
+    state = torch.cuda.get_rng_state()
+    everything(train)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def without_a_class(folder: Path) -> None:
+    (folder / "val" / "dog").rename(folder / "dog")
+
+
+def with_another_class(folder: Path) -> None:
+    (folder / "val" / "dog").rename(folder / "val" / "bird")  # cats become class 1
+
+
+def without_an_image(folder: Path) -> None:
+    (folder / "val" / "dog" / "0.png").unlink()
+
+
+@pytest.mark.parametrize("damage", [without_a_class, with_another_class, without_an_image])
+def test_validation_classes_other_than_those_of_training_are_a_data_error(
+    folder: Path, damage: Callable[[Path], None]
+) -> None:
+    """The labels are positions in the sorted list of folders: they would mean something else."""
+    damage(folder)
+    with pytest.raises(DataError, match="data"):
+        load(of_folder(folder), seed=0)
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_missing_directory_is_a_data_error(folder: Path, part: str) -> None:
+    (folder / part).rename(folder / "elsewhere")
+    with pytest.raises(DataError, match=rf"data\.directory: .*{part} is not a directory"):
+        load(of_folder(folder), seed=0)
+
+
+def test_wrong_number_of_classes_is_a_data_error(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.classes: got 3, but image_folder has 2 classes"):
+        load(of_folder(folder, classes=3), seed=0)
+    with pytest.raises(DataError, match=r"data\.classes: got 9, but digits has 10 classes"):
+        load(DataSettings(image_size=8, classes=9), seed=0)
+
+
+class Mnist:
+    """The part of torchvision's `MNIST` that is used: 4 images to train on, 3 to validate on."""
+
+    def __init__(self, root: str, *, train: bool, download: bool) -> None:
+        assert (root, download) == ("somewhere", True)
+        count = 4 if train else 3
+        generator = torch.Generator().manual_seed(count)
+        self.data = torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+        self.targets = torch.arange(count)
+
+
+class Cifar10:
+    """As `Mnist`; torchvision has these in numpy, channels last, and a list of labels."""
+
+    def __init__(self, root: str, *, train: bool, download: bool) -> None:
+        grey = Mnist(root, train=train, download=download)
+        self.data = np.pad(grey.data, ((0, 0), (2, 2), (2, 2)))[..., None].repeat(3, axis=3)
+        self.targets = grey.targets.tolist()
+
+
+@pytest.fixture
+def _no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets, "MNIST", Mnist)
+    monkeypatch.setattr(datasets, "CIFAR10", Cifar10)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the lock is
+
+
+@pytest.mark.usefixtures("_no_download")
+def test_mnist_is_not_augmented() -> None:
+    settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
+    for images, is_train in zip(load(settings, seed=3), (True, False), strict=True):
+        raw = Mnist("somewhere", train=is_train, download=True)
+        pixels = raw.data[:, None] / 127.5 - 1.0
+        assert equal(everything(images, epoch=5), (pixels, raw.targets))
+
+
+@pytest.mark.usefixtures("_no_download")
+def test_cifar10_is_augmented_for_training_alone() -> None:
+    settings = DataSettings(DatasetName.CIFAR10, 32, 3, directory="somewhere")
+    for images, is_train in zip(load(settings, seed=3), (True, False), strict=True):
+        raw = Cifar10("somewhere", train=is_train, download=True)
+        pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2)
+        if is_train:
+            pixels = crop_and_flip(pixels, uniform_numbers(3, samples_of(images, 5), draws=3))
+        expected = (pixels / 127.5 - 1.0, torch.tensor(raw.targets))
+        assert equal(everything(images, epoch=5), expected)
+
+
+def most_downloads_at_a_time(monkeypatch: pytest.MonkeyPatch, patience: float) -> int:
+    """Two loads at once; each download waits up to `patience` seconds for company."""
+    condition, inside, most = threading.Condition(), 0, 0
+
+    class Download(Mnist):
+        def __init__(self, root: str, *, train: bool, download: bool) -> None:
+            nonlocal inside, most
+            with condition:
+                inside += 1
+                most = max(most, inside)
+                condition.notify_all()
+                condition.wait_for(lambda: most == 2, timeout=patience)
+                inside -= 1
+            super().__init__(root, train=train, download=download)
+
+    monkeypatch.setattr(datasets, "MNIST", Download)
+    settings = DataSettings(DatasetName.MNIST, 28, 1, directory="somewhere")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda seed: load(settings, seed), (0, 1)))
+    return most
+
+
+@pytest.mark.usefixtures("_no_download")
+def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock belongs to an open file, so that two threads stand in for two processes."""
+    assert most_downloads_at_a_time(monkeypatch, patience=0.1) == 1
+    monkeypatch.setattr(data, "_node_lock", nullcontext)  # negative control
+    assert most_downloads_at_a_time(monkeypatch, patience=60) == 2
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        ({"channels": 2}, "channels"),
+        ({"dataset": "mnist"}, "directory"),
+        ({"dataset": "cifar10"}, "directory"),
+        ({"dataset": "image_folder"}, "directory"),
+        ({"directory": "somewhere"}, "directory"),
+        ({"dataset": "synthetic", "directory": "somewhere"}, "directory"),
+        ({"samples": 100}, "samples"),
+        ({}, None),
+        ({"dataset": "mnist", "directory": "somewhere"}, None),
+        ({"dataset": "synthetic", "samples": 100}, None),
+    ],
+)
+def test_settings_contradict_each_other_at_one_key(raw: dict[str, object], key: str | None) -> None:
+    problems: list[str] = []
+    read(DataSettings, raw, "data", problems)
+    assert [problem.partition(":")[0] for problem in problems] == ([f"data.{key}"] if key else [])

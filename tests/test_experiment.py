@@ -1,0 +1,280 @@
+"""`trials.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
+
+The configuration of every test is the repository's own `mlp/amp.yaml` with single keys changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from determined import pytorch
+
+from trials import experiment
+from trials.experiment import Length
+from trials.mlp import MLPHparams
+from trials.settings import ConfigError
+from trials.train import with_overrides
+
+_YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
+_LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")
+
+# Places a script entrypoint does not read: the master's default, and a value that asks for more.
+_WITHOUT_EFFECT: dict[str, tuple[object, object]] = {
+    "searcher.max_length": (None, {"batches": 100}),
+    "min_validation_period": ({"batches": 0}, {"batches": 100}),
+    "min_checkpoint_period": ({"batches": 0}, {"epochs": 1}),
+    "scheduling_unit": (100, 50),
+    "records_per_epoch": (0, 1437),
+    "perform_initial_validation": (False, True),
+    "optimizations.aggregation_frequency": (1, 2),
+    "optimizations.average_aggregated_gradients": (True, False),
+    "optimizations.gradient_compression": (False, True),
+    "optimizations.average_training_metrics": (True, False),
+    "optimizations.mixed_precision": ("O0", "O1"),
+}
+
+
+def changed(values: Mapping[str, object]) -> dict[str, Any]:
+    """The YAML with each value set at its dotted key, `hp` short for hyperparameters.
+
+    The value `...` removes the key.
+    """
+    config: dict[str, Any] = yaml.safe_load(_YAML.read_text())
+    for path, value in values.items():
+        *parents, last = path.replace("hp", "hyperparameters", 1).split(".")
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+        if value is ...:
+            del section[last]
+    return config
+
+
+def problems_of(values: Mapping[str, object], *, completed_by_master: bool = False) -> list[str]:
+    """The problems of the changed YAML, again with `hp` for hyperparameters."""
+    try:
+        experiment.parse(changed(values), "test", completed_by_master=completed_by_master)
+    except ConfigError as error:
+        return [problem.replace("hyperparameters", "hp", 1) for problem in error.problems]
+    return []
+
+
+def test_repository_yaml_is_sound() -> None:
+    config = experiment.parse(changed({}), "test")
+    assert (config.searcher_metric, config.smaller_is_better) == ("validation_loss", True)
+    assert (config.slots_per_trial, config.profiling) == (1, False)
+    assert config.checkpoint_policy == "best"
+    assert isinstance(config.hparams, MLPHparams)  # the trial's own class
+
+
+def test_every_key_without_effect_is_covered() -> None:
+    assert {path for path, _, _ in experiment._WITHOUT_EFFECT} == set(_WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("path", _WITHOUT_EFFECT)
+def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path: str) -> None:
+    default, other = _WITHOUT_EFFECT[path]
+    (problem,) = problems_of({path: other})
+    assert problem.startswith(f"{path}: got {other!r}, which has no effect in Determined 0.38.1; ")
+    assert problems_of({path: other}, completed_by_master=True) == [problem]
+    assert problems_of({path: default}, completed_by_master=True) == []
+    assert len(problems_of({path: default})) == (default is not None)  # null is the key left out
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"hp.global_batch_size": 63, "resources.slots_per_trial": 2},
+            "hp.global_batch_size: got 63, which does not divide among 2 slots; "
+            "allowed: a multiple of 2",
+        ),
+        ({"searcher.metric": ...}, "searcher.metric: missing; "),
+        ({"searcher.smaller_is_better": ...}, "searcher.smaller_is_better: missing; "),
+        (
+            {"reproducibility": ...},
+            "reproducibility.experiment_seed: got None; allowed: an integer",
+        ),
+        ({"hp": None}, "hp: got None; allowed: a mapping of keys to values"),
+        ({"hp.hiden_features": 1}, "hp.hiden_features: unknown key; did you mean hidden_features?"),
+        ({"hp.training.max_length": {}}, "hp.training.max_length.batches: got 0 units; "),
+        (
+            {"hp.training.max_length": {"batches": 8, "epochs": 1}},
+            "hp.training.max_length.batches: got 2 units; allowed: one of batches and epochs",
+        ),
+        (
+            {"hp.training.max_length": {"batches": None}},
+            "hp.training.max_length.batches: got 0 units; ",
+        ),
+    ],
+)
+def test_mistake_is_the_one_problem_reported(values: dict[str, object], problem: str) -> None:
+    (found,) = problems_of(values)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *((key, 5) for key in ("data", "searcher", "resources", "reproducibility", "profiling")),
+        ("resources.slots_per_trial", "two"),
+        ("resources.slots_per_trial", 1.5),
+        ("resources.slots_per_trial", -1),
+        ("reproducibility.experiment_seed", True),
+        ("reproducibility.experiment_seed", -1),
+        ("searcher.smaller_is_better", "false"),
+        ("searcher.metric", None),
+        ("checkpoint_policy", "sometimes"),
+    ],
+)
+def test_value_outside_the_hyperparameters_is_not_guessed(path: str, value: object) -> None:
+    problems = problems_of({path: value})
+    assert problems != []
+    assert all(problem.startswith(path) for problem in problems)
+
+
+def test_mistakes_of_all_sections_are_reported_together() -> None:
+    wrong = {"hp.warmup_steps": -1, "data.classes": 1, "scheduling_unit": 5, "searcher.metric": ...}
+    with pytest.raises(ConfigError, match=r"\Atest: 4 problems\n") as caught:
+        experiment.parse(changed(wrong), "test")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "hyperparameters.warmup_steps",
+        "data.classes",
+        "scheduling_unit",
+        "searcher.metric",
+    ]
+
+
+@pytest.mark.parametrize("name", _LENGTHS[:3])
+@pytest.mark.parametrize(("batches", "sound"), [(12, True), (13, False), (2, False)])
+def test_length_must_be_whole_accumulation_windows(name: str, batches: int, sound: bool) -> None:
+    lengths = {f"hp.training.{other}": {"batches": 8} for other in _LENGTHS}
+    lengths[f"hp.training.{name}"] = {"batches": batches}
+    problem = (
+        f"hp.training.{name}.batches: got {batches}, which is not a multiple of "
+        "aggregation_frequency 4; allowed: whole accumulation windows"
+    )
+    assert problems_of({**lengths, "hp.aggregation_frequency": 4}) == ([] if sound else [problem])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize(
+    "key", ["init_scale", "growth_factor", "backoff_factor", "growth_interval"]
+)
+def test_scaler_key_contradicts_all_but_amp_fp16(precision: str, key: str) -> None:
+    value = {"backoff_factor": 0.5}.get(key, 2)  # torch's default or not: it is given
+    problem = (
+        f"hp.amp.{key}: given, but precision {precision} does not scale the loss; "
+        "allowed: precision amp_fp16, or the key left out"
+    )
+    found = problems_of({"hp.amp": {"precision": precision, key: value}})
+    assert found == ([] if precision == "amp_fp16" else [problem])
+
+
+@pytest.mark.parametrize(
+    ("path", "because"),
+    [
+        ("trials.mlp", "cannot be imported: module 'trials.mlp' has no attribute ''"),
+        ("trials.mlp:Nope", "cannot be imported: module 'trials.mlp' has no attribute 'Nope'"),
+        ("trials.nope:MLPTrial", "cannot be imported: No module named 'trials.nope'"),
+        ("", "cannot be imported: Empty module name"),
+        (".mlp:MLPTrial", "cannot be imported: "),
+        ("trials.mlp:MLPHparams", "is not a PyTorchTrial"),
+        ("trials.mlp:math", "is not a PyTorchTrial"),
+    ],
+)
+def test_wrong_trial_path_is_the_one_problem_and_says_why(path: str, because: str) -> None:
+    """Without the class its keys cannot be known: `hidden_features` is not called a mistake."""
+    (problem,) = problems_of({"hp.trial": path})
+    assert problem.startswith(f"hp.trial: got {path!r}, which {because}")
+    assert problem.endswith("; allowed: module:Class of a PyTorchTrial")
+
+
+def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
+    """In Go's JSON 65536.0 has become 65536; the search space in the YAML is then no mistake."""
+    given = changed({"hp.learning_rate": 1.0})["hyperparameters"]
+    chosen = json.loads(json.dumps(given).replace(".0,", ",").replace(".0}", "}"))
+    assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (int, int)
+    space = changed({"hp.learning_rate": {"type": "log", "minval": -4, "maxval": 0, "base": 10}})
+    found = experiment.parse(space, "test", hyperparameters=chosen, completed_by_master=True)
+    floats = (found.hparams.learning_rate, found.hparams.amp.growth_factor)
+    assert floats == (1.0, 2.0)
+    assert {type(value) for value in floats} == {float}
+    with pytest.raises(ConfigError, match="this is a search space"):
+        experiment.parse(space, "test")
+
+
+def test_length_is_determineds_unit_and_counts_batches() -> None:
+    batches, epochs = Length(batches=30), Length(epochs=2)
+    assert (type(batches.unit()), batches.unit().value) == (pytorch.Batch, 30)
+    assert (type(epochs.unit()), epochs.unit().value) == (pytorch.Epoch, 2)
+    assert [length.in_batches(batches_per_epoch=11) for length in (batches, epochs)] == [30, 22]
+
+
+@pytest.mark.parametrize(
+    ("length", "aggregation_frequency", "steps"),
+    [
+        ({"batches": 24}, 1, 24),
+        ({"batches": 24}, 4, 6),
+        ({"epochs": 2}, 1, 22),
+        ({"epochs": 2}, 2, 11),
+        ({"epochs": 2}, 4, 5),  # of 22 batches: after 4, 8, 12, 16 and 20; the last two are lost
+    ],
+)
+def test_rates_are_one_per_optimizer_step(
+    length: dict[str, int], aggregation_frequency: int, steps: int
+) -> None:
+    """An epoch is 11 batches; Determined steps after whole windows, which may span epochs."""
+    lengths = {f"hp.training.{name}": length for name in _LENGTHS}
+    config = changed({**lengths, "hp.aggregation_frequency": aggregation_frequency})
+    hparams = experiment.parse(config, "test").hparams
+    assert hparams.rates(batches_per_epoch=11) == [hparams.learning_rate] * steps
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("a: [1", "is not YAML: "),
+        ("- a\n", "is not an experiment configuration: its top level has no keys"),
+        ("", "is not an experiment configuration: its top level has no keys"),
+    ],
+)
+def test_unreadable_yaml_is_a_config_error(text: str | None, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        experiment.read_yaml(str(path))
+    assert str(caught.value).startswith(f"{path}: 1 problem\n  - {problem}")
+
+
+def test_overrides_set_nested_values_and_leave_their_input_alone() -> None:
+    config = {"a": {"b": 1, "c": 2}, "d": [1]}
+    before = copy.deepcopy(config)
+    made = with_overrides(config, ["a.b=2", "a.x.y=true", "d=null", "e=w=z", "a.b=[2.5e-3, x]"])
+    assert made == {"a": {"b": [0.0025, "x"], "c": 2, "x": {"y": True}}, "d": None, "e": "w=z"}
+    assert config == before
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("a", "got 'a'; allowed: KEY=VALUE"),
+        ("=1", "got '=1'; allowed: KEY=VALUE"),
+        ("a.b=1", "a.b: a is a value, not a section"),
+        ("s.t.u=1", "s.t.u: t is a value, not a section"),
+        ("a=[1", "a"),
+    ],
+)
+def test_malformed_override_is_a_config_error(override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_overrides({"a": 1, "s": {"t": []}}, [override])
+    assert str(caught.value).startswith(f"--config: 1 problem\n  - {problem}")

@@ -1,0 +1,176 @@
+"""`trials.loading`: what a rank is fed depends on (seed, epoch, rank) and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from determined import pytorch
+
+from trials.loading import (
+    Batch,
+    DataError,
+    EpochSampler,
+    Sample,
+    batches_per_epoch,
+    to_device,
+    training_loader,
+    validation_loader,
+)
+
+_SIZE, _BATCH = 50, 8  # 6 whole batches an epoch, and 2 images left over
+_EPOCH = _SIZE // _BATCH
+
+
+class Numbers:
+    """50 images, each no more than its own (epoch, image)."""
+
+    classes = 2
+
+    def __len__(self) -> int:
+        return _SIZE
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        epochs, images = torch.tensor(samples).T
+        return epochs, images
+
+
+def sequence(
+    count: int, *, seed: int = 7, workers: int = 0, **determined: int
+) -> list[list[tuple[int, int]]]:
+    """The first `count` batches of a fresh loader, as Determined's controller asks for them."""
+    loader = training_loader(Numbers(), _BATCH, seed, workers)
+    batches = iter(loader.get_data_loader(repeat=True, **determined))
+    return [
+        list(zip(epochs.tolist(), images.tolist(), strict=True))
+        for epochs, images in itertools.islice(batches, count)
+    ]
+
+
+def random_states() -> tuple[Any, ...]:
+    numpy_state = cast("tuple[Any, ...]", np.random.get_state())
+    return (
+        tuple(torch.get_rng_state().tolist()),
+        tuple(numpy_state[1].tolist()),
+        numpy_state[2],
+        random.getstate(),
+    )
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    """The literals hold every numpy to it: a run may be resumed by a newer one."""
+    sampler = EpochSampler(6, seed=7)
+    assert [list(sampler) for _ in range(2)] == [
+        [Sample(0, image) for image in (5, 2, 0, 4, 1, 3)],
+        [Sample(1, image) for image in (3, 0, 2, 1, 4, 5)],
+    ]
+
+
+def test_every_epoch_has_every_image_once_in_an_order_of_its_own() -> None:
+    """Of 1000! orders no two of these agree by chance."""
+    orders = set()
+    for seed in (0, 1):
+        sampler = EpochSampler(1000, seed)
+        assert len(sampler) == 1000
+        for epoch in range(3):
+            samples = list(sampler)
+            assert {sample.epoch for sample in samples} == {epoch}
+            assert sorted(sample.image for sample in samples) == list(range(1000))
+            orders.add(tuple(sample.image for sample in samples))
+    assert len(orders) == 6
+
+
+def test_sampler_without_a_seed_keeps_the_order() -> None:
+    sampler = EpochSampler(4, None)
+    for epoch in range(2):
+        assert list(sampler) == [Sample(epoch, image) for image in range(4)]
+
+
+@pytest.mark.parametrize("skip", [1, 5, 6, 7, 13])
+@pytest.mark.parametrize(("num_replicas", "rank"), [(1, 0), (4, 3)])
+def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
+    skip: int, num_replicas: int, rank: int
+) -> None:
+    whole = sequence(skip + 8, num_replicas=num_replicas, rank=rank)
+    assert sequence(8, skip=skip, num_replicas=num_replicas, rank=rank) == whole[skip:]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_ranks_deal_the_batches_of_one_rank_among_them(num_replicas: int) -> None:
+    whole = sequence(2 * _EPOCH)
+    shards = [
+        sequence(2 * _EPOCH // num_replicas, num_replicas=num_replicas, rank=rank)
+        for rank in range(num_replicas)
+    ]
+    assert [batch for batches in zip(*shards, strict=True) for batch in batches] == whole
+    # Hence an epoch is dealt without a repetition: 6 * 8 of the 50 images, each once.
+    for epoch in (0, 1):
+        seen = [sample for batch in whole for sample in batch if sample[0] == epoch]
+        assert len(seen) == len(set(seen)) == _EPOCH * _BATCH
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_batches_neither_use_nor_move_the_global_random_state(workers: int) -> None:
+    expected = sequence(_EPOCH + 1)
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = random_states()
+        assert sequence(_EPOCH + 1, workers=workers) == expected
+        assert random_states() == before
+    assert sequence(_EPOCH + 1, seed=8) != expected
+
+
+def test_shuffling_of_determineds_own_loader_moves_the_global_random_state() -> None:
+    """Negative control, and the reason for `EpochSampler`."""
+    before = random_states()
+    loader = pytorch.DataLoader(torch.utils.data.TensorDataset(torch.arange(9)), shuffle=True)
+    next(iter(loader.get_data_loader(repeat=True)))
+    assert random_states() != before
+
+
+def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
+    training = training_loader(Numbers(), _BATCH, 7, workers=0)
+    validation = validation_loader(Numbers(), _BATCH, workers=0, slots=1)
+    assert [len(images) for _, images in training] == [8] * 6
+    assert torch.cat([images for _, images in validation]).tolist() == list(range(_SIZE))
+    assert [len(images) for _, images in validation] == [8] * 6 + [2]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 6, 7])
+def test_batches_per_epoch_are_those_of_the_chief(slots: int) -> None:
+    loader = training_loader(Numbers(), _BATCH, 7, workers=0)
+    chief = loader.get_data_loader(repeat=True, num_replicas=slots, rank=0)
+    assert batches_per_epoch(loader, slots) == len(chief)
+
+
+def test_validation_without_a_batch_for_every_slot_is_a_data_error() -> None:
+    assert len(validation_loader(Numbers(), 25, workers=0, slots=2)) == 2
+    assert len(validation_loader(Numbers(), 24, workers=0, slots=3)) == 3
+    with pytest.raises(
+        DataError, match="batches of 25 leave some of 3 slots without any of the 50"
+    ):
+        validation_loader(Numbers(), 25, workers=0, slots=3)
+
+
+def test_training_without_a_whole_batch_is_a_data_error() -> None:
+    """Determined would repeat the empty epoch for ever."""
+    assert len(training_loader(Numbers(), _SIZE, 7, workers=0)) == 1
+    with pytest.raises(DataError, match=f"{_SIZE + 1}"):
+        training_loader(Numbers(), _SIZE + 1, 7, workers=0)
+
+
+@pytest.mark.parametrize(("channels", "channels_last"), [(3, True), (1, False)])
+def test_only_colour_images_become_channels_last(channels: int, channels_last: bool) -> None:
+    images, labels = torch.rand(2, channels, 4, 5), torch.tensor([1, 0])
+    moved, moved_labels = to_device((images, labels), torch.device("cpu"))
+    assert torch.equal(moved, images)
+    assert torch.equal(moved_labels, labels)
+    # Strides of (N, C, H, W): by pixel and then channel, or as they were.
+    assert moved.stride() == ((60, 1, 15, 3) if channels_last else (20, 20, 5, 1))

@@ -1,0 +1,142 @@
+"""What a run without a cluster leaves behind, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from determined import core
+
+from tests import training
+from trials import experiment, train
+from trials.local.folder import RunFolder
+from trials.local.processes import StopOnSignal
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
+
+
+class TestRunFolder:
+    def test_holds_what_the_documentation_lists(self, folder: Path) -> None:
+        assert {path.name for path in folder.iterdir()} == {
+            "config.yaml",
+            "resolved.yaml",
+            "environment.json",
+            "metrics.jsonl",
+            "tensorboard",
+            "checkpoints",
+            "log.txt",
+        }
+
+    def test_config_is_the_input_and_can_be_run_again(self, folder: Path) -> None:
+        given = yaml.safe_load((folder / "config.yaml").read_text())
+        assert given["hyperparameters"]["hidden_features"] == 16
+        assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
+
+    def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
+        resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+        assert resolved["hparams"]["amp"]["growth_interval"] == 2000
+        assert resolved["hparams"]["amp"]["precision"] == "amp_bf16"
+
+    def test_environment_names_versions_and_device(self, folder: Path) -> None:
+        environment = json.loads((folder / "environment.json").read_text())
+        assert environment["determined"] == "0.38.1"
+        assert {"torch", "torchvision", "numpy", "python", "commit", "date"} <= environment.keys()
+        assert environment["device"]["name"]
+
+    def test_metrics_are_one_report_per_line(self, folder: Path) -> None:
+        """Of 12 batches: training every 2, validation every 6."""
+        lines = training.metrics(folder)
+        assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
+        assert [line["batches"] for line in lines if line["group"] == "training"] == [
+            2,
+            4,
+            6,
+            8,
+            10,
+            12,
+        ]
+
+    def test_has_event_files(self, folder: Path) -> None:
+        assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+
+    def test_line_cut_off_by_a_kill_is_dropped(self, tmp_path: Path) -> None:
+        run = RunFolder(tmp_path)
+        run.append_metrics({"batches": 2})
+        run.append_metrics({"batches": 4})
+        run.metrics.write_text(run.metrics.read_text() + '{"batches": 6, "lo')
+        assert [line["batches"] for line in run.read_metrics()] == [2, 4]
+        run.forget_metrics_after(2)
+        assert [line["batches"] for line in run.read_metrics()] == [2]
+
+    def test_two_runs_of_one_second_get_two_folders(self, tmp_path: Path) -> None:
+        assert RunFolder.new(tmp_path, "x").path != RunFolder.new(tmp_path, "x").path
+
+
+class TestRunInsideTheRepository:
+    def test_leaves_nothing_but_its_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Determined alone leaves `./runs` of its own, and copies the directory into itself."""
+        (tmp_path / "venv").mkdir()
+        (tmp_path / "venv" / "big").write_bytes(b"0" * 1000)
+        monkeypatch.chdir(tmp_path)
+        assert train.main(training.arguments("mlp/bf16.yaml")) == 0
+        assert {path.name for path in tmp_path.iterdir()} == {"venv", "runs"}
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlp-bf16"]
+        assert not list(tmp_path.rglob("checkpoints/**/big"))
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["missing.yaml"], "cannot be read"),
+            (["--resume", "missing"], "cannot be read"),
+            (training.arguments("mlp/bf16.yaml", "max_restarts"), "allowed: KEY=VALUE"),
+            (training.arguments("mlp/bf16.yaml", "hyperparameters.lr=1"), "unknown key"),
+        ],
+        ids=["no file", "no run folder", "no value", "no such key"],
+    )
+    def test_is_one_message_and_no_training(
+        self,
+        arguments: list[str],
+        words: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert train.main(arguments) == 2
+        shown = capfd.readouterr().err
+        assert words in shown
+        assert "Traceback" not in shown
+        assert not list(tmp_path.iterdir())
+
+    def test_without_arguments_says_what_is_needed(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            train.main([])
+        assert stopped.value.code == 2
+        assert "give an experiment YAML" in capfd.readouterr().err
+
+
+class TestStopOnSignal:
+    def test_first_signal_asks_and_second_interrupts(self) -> None:
+        stop = StopOnSignal(core.DummyDistributedContext())
+        with stop.listening():
+            assert stop.should_preempt() is False
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.should_preempt() is True
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    def test_handlers_are_put_back(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with StopOnSignal(core.DummyDistributedContext()).listening():
+            assert signal.getsignal(signal.SIGTERM) != before
+        assert signal.getsignal(signal.SIGTERM) == before

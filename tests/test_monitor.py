@@ -1,0 +1,141 @@
+"""What is reported is a mean over samples and a count of steps, read once per report."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from trials.amp import AmpSettings, MixedPrecision
+from trials.monitor import WARMUP_BATCHES, ClassificationMetrics, Stopwatch, TrainingMetrics
+from trials.precision import Precision
+
+
+class Processes:
+    """The one fact that the metrics ask of the ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Context:
+    """As much of a trial's context as metrics and mixed precision use."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, slots: int = 1) -> None:
+        self.distributed = Processes(slots)
+        self.registered: list[tuple[Any, dict[str, bool]]] = []
+
+    def wrap_scaler(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        return scaler
+
+    def wrap_reducer(self, reducer: Any, **when: bool) -> Any:
+        self.registered.append((reducer, when))
+        return reducer
+
+
+def training_metrics(slots: int = 1) -> TrainingMetrics:
+    context: Any = Context(slots)
+    return TrainingMetrics(context, MixedPrecision(context, AmpSettings(Precision.AMP_FP16)))
+
+
+class TestTrainingMetrics:
+    def test_loss_is_the_mean_over_samples(self) -> None:
+        """(3 * 1 + 1 * 5) / 4 = 2, where the mean over batches would be 3."""
+        metrics = training_metrics()
+        metrics.add(torch.tensor(1.0), 3)
+        metrics.add(torch.tensor(5.0), 1)
+        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"] == 2
+
+    def test_loss_of_uneven_slots_is_the_mean_over_samples(self) -> None:
+        one, other = training_metrics(2), training_metrics(2)
+        one.add(torch.tensor(1.0), 3)
+        other.add(torch.tensor(5.0), 1)
+        slots = [one.per_slot_reduce(), other.per_slot_reduce()]
+        assert one.cross_slot_reduce(slots)["loss"] == 2
+
+    def test_reset_begins_a_new_report(self) -> None:
+        metrics = training_metrics()
+        metrics.add(torch.tensor(1.0), 3)
+        metrics.reset()
+        metrics.add(torch.tensor(7.0), 1)
+        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"] == 7
+
+    def test_report_without_a_batch_is_not_a_number(self) -> None:
+        metrics = training_metrics()
+        assert math.isnan(metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"])
+
+    def test_scale_is_reported_as_its_logarithm(self) -> None:
+        metrics = training_metrics()
+        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss_scale_log2"] == 16
+
+    def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
+        """Determined 0.38.1: an empty dict is an IndexError with several slots, free with one."""
+        loss = torch.tensor(1.0)
+        assert training_metrics(slots=1).add(loss, 4) == {}
+        assert training_metrics(slots=2).add(loss, 4) == {"batch_samples": 4.0}
+
+    def test_grad_norm_leaves_skipped_steps_out(self) -> None:
+        """Norms 2, inf (skipped), 4: the mean over the two applied steps is 3."""
+        context: Any = Context()
+        amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16))
+        metrics = TrainingMetrics(context, amp)
+        for norm in (2.0, math.inf, 4.0):
+            metrics.add_grad_norm(torch.tensor(norm))
+        amp.applied_steps += 2
+        amp.skipped_steps += 1
+        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        assert report["grad_norm"] == 3
+        assert report["skip_ratio"] == pytest.approx(1 / 3)
+
+    def test_speed_leaves_the_first_batches_out(self) -> None:
+        """Nothing is said about speed until the process has warmed up."""
+        metrics = training_metrics()
+        for _ in range(WARMUP_BATCHES):
+            metrics.add(torch.tensor(1.0), 8)
+        assert metrics.per_slot_reduce()["samples_per_second"] == 0
+        assert "samples_per_second" not in metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        metrics.add(torch.tensor(1.0), 8)
+        assert metrics.per_slot_reduce()["samples_per_second"] > 0
+
+    def test_is_asked_in_training_only(self) -> None:
+        context: Any = Context()
+        amp = MixedPrecision(context, AmpSettings(Precision.FP32))
+        metrics = TrainingMetrics(context, amp)
+        assert context.registered == [(metrics, {"for_validation": False})]
+
+
+class TestClassificationMetrics:
+    def test_means_are_over_samples_of_all_slots(self) -> None:
+        """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
+        context: Any = Context(2)
+        one, other = ClassificationMetrics(context), ClassificationMetrics(context)
+        logits = torch.tensor([[0.0, math.log(3.0)]])
+        one.add(logits.repeat(2, 1), torch.tensor([0, 1]))
+        other.add(logits, torch.tensor([1]))
+        report = one.cross_slot_reduce([one.per_slot_reduce(), other.per_slot_reduce()])
+        loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
+        assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
+        assert report["validation_accuracy"] == pytest.approx(2 / 3)
+
+    def test_half_precision_logits_are_summed_in_float32(self) -> None:
+        """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3 digits."""
+        context: Any = Context()
+        metrics = ClassificationMetrics(context)
+        logits = torch.zeros(4096, 10, dtype=torch.float16)
+        metrics.add(logits, torch.zeros(4096, dtype=torch.int64))
+        loss = metrics.cross_slot_reduce([metrics.per_slot_reduce()])["validation_loss"]
+        assert loss == pytest.approx(math.log(10), rel=1e-6)
+
+
+def test_stopwatch_runs_from_start_to_stop() -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    assert stopwatch.seconds() == 0
+    stopwatch.start()
+    assert stopwatch.running
+    assert stopwatch.seconds() > 0
+    stopwatch.stop()
+    assert stopwatch.seconds() == 0

@@ -1,0 +1,165 @@
+"""`trials.precision`: the switches of each precision, and what a device says it computes.
+
+GPUs of other generations are stood in for by the answers torch would give on them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trials import precision as module
+from trials.precision import DeviceSupport, Precision, PrecisionError, prepare_backend
+
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def switches() -> tuple[str, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+
+
+def switch(matmul: str, tf32: bool, benchmark: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.fixture(autouse=True)
+def _switches_restored() -> Iterator[None]:
+    before = switches()
+    yield
+    switch(*before)
+
+
+def pretend_cpu(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:
+    monkeypatch.setattr(module, "_cpu_has", lambda dtype: dtype in instructions)
+
+
+def pretend_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None = None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("benchmark", [False, True])
+@pytest.mark.parametrize("before", [("high", True, True), ("highest", False, False)])
+def test_cpu_switches_are_ieee_whatever_they_were(
+    precision: Precision, benchmark: bool, before: tuple[str, bool, bool]
+) -> None:
+    switch(*before)
+    prepare_backend(precision, _CPU, benchmark)
+    assert switches() == ("highest", False, benchmark)
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("before", [("high", True, True), ("highest", False, False)])
+def test_ampere_switches_are_tf32_for_tf32_alone(
+    precision: Precision, before: tuple[str, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, (8, 0))
+    switch(*before)
+    prepare_backend(precision, _GPU, cudnn_benchmark=True)
+    tf32 = precision is Precision.TF32
+    assert switches() == ("high" if tf32 else "highest", tf32, True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "instructions", "warns"),
+    [
+        (Precision.FP32, (), False),
+        (Precision.TF32, ("fp16", "bf16"), True),
+        (Precision.AMP_FP16, ("bf16",), True),
+        (Precision.AMP_FP16, ("fp16",), False),
+        (Precision.AMP_BF16, ("fp16",), True),
+        (Precision.AMP_BF16, ("bf16",), False),
+    ],
+)
+def test_precision_that_a_cpu_lacks_is_a_warning(
+    precision: Precision,
+    instructions: tuple[str, ...],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pretend_cpu(monkeypatch, *instructions)
+    with caplog.at_level(logging.WARNING, logger="trials.precision"):
+        prepare_backend(precision, _CPU, cudnn_benchmark=False)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.startswith(f"amp.precision is {precision.value}") for message in messages] == (
+        [True] if warns else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "emulated"), [((7, 0), True), ((7, 5), True), ((8, 0), False)]
+)
+def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
+    capability: tuple[int, int], emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    switch("high", True, True)
+    if not emulated:
+        prepare_backend(Precision.AMP_BF16, _GPU, cudnn_benchmark=False)
+        assert switches() == ("highest", False, False)
+        return
+    with pytest.raises(PrecisionError) as caught:
+        prepare_backend(Precision.AMP_BF16, _GPU, cudnn_benchmark=False)
+    assert str(caught.value) == (
+        "amp.precision: got amp_bf16, which Some GPU only emulates (slower than fp32); "
+        "allowed on it: fp32, amp_fp16"
+    )
+    assert switches() == ("high", True, True)
+    for allowed in (Precision.FP32, Precision.AMP_FP16):  # as the message promises
+        prepare_backend(allowed, _GPU, cudnn_benchmark=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "tf32", "bf16"),
+    [
+        ((7, 5), None, False, False),
+        ((8, 0), None, True, True),
+        ((9, 0), None, True, True),
+        ((9, 0), "6.0", False, True),  # AMD counts its capabilities otherwise, and has no TF32
+    ],
+)
+def test_support_follows_the_capability(
+    capability: tuple[int, int],
+    hip: str | None,
+    tf32: bool,
+    bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_gpu(monkeypatch, capability, hip)
+    assert DeviceSupport.of(_GPU) == DeviceSupport("Some GPU", tf32=tf32, fp16=True, bf16=bf16)
+
+
+def test_support_of_a_cpu_is_what_onednn_says() -> None:
+    mkldnn = torch.ops.mkldnn
+    assert DeviceSupport.of(_CPU) == DeviceSupport(
+        "cpu",
+        tf32=False,
+        fp16=mkldnn._is_mkldnn_fp16_supported(),
+        bf16=mkldnn._is_mkldnn_bf16_supported(),
+    )
+
+
+def test_devices_are_listed_with_what_they_compute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_cpu(monkeypatch, "bf16")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    module.main()
+    pretend_gpu(monkeypatch, (7, 5))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    module.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "1 x cpu, natively: fp32 yes, tf32 no, amp_fp16 no, amp_bf16 yes",
+        "2 x Some GPU, natively: fp32 yes, tf32 no, amp_fp16 yes, amp_bf16 no",
+    ]

@@ -1,0 +1,201 @@
+"""`trials.settings`: every mistake in a section is named, and nothing is guessed."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from trials.settings import ConfigError, read, setting
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = setting(at_least=1)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One field of every kind; `closed` and `open` have both bounds, on either side of the edge."""
+
+    count: int = setting()
+    flag: bool = setting(False)
+    ratio: float = setting(0.5)
+    closed: float = setting(1.0, at_least=0, at_most=2)
+    open: float = setting(1.0, above=0, below=2)
+    word: str = setting("a")
+    words: tuple[str, ...] = setting(())
+    colour: Colour = setting(Colour.RED)
+    limit: float | None = setting(None, above=0)
+    inner: Inner = setting(Inner(1))
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.count == 13:
+            yield "count", f"unlucky with {', '.join(sorted(given))}"
+
+
+def section(**raw: object) -> Section:
+    """`Section` read from `raw`, with the one required key filled in."""
+    problems: list[str] = []
+    made = read(Section, {"count": 1, **raw}, "s", problems)
+    assert problems == []
+    assert made is not None
+    return made
+
+
+def problems_of(raw: object) -> list[str]:
+    problems: list[str] = []
+    assert (read(Section, raw, "s", problems) is None) == bool(problems)
+    return problems
+
+
+def test_sound_section_is_built_with_defaults() -> None:
+    assert section() == Section(count=1)
+    assert section(inner={"depth": 3}, colour="blue", words=["x", "y"]) == Section(
+        count=1, inner=Inner(3), colour=Colour.BLUE, words=("x", "y")
+    )
+
+
+@pytest.mark.parametrize(("raw", "value"), [(2, 2.0), (65536, 65536.0), (0.25, 0.25)])
+def test_integral_json_number_is_a_float_in_a_float_field(raw: float, value: float) -> None:
+    for made in (section(ratio=raw).ratio, section(limit=raw).limit):
+        assert made == value
+        assert type(made) is float
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "allowed"),
+    [
+        ("count", True, "an integer"),
+        ("count", 1.0, "an integer"),
+        ("count", None, "an integer"),
+        ("count", [1], "an integer"),
+        ("ratio", True, "a number"),
+        ("ratio", None, "a number"),
+        ("ratio", [1.0], "a number"),
+        ("ratio", "half", "a number"),
+        ("ratio", math.nan, "a number"),
+        ("ratio", math.inf, "a number"),
+        ("ratio", -math.inf, "a number"),
+        ("flag", 1, "true or false"),
+        ("flag", "true", "true or false"),
+        ("word", 1, "a string"),
+        ("word", False, "a string"),
+        ("words", "ab", "a list of strings"),
+        ("words", ["a", 1], "a list of strings"),
+        ("colour", "green", "red, blue"),
+        ("colour", "RED", "red, blue"),
+        ("colour", ["red"], "red, blue"),
+        ("limit", 0, "a number > 0, or the key left out"),
+        ("inner", 3, "a mapping of keys to values"),
+    ],
+)
+def test_wrong_type_is_named_with_what_is_allowed(key: str, raw: object, allowed: str) -> None:
+    assert problems_of({"count": 1, key: raw}) == [f"s.{key}: got {raw!r}; allowed: {allowed}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "inside", "outside", "allowed"),
+    [
+        ("closed", 0, -1e-9, ">= 0 and <= 2"),
+        ("closed", 2, 2.000001, ">= 0 and <= 2"),
+        ("open", 1e-9, 0, "> 0 and < 2"),
+        ("open", 1.999999, 2, "> 0 and < 2"),
+    ],
+)
+def test_bound_is_kept_on_both_sides_of_its_edge(
+    key: str, inside: float, outside: float, allowed: str
+) -> None:
+    assert getattr(section(**{key: inside}), key) == inside
+    message = f"s.{key}: got {outside!r}; allowed: a number {allowed}"
+    assert problems_of({"count": 1, key: outside}) == [message]
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "write"),
+    [
+        ("ratio", "1e-4", "0.0001"),
+        ("ratio", "3e-7", "3.0e-07"),
+        ("ratio", "1e20", "1.0e+20"),
+        ("ratio", "1234567e0", "1234567.0"),  # every digit that was given
+        ("count", "2e3", "2000"),  # a float is no integer: the advice must be one
+    ],
+)
+def test_number_that_yaml_1_1_reads_as_a_string_is_explained(
+    key: str, raw: str, write: str
+) -> None:
+    """The advice, taken, is accepted: YAML reads it as the number that was meant."""
+    (problem,) = problems_of({"count": 1, key: raw})
+    assert problem.endswith(f" (YAML 1.1 reads {raw} as a string: write {write})")
+    assert yaml.safe_load(raw) == raw
+    assert getattr(section(**{key: yaml.safe_load(write)}), key) == float(raw)
+
+
+@pytest.mark.parametrize("raw", ["nan", "inf"])
+def test_word_for_no_finite_number_gets_no_advice_to_write_it(raw: str) -> None:
+    assert problems_of({"count": 1, "ratio": raw}) == [f"s.ratio: got {raw!r}; allowed: a number"]
+
+
+@pytest.mark.parametrize("key", ["count", "ratio", "flag", "word", "words", "colour"])
+def test_search_space_where_a_value_belongs_is_explained(key: str) -> None:
+    (problem,) = problems_of({"count": 1, key: {"type": "log", "base": 2}})
+    assert problem.startswith(f"s.{key}: got {{'type': 'log', 'base': 2}}; allowed: ")
+    assert problem.endswith(
+        "this is a search space: run it as a search, or give one value to train with)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({}, "s.count: missing; allowed: an integer"),
+        ({"count": 1, "ratoi": 1}, "s.ratoi: unknown key; did you mean ratio?"),
+        ({"count": 1, "inner": {}}, "s.inner.depth: missing; allowed: an integer >= 1"),
+        ({"count": 1, "inner": {"depth": 0}}, "s.inner.depth: got 0; allowed: an integer >= 1"),
+        (
+            {"count": 1, "inner": {"depth": 1, "x": 0}},
+            "s.inner.x: unknown key; allowed: depth",
+        ),
+        ({"count": 1, 7: 0}, f"s.7: unknown key; allowed: {', '.join(Section.__annotations__)}"),
+        (None, "s: got None; allowed: a mapping of keys to values"),
+        (["count"], "s: got ['count']; allowed: a mapping of keys to values"),
+        ({"count": 13}, "s.count: unlucky with count"),
+        ({"count": 13, "flag": False}, "s.count: unlucky with count, flag"),
+    ],
+)
+def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
+    assert problems_of(raw) == [problem]
+
+
+def test_long_value_is_shortened() -> None:
+    assert problems_of({"count": "x" * 100}) == [
+        f"s.count: got '{'x' * 56}...; allowed: an integer"
+    ]
+
+
+def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> None:
+    """`count: 13` contradicts itself, which is not asked while `flag` and others are wrong."""
+    raw: dict[str, Any] = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
+    assert [problem.partition(":")[0] for problem in problems_of(raw)] == [
+        "s.colours",
+        "s.flag",
+        "s.inner.depth",
+    ]
+
+
+def test_error_says_source_count_and_one_line_per_problem() -> None:
+    assert str(ConfigError("a.yaml", ["x: wrong"])) == "a.yaml: 1 problem\n  - x: wrong"
+    error = ConfigError("a.yaml", iter(["x: wrong", "y: missing"]))
+    assert str(error) == "a.yaml: 2 problems\n  - x: wrong\n  - y: missing"
+    assert error.problems == ("x: wrong", "y: missing")
+    assert isinstance(error, ValueError)

@@ -1,0 +1,317 @@
+"""`startup-hook.sh`, run as Determined's entrypoint runs it, in images with and without faults."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HOOK = (ROOT / "startup-hook.sh").read_text()
+NEEDED = {"yaml": "pyyaml", "tensorboard": "tensorboard", "sklearn": "scikit-learn", "rich": "rich"}
+OF_THE_IMAGE = {
+    "torch": "2.3.0a0+40ec155e58.nv24.3",
+    "torchvision": "0.18.0a0",
+    "numpy": "1.24.4",
+    "requests": "2.31.0",
+    "determined": "0.38.1",
+}
+
+# What Determined 0.38.1 does around a hook, and what that may show of it.
+ENTRYPOINT = """
+show() { pwd; umask; ulimit -a; trap; set -o; shopt; declare -p; declare -f; alias; }
+set -e
+set -x
+show > "$SHELLS/before" 2> /dev/null
+test -f startup-hook.sh && source startup-hook.sh
+show > "$SHELLS/after" 2> /dev/null
+set +x
+exec echo TRAINING
+"""
+# Bash itself changes these from one command to the next.
+RESTLESS = re.compile(
+    r"declare \S+ (_|BASH_\w+|EPOCH\w+|LINENO|PIPESTATUS|RANDOM|SECONDS|SRANDOM)="
+)
+
+# Notes how it was called; then installs, or fails if the folder says so.
+PIP = """
+import json, pathlib, sys
+here = pathlib.Path(__file__).parents[1]
+arguments = sys.argv[1:]
+constraints = pathlib.Path(arguments.pop(arguments.index("--constraint") + 1)).read_text()
+calls = here / "calls.json"
+before = json.loads(calls.read_text()) if calls.exists() else []
+calls.write_text(json.dumps([*before, [arguments, constraints.split()]]))
+if (here / "pip_fails").exists():
+    sys.exit("ERROR: no route to the index")
+modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+for package in (a for a in arguments if not a.startswith("-") and a != "install"):
+    (here / f"{modules.get(package, package)}.py").touch()
+"""
+
+
+class Image:
+    """A container image with a Python of its own: the standard library and `site`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.workdir = folder / "workdir"
+        self.site = folder / "site"
+        self.bin = folder / "bin"
+        for made in (self.workdir / "trials", self.site / "pip", self.bin):
+            made.mkdir(parents=True)
+        self.set_python(f"'{sys.executable}' -S")
+        for module in NEEDED:
+            (self.site / f"{module}.py").touch()
+        for name, version in OF_THE_IMAGE.items():
+            (self.site / f"{name}.py").write_text("raise AssertionError('imported')")
+            metadata = self.site / f"{name}-{version}.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (self.site / "pip" / "__main__.py").write_text(PIP)
+        (self.workdir / "trials" / "precision.py").write_text("print('1 x Stub, natively: fp32')")
+        (self.workdir / "startup-hook.sh").write_text(HOOK)
+
+    def set_python(self, command: str) -> None:
+        python = self.bin / "python3"
+        python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        python.chmod(0o755)
+
+    def lose(self, *modules: str) -> None:
+        for module in modules:
+            (self.site / f"{module}.py").unlink()
+
+    def start(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", ENTRYPOINT],
+            cwd=self.workdir,
+            env={
+                "PATH": f"{self.bin}:{os.environ['PATH']}",
+                "PYTHONPATH": str(self.site),
+                "SHELLS": str(self.site),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **environment,
+            },
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def shell(self, moment: str) -> list[str]:
+        """All there is to see of the shell `before` or `after` the hook."""
+        lines = (self.site / moment).read_text().splitlines()
+        return [line for line in lines if not RESTLESS.match(line)]
+
+    @property
+    def pip_calls(self) -> list[tuple[list[str], list[str]]]:
+        """The arguments and the constraints of each."""
+        calls = self.site / "calls.json"
+        if not calls.exists():
+            return []
+        return [(arguments, pins) for arguments, pins in json.loads(calls.read_text())]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return Image(tmp_path)
+
+
+def trained(run: subprocess.CompletedProcess[str]) -> bool:
+    return run.returncode == 0 and run.stdout.splitlines()[-1:] == ["TRAINING"]
+
+
+def packages(arguments: list[str]) -> list[str]:
+    assert arguments[0] == "install"
+    return [argument for argument in arguments[1:] if not argument.startswith("-")]
+
+
+def test_a_complete_image_is_left_alone_and_described(image: Image) -> None:
+    run = image.start()
+    assert trained(run)
+    assert image.pip_calls == []
+    versions, device, _ = run.stdout.splitlines()
+    assert versions.startswith("startup-hook: Python 3.")
+    assert [f"{name}=={version}" for name, version in OF_THE_IMAGE.items()] == versions.split()[3:]
+    assert device == "1 x Stub, natively: fp32"
+
+
+def test_it_works_under_stricter_options(image: Image) -> None:
+    image.lose("rich")
+    plain = image.start()
+    strict = image.start(SHELLOPTS="nounset:noglob:pipefail")
+    assert trained(strict)
+    assert (strict.stdout, strict.stderr) == (plain.stdout, plain.stderr)
+    assert len(image.pip_calls) == 1
+
+
+def test_the_trace_stays_short(image: Image) -> None:
+    image.lose("rich")
+    assert image.start().stderr.splitlines() == [
+        "+ show",
+        "+ test -f startup-hook.sh",
+        "+ source startup-hook.sh",
+        "+ show",
+        "+ set +x",
+    ]
+
+
+@pytest.mark.parametrize("missing", [["sklearn"], [*NEEDED]])
+def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, missing: list[str]) -> None:
+    image.lose(*missing)
+    assert trained(image.start())
+    assert trained(image.start())
+    [(arguments, constraints)] = image.pip_calls
+    assert packages(arguments) == [NEEDED[module] for module in missing]
+    assert not any(argument.startswith(("-U", "--upgrade")) for argument in arguments)
+    assert constraints == [f"{name}=={version}" for name, version in OF_THE_IMAGE.items()]
+
+
+def test_only_what_the_image_has_is_pinned(image: Image) -> None:
+    image.lose("yaml")
+    (image.site / "torchvision-0.18.0a0.dist-info" / "METADATA").unlink()
+    (image.site / "torchvision-0.18.0a0.dist-info").rmdir()
+    assert trained(image.start())
+    [(_, constraints)] = image.pip_calls
+    assert [pin.split("==")[0] for pin in constraints] == [
+        name for name in OF_THE_IMAGE if name != "torchvision"
+    ]
+
+
+def test_a_folder_of_its_name_is_not_the_package(image: Image) -> None:
+    image.lose("tensorboard")
+    (image.workdir / "tensorboard").mkdir()
+    image.start()
+    [(arguments, _)] = image.pip_calls
+    assert packages(arguments) == ["tensorboard"]
+
+
+def no_pip(image: Image) -> None:
+    (image.site / "pip" / "__main__.py").unlink()
+    image.lose("yaml")
+
+
+def failing_pip(image: Image) -> None:
+    (image.site / "pip_fails").touch()
+    image.lose("yaml")
+
+
+def no_torch(image: Image) -> None:
+    image.lose("torch")
+    (image.workdir / "trials" / "precision.py").write_text("import torch")
+
+
+def no_trials(image: Image) -> None:
+    (image.workdir / "trials" / "precision.py").unlink()
+
+
+def crashing_driver(image: Image) -> None:
+    crash = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"
+    (image.workdir / "trials" / "precision.py").write_text(crash)
+
+
+def no_python(image: Image) -> None:
+    image.set_python("/nonexistent")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "warning"),
+    [
+        (no_pip, "pip failed to add: pyyaml"),
+        (failing_pip, "pip failed to add: pyyaml"),
+        (no_torch, "cannot tell what the device computes natively"),
+        (no_trials, "cannot tell what the device computes natively"),
+        (crashing_driver, "cannot tell what the device computes natively"),
+        (no_python, "cannot tell what the device computes natively"),
+    ],
+)
+def test_a_broken_image_is_warned_about_and_trains(
+    image: Image, break_it: Callable[[Image], None], warning: str
+) -> None:
+    break_it(image)
+    run = image.start()
+    assert trained(run)
+    assert f"startup-hook: WARNING: {warning}" in run.stderr.splitlines()
+    assert image.shell("after") == image.shell("before")
+
+
+def test_the_shell_is_as_it_was(image: Image) -> None:
+    image.lose("rich")
+    assert trained(image.start())
+    assert image.shell("after") == image.shell("before")
+    assert str(image.workdir) in image.shell("before")
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "cd /",
+        "set -u",
+        "set +e",
+        "shopt -s nullglob",
+        "umask 077",
+        "LEAK=1",
+        "export LEAK=1",
+        "LEAK() { true; }",
+        "trap true EXIT",
+        "alias leak=true",
+    ],
+)
+def test_the_comparison_sees_a_leak(image: Image, leak: str) -> None:
+    (image.workdir / "startup-hook.sh").write_text(f"{leak}\n")
+    assert trained(image.start())
+    assert image.shell("after") != image.shell("before")
+
+
+def test_no_secret_is_printed(image: Image) -> None:
+    failing_pip(image)
+    run = image.start(SECRET_TOKEN="hunter2-9f3c")
+    assert trained(run)
+    assert "hunter2-9f3c" not in run.stdout + run.stderr
+    (image.workdir / "startup-hook.sh").write_text('login="$SECRET_TOKEN"\n')
+    assert "hunter2-9f3c" in image.start(SECRET_TOKEN="hunter2-9f3c").stderr
+
+
+@pytest.mark.parametrize(
+    ("hook", "status"),
+    [('[ -n "$X" ] && true\n', 1), ("false\n", 1), ("exit 0\n", 0), ("return 1\n", 1)],
+)
+def test_the_entrypoint_dies_of_a_careless_hook(image: Image, hook: str, status: int) -> None:
+    (image.workdir / "startup-hook.sh").write_text(hook)
+    run = image.start()
+    assert not trained(run)
+    assert run.returncode == status
+    assert "TRAINING" not in run.stdout
+
+
+def test_it_never_exits() -> None:
+    assert "exit" not in HOOK
+
+
+def test_it_adds_what_the_project_declares() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
+    assert declared is not None
+    names = set(re.findall(r'^  "([\w-]+)', declared[1], re.M))
+    assert names == set(NEEDED.values()) | {"determined", "torch", "torchvision"}
+
+
+def test_it_describes_this_machine(image: Image) -> None:
+    image.set_python(f"'{sys.executable}'")
+    (image.workdir / "trials" / "precision.py").unlink()
+    (image.workdir / "trials").rmdir()
+    (image.workdir / "trials").symlink_to(ROOT / "trials")
+    run = image.start(PYTHONPATH="")
+    assert trained(run)
+    assert "WARNING" not in run.stderr
+    for name in OF_THE_IMAGE:
+        assert f" {name}=={importlib.metadata.version(name)}" in run.stdout
+    assert re.search(
+        r"^\d+ x .+, natively: fp32 yes, tf32 \w+, amp_fp16 \w+, amp_bf16 \w+$", run.stdout, re.M
+    )

@@ -1,0 +1,90 @@
+"""Local runs of a small MLP for the tests: a few seconds' worth of Determined's loop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trials import train
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "data.image_size=8",
+    "hyperparameters.hidden_features=16",
+    "hyperparameters.global_batch_size=32",
+    "hyperparameters.training.max_length.batches=12",
+    "hyperparameters.training.validation_period.batches=6",
+    "hyperparameters.training.checkpoint_period.batches=4",
+    "hyperparameters.training.reporting_period.batches=2",
+)
+
+
+def arguments(config: str, *overrides: str) -> list[str]:
+    """What `python -m trials.train` is given to train the small MLP."""
+    changes = [word for override in (*SMALL, *overrides) for word in ("--config", override)]
+    return [str(ROOT / "experiment_configs" / config), *changes]
+
+
+def run_small(config: str, folder: Path, *overrides: str) -> Path:
+    """Train in this process; the run folder."""
+    assert train.main([*arguments(config, *overrides), "--run-folder", str(folder)]) == 0
+    return folder
+
+
+def resume(folder: Path, *options: str) -> Path:
+    """Go on training in this process; the run folder."""
+    assert train.main(["--resume", str(folder), *options]) == 0
+    return folder
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a Python program of the repository as a user would."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def checkpoint(folder: Path, batches: int) -> dict[str, Any]:
+    """The content of one checkpoint."""
+    path = folder / "checkpoints" / f"batch-{batches:08d}" / "state_dict.pth"
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The reports of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def digest(state: Any) -> str:
+    """One hash of everything in a checkpoint: weights, optimizer, scaler, counts, random state."""
+    found = hashlib.sha256()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                found.update(str(key).encode())
+                visit(value[key])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        else:
+            found.update(repr(value).encode())
+
+    visit(state)
+    return found.hexdigest()
