@@ -117,7 +117,8 @@ def test_the_context_is_small() -> None:
 
 
 def test_the_context_holds_all_code_and_configs_and_nothing_else(files: dict[str, bytes]) -> None:
-    assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == SENT
+    there = {name for name in SENT if (ROOT / name).exists()}
+    assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == there
     code = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("trials/**/*.py")}
     configs = {
         path.relative_to(ROOT).as_posix()

@@ -21,12 +21,12 @@ from rich.table import Table
 # What a report line shows, in this order: name, and how its number is written.
 _SHOWN = {
     "loss": "loss {:.4f}",
-    "grad_norm": "grad norm {:.3g}",
+    "grad_norm": "norm {:.3g}",
     "loss_scale_log2": "scale 2^{:.3g}",
     "skipped_steps": "skipped {:.0f}",
     "samples_per_second": "{:,.0f} samples/s",
-    "validation_loss": "validation loss {:.4f}",
-    "validation_accuracy": "validation accuracy {:.4f}",
+    "validation_loss": "loss {:.4f}",
+    "validation_accuracy": "accuracy {:.4f}",
 }
 
 # The closing table: row title, metric, and how its number is written.
@@ -81,7 +81,7 @@ class Display:
         self._latest.update(metrics)
         self._update(completed=batches)
         shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
-        self._console.print(f"{group:>10} {batches:>7}  " + "  ".join(shown), highlight=False)
+        self._console.print(f"{group[:5]} {batches:>6}  " + "  ".join(shown), highlight=False)
 
     def close(self, state: str, folder: Path) -> None:
         """The table of a run that has ended."""
