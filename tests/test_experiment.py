@@ -16,7 +16,7 @@ import yaml
 from determined import pytorch
 
 from trials import experiment
-from trials.experiment import Length
+from trials.hparams import Length
 from trials.mlp import MLPHparams
 from trials.settings import ConfigError
 from trials.train import with_overrides
@@ -37,6 +37,10 @@ _WITHOUT_EFFECT: dict[str, tuple[object, object]] = {
     "optimizations.gradient_compression": (False, True),
     "optimizations.average_training_metrics": (True, False),
     "optimizations.mixed_precision": ("O0", "O1"),
+    "optimizations.auto_tune_tensor_fusion": (False, True),
+    "optimizations.tensor_fusion_threshold": (64, 32),
+    "optimizations.tensor_fusion_cycle_time": (1, 2),
+    "optimizations.grad_updates_size_file": (None, "sizes.txt"),
 }
 
 
@@ -68,9 +72,10 @@ def problems_of(values: Mapping[str, object], *, completed_by_master: bool = Fal
 
 def test_repository_yaml_is_sound() -> None:
     config = experiment.parse(changed({}), "test")
-    assert (config.searcher_metric, config.smaller_is_better) == ("validation_loss", True)
-    assert (config.slots_per_trial, config.profiling) == (1, False)
-    assert config.checkpoint_policy == "best"
+    platform = config.platform
+    assert platform.searcher == experiment.Searcher("validation_loss", smaller_is_better=True)
+    assert (platform.resources.slots_per_trial, platform.profiling.enabled) == (1, False)
+    assert platform.checkpoint_policy is experiment.CheckpointPolicy.BEST
     assert isinstance(config.hparams, MLPHparams)  # the trial's own class
 
 
@@ -100,7 +105,7 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path: s
         ({"searcher.smaller_is_better": ...}, "searcher.smaller_is_better: missing; "),
         (
             {"reproducibility": ...},
-            "reproducibility.experiment_seed: got None; allowed: an integer",
+            "reproducibility.experiment_seed: missing; allowed: an integer >= 0",
         ),
         ({"hp": None}, "hp: got None; allowed: a mapping of keys to values"),
         ({"hp.hiden_features": 1}, "hp.hiden_features: unknown key; did you mean hidden_features?"),
@@ -147,8 +152,8 @@ def test_mistakes_of_all_sections_are_reported_together() -> None:
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
         "hyperparameters.warmup_steps",
         "data.classes",
-        "scheduling_unit",
         "searcher.metric",
+        "scheduling_unit",
     ]
 
 
@@ -225,7 +230,6 @@ def test_length_is_determineds_unit_and_counts_batches() -> None:
         ({"batches": 24}, 4, 6),
         ({"epochs": 2}, 1, 22),
         ({"epochs": 2}, 2, 11),
-        ({"epochs": 2}, 4, 5),  # of 22 batches: after 4, 8, 12, 16 and 20; the last two are lost
     ],
 )
 def test_rates_are_one_per_optimizer_step(
@@ -236,6 +240,15 @@ def test_rates_are_one_per_optimizer_step(
     config = changed({**lengths, "hp.aggregation_frequency": aggregation_frequency})
     hparams = experiment.parse(config, "test").hparams
     assert hparams.rates(batches_per_epoch=11) == [hparams.learning_rate] * steps
+
+
+def test_epochs_that_end_within_a_window_are_refused() -> None:
+    """Two epochs of 11 batches are five windows of four and two batches that would be lost."""
+    lengths = {f"hp.training.{name}": {"epochs": 2} for name in _LENGTHS}
+    hparams = experiment.parse(changed({**lengths, "hp.aggregation_frequency": 4}), "test").hparams
+    with pytest.raises(ConfigError, match="is 22 batches, which is not a multiple of") as caught:
+        hparams.rates(batches_per_epoch=11)
+    assert len(caught.value.problems) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from torch import distributed
+
 from tests import training
 from tests.one_weight import Recipe, run
 from tests.test_amp import INF, ONE
@@ -25,6 +27,7 @@ def main(folder: Path) -> None:
     work.mkdir(exist_ok=True)
     checkpoints.mkdir(exist_ok=True)
     os.chdir(work)  # which the loop copies into every checkpoint
+    distributed.init_process_group("gloo")
     with process_group() as processes:
         made = run(Recipe(ROWS), checkpoints, processes=processes)
         seen = {
@@ -37,6 +40,7 @@ def main(folder: Path) -> None:
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert train.main([*odd, "--run-folder", str(folder / "odd")]) == 2
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ def uniform_numbers(seed: int, samples: Sequence[Sample], draws: int) -> NDArray
     """
     keys = np.array([(sample.epoch, sample.image) for sample in samples], dtype=np.uint64)
     with np.errstate(over="ignore"):
-        counter = _mix(np.uint64(seed) + _mix(keys[:, :1]) + keys[:, 1:])
+        # One after the other: added up, (seed, image + 1) would be (seed + 1, image).
+        counter = _mix(np.full((1, 1), seed, dtype=np.uint64))
+        for key in keys.T[:, :, None]:
+            counter = _mix(counter + key)
         draw = np.arange(1, draws + 1, dtype=np.uint64)
         mixed = _mix((counter + draw).astype(np.uint64))
     numbers: NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

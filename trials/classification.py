@@ -10,7 +10,8 @@ from torch import nn
 
 from trials import data, loading
 from trials.amp import MixedPrecision
-from trials.experiment import Experiment, Hparams
+from trials.experiment import Experiment
+from trials.hparams import Hparams
 from trials.loading import Images
 from trials.monitor import ClassificationMetrics
 from trials.schedule import AppliedStepSchedule

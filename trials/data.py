@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,8 +144,12 @@ class FolderImages:
     def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
         if not root.is_dir():
             raise DataError(f"data.directory: {root} is not a directory; image_folder reads it")
-        self._folder = datasets.ImageFolder(str(root))
-        self.classes = len(self._folder.classes)
+        try:
+            self._folder = datasets.ImageFolder(str(root))
+        except FileNotFoundError as error:
+            raise DataError(f"data.directory: {root}: {error}") from error
+        self.class_names = self._folder.classes
+        self.classes = len(self.class_names)
         self._channels = settings.channels
         self._augment_seed = augment_seed
         side = settings.image_size
@@ -174,7 +179,8 @@ class FolderImages:
         # torchvision draws from the global generator: lend it a seed of this sample's own.
         draw = uniform_numbers(self._augment_seed, [sample], draws=1)[0, 0]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(draw * 2**53))
+            # Not torch.manual_seed, which seeds the generators of the GPUs, too.
+            torch.default_generator.manual_seed(int(draw * 2**53))
             return self._transform(image), label
 
 
@@ -226,7 +232,16 @@ def _cifar10(settings: DataSettings, seed: int) -> tuple[Images, Images]:
 
 def _image_folder(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     root = Path(str(settings.directory)).expanduser()
-    return FolderImages(root / "train", settings, seed), FolderImages(root / "val", settings, None)
+    train = FolderImages(root / "train", settings, seed)
+    validation = FolderImages(root / "val", settings, None)
+    if train.class_names != validation.class_names:
+        # A label is a position in the sorted list of folders.
+        different = sorted({*train.class_names} ^ {*validation.class_names})
+        raise DataError(
+            f"data.directory: {root}/train and {root}/val have different class folders: "
+            f"{', '.join(different)}"
+        )
+    return train, validation
 
 
 def _synthetic(settings: DataSettings, seed: int) -> tuple[Images, Images]:
@@ -252,6 +267,6 @@ _LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Images, Images]]
 @contextmanager
 def _node_lock(name: str) -> Iterator[None]:
     """One process of this node at a time; the others find the download done."""
-    with open(Path(tempfile.gettempdir()) / f"{name}-download.lock", "w") as file:
+    with open(Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -8,8 +8,8 @@ place without effect is an error.
 
 from __future__ import annotations
 
+import enum
 import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,105 +17,60 @@ from typing import Any, Generic, TypeVar
 import yaml
 from determined import pytorch
 
-from trials.amp import AmpSettings
 from trials.data import DataSettings
-from trials.schedule import LRSchedule, learning_rates
+from trials.hparams import Hparams
 from trials.settings import ConfigError, read, setting
 
-
-@dataclass(frozen=True)
-class Length:
-    """A number of batches or of epochs, in Determined's own notation: `{batches: 100}`.
-
-    Args:
-        batches: Calls of `train_batch`.
-        epochs: Passes over the training data.
-    """
-
-    batches: int | None = setting(None, at_least=1)
-    epochs: int | None = setting(None, at_least=1)
-
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if len(given) != 1:
-            yield "batches", f"got {len(given)} units; allowed: one of batches and epochs"
-
-    def unit(self) -> pytorch.TrainUnit:
-        if self.epochs is not None:
-            return pytorch.Epoch(self.epochs)
-        assert self.batches is not None
-        return pytorch.Batch(self.batches)
-
-    def in_batches(self, batches_per_epoch: int) -> int:
-        return self.batches or (self.epochs or 0) * batches_per_epoch
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How long, and how often what happens; script entrypoints pass these to `Trainer.fit`.
-
-    Args:
-        max_length: Length of the whole run.
-        validation_period: Between validations; one always follows the last batch.
-        checkpoint_period: Between checkpoints; one always follows the last batch.
-        reporting_period: Between reports of training metrics.
-        cudnn_benchmark: Let cuDNN time its convolution algorithms once; for inputs of fixed shape.
-    """
-
-    max_length: Length = setting()
-    validation_period: Length = setting()
-    checkpoint_period: Length = setting()
-    reporting_period: Length = setting()
-    cudnn_benchmark: bool = setting(True)
-
-
-@dataclass(frozen=True)
-class Hparams:
-    """The hyperparameters that every trial has; a trial adds its own in a subclass.
-
-    Args:
-        trial: Import path of the trial class, `module:Class`.
-        global_batch_size: Samples of one batch over all slots.
-        learning_rate: Peak of the schedule.
-        amp: Precision and loss scale.
-        training: Lengths and periods.
-        aggregation_frequency: Batches per optimizer step; gradients are averaged over them.
-        lr_schedule: Shape after the warm-up; advances on applied steps only.
-        warmup_steps: Optimizer steps.
-        weight_decay: As the optimizer defines it.
-        max_grad_norm: Clip the unscaled gradient to this 2-norm; left out, nothing is clipped.
-    """
-
-    trial: str = setting()
-    global_batch_size: int = setting(at_least=1)
-    learning_rate: float = setting(above=0)
-    amp: AmpSettings = setting()
-    training: TrainingSettings = setting()
-    aggregation_frequency: int = setting(1, at_least=1)
-    lr_schedule: LRSchedule = setting(LRSchedule.CONSTANT)
-    warmup_steps: int = setting(0, at_least=0)
-    weight_decay: float = setting(0.0, at_least=0)
-    max_grad_norm: float | None = setting(None, above=0)
-
-    def rates(self, batches_per_epoch: int) -> list[float]:
-        """The learning rate of every optimizer step of the run."""
-        batches = self.training.max_length.in_batches(batches_per_epoch)
-        steps = math.ceil(batches / self.aggregation_frequency)
-        return learning_rates(self.lr_schedule, self.learning_rate, self.warmup_steps, steps)
-
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        training = self.training
-        for name in ("max_length", "validation_period", "checkpoint_period"):
-            batches = getattr(training, name).batches
-            if batches is not None and batches % self.aggregation_frequency:
-                # Accumulated gradients are not in a checkpoint: half a window would be lost.
-                yield (
-                    f"training.{name}.batches",
-                    f"got {batches}, which is not a multiple of aggregation_frequency "
-                    f"{self.aggregation_frequency}; allowed: whole accumulation windows",
-                )
-
-
 H_co = TypeVar("H_co", bound=Hparams, covariant=True)
+
+
+class CheckpointPolicy(enum.Enum):
+    """Which validations are followed by a checkpoint."""
+
+    BEST = "best"
+    ALL = "all"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Searcher:
+    """What ranks checkpoints: a validation metric and its direction."""
+
+    metric: str = setting()
+    smaller_is_better: bool = setting()
+
+
+@dataclass(frozen=True)
+class Reproducibility:
+    """`experiment_seed` seeds a local run; on a cluster each trial gets a seed made from it."""
+
+    experiment_seed: int = setting(at_least=0)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """`slots_per_trial` is how many processes the experiment asks a cluster for."""
+
+    slots_per_trial: int = setting(1, at_least=0)
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """`enabled` starts Determined's system profiler, on a cluster."""
+
+    enabled: bool = setting(False)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The sections of an experiment configuration that are Determined's own and concern us."""
+
+    searcher: Searcher = setting()
+    reproducibility: Reproducibility = setting()
+    name: str = setting("unnamed")
+    resources: Resources = setting(Resources())
+    profiling: Profiling = setting(Profiling())
+    checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
 
 
 @dataclass(frozen=True)
@@ -123,26 +78,23 @@ class Experiment(Generic[H_co]):
     """What `trials.train` needs of an experiment configuration.
 
     Args:
-        name: Name of the experiment.
-        seed: Seed of a local run; a cluster gives each trial its own.
-        slots_per_trial: Processes the experiment asks for.
-        searcher_metric: Validation metric that ranks checkpoints.
-        smaller_is_better: Direction of it.
-        checkpoint_policy: `best`, `all` or `none`: which validations are followed by a checkpoint.
-        profiling: Whether Determined's system profiler runs.
+        platform: Determined's own sections.
         data: The `data` section.
         hparams: The `hyperparameters` section, of the trial's own class.
     """
 
-    name: str
-    seed: int
-    slots_per_trial: int
-    searcher_metric: str
-    smaller_is_better: bool
-    checkpoint_policy: str
-    profiling: bool
+    platform: Platform
     data: DataSettings
     hparams: H_co
+
+    @property
+    def name(self) -> str:
+        return self.platform.name
+
+    @property
+    def seed(self) -> int:
+        """Seed of a local run."""
+        return self.platform.reproducibility.experiment_seed
 
 
 # Keys without effect on a script entrypoint: (where, what the master fills in, what to do instead).
@@ -158,6 +110,10 @@ _WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
     ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
     ("optimizations.mixed_precision", "O0", "hyperparameters.amp.precision"),
+    ("optimizations.auto_tune_tensor_fusion", False, "nothing: it is for Horovod only"),
+    ("optimizations.tensor_fusion_threshold", 64, "nothing: it is for Horovod only"),
+    ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
+    ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
 )
 
 
@@ -173,7 +129,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from error
     except yaml.YAMLError as error:
-        raise ConfigError(path, [f"is not YAML: {error}"]) from error
+        raise ConfigError(path, [f"is not YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(config, Mapping):
         raise ConfigError(path, ["is not an experiment configuration: its top level has no keys"])
     return config
@@ -201,31 +157,17 @@ def parse(
     raw_hparams = config.get("hyperparameters", {}) if hyperparameters is None else hyperparameters
     trial_class = _trial_class(raw_hparams, problems)
     hparams_class = getattr(trial_class, "Hparams", Hparams)
-    hparams = read(hparams_class, raw_hparams, "hyperparameters", problems)
+    # Without its class a trial's own keys are unknown, which is no mistake of theirs.
+    hparams = None if problems else read(hparams_class, raw_hparams, "hyperparameters", problems)
     data = read(DataSettings, config.get("data") or {}, "data", problems)
+    platform = read(Platform, config, "", problems, strict=False)
     problems.extend(_settings_without_effect(config, completed_by_master))
-    searcher, slots = config.get("searcher") or {}, _slots(config)
-    for key in ("metric", "smaller_is_better"):
-        if key not in searcher:
-            problems.append(f"searcher.{key}: missing; checkpoints are ranked by it")
-    seed = (config.get("reproducibility") or {}).get("experiment_seed")
-    if not isinstance(seed, int):
-        problems.append(f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer")
-    if hparams is not None:
+    if hparams is not None and platform is not None:
+        slots = platform.resources.slots_per_trial
         problems.extend(indivisible_batch(hparams.global_batch_size, slots))
-    if problems or hparams is None or data is None or not isinstance(seed, int):
+    if problems or hparams is None or data is None or platform is None:
         raise ConfigError(source, problems)
-    return Experiment(
-        name=str(config.get("name") or source),
-        seed=seed,
-        slots_per_trial=slots,
-        searcher_metric=str(searcher["metric"]),
-        smaller_is_better=bool(searcher["smaller_is_better"]),
-        checkpoint_policy=str(config.get("checkpoint_policy") or "best"),
-        profiling=bool((config.get("profiling") or {}).get("enabled")),
-        data=data,
-        hparams=hparams,
-    )
+    return Experiment(platform, data, hparams)
 
 
 def of_context(context: pytorch.PyTorchTrialContext) -> Experiment[Any]:
@@ -251,7 +193,7 @@ def load_trial_class(import_path: str) -> Callable[..., pytorch.PyTorchTrial]:
     module_name, _, class_name = import_path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, pytorch.PyTorchTrial)):
         raise ValueError(  # noqa: TRY004 - a key has a wrong value
@@ -279,11 +221,6 @@ def _trial_class(raw: object, problems: list[str]) -> Callable[..., pytorch.PyTo
     except ValueError as error:
         problems.append(f"hyperparameters.trial: {error}; allowed: module:Class of a PyTorchTrial")
         return None
-
-
-def _slots(config: Mapping[str, Any]) -> int:
-    slots = (config.get("resources") or {}).get("slots_per_trial")
-    return 1 if slots is None else int(slots)
 
 
 def _settings_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[str]:

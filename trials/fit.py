@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from determined import pytorch
 
-from trials.experiment import Experiment, Hparams
+from trials.experiment import CheckpointPolicy, Experiment
+from trials.hparams import Hparams
 
 
 def fit(
@@ -12,7 +13,7 @@ def fit(
     context: pytorch.PyTorchTrialContext,
     experiment: Experiment[Hparams],
     latest_checkpoint: str | None,
-    checkpoint_policy: str,
+    policy: CheckpointPolicy,
 ) -> None:
     """Train to the end, or until the platform asks to stop.
 
@@ -21,7 +22,7 @@ def fit(
         context: Its context.
         experiment: Gives lengths and periods.
         latest_checkpoint: Where to go on from, in the context's checkpoint storage.
-        checkpoint_policy: Which validations are followed by a checkpoint: `best`, `all`, `none`.
+        policy: Which validations are followed by a checkpoint.
     """
     training = experiment.hparams.training
     pytorch.Trainer(trial, context).fit(
@@ -29,7 +30,7 @@ def fit(
         validation_period=training.validation_period.unit(),
         checkpoint_period=training.checkpoint_period.unit(),
         reporting_period=training.reporting_period.unit(),
-        checkpoint_policy=checkpoint_policy,
+        checkpoint_policy=policy.value,
         latest_checkpoint=latest_checkpoint,
-        profiling_enabled=experiment.profiling,
+        profiling_enabled=experiment.platform.profiling.enabled,
     )

@@ -68,7 +68,16 @@ class EpochSampler(Sampler[Sample]):
 
 
 def training_loader(images: Images, batch_size: int, seed: int, workers: int) -> pytorch.DataLoader:
-    """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips them."""
+    """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips them.
+
+    Raises:
+        DataError: if there is not one whole batch: Determined would repeat the empty epoch forever.
+    """
+    if len(images) < batch_size:
+        raise DataError(
+            f"hyperparameters.global_batch_size: batches of {batch_size} are larger than the "
+            f"training set of {len(images)} samples; use smaller batches"
+        )
     return _loader(images, EpochSampler(len(images), seed), batch_size, workers, drop_last=True)
 
 

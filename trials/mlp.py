@@ -21,12 +21,13 @@ from trials import experiment, loading
 from trials.amp import MixedPrecision
 from trials.checkpoint import PortableCheckpoint
 from trials.classification import ImageClassification
+from trials.hparams import Hparams
 from trials.monitor import TrainingMetrics
 from trials.settings import setting
 
 
 @dataclass(frozen=True)
-class MLPHparams(experiment.Hparams):
+class MLPHparams(Hparams):
     """Hyperparameters of `MLPTrial`.
 
     Args:

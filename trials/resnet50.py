@@ -25,12 +25,13 @@ from trials import experiment, loading
 from trials.amp import MixedPrecision
 from trials.checkpoint import PortableCheckpoint
 from trials.classification import ImageClassification
+from trials.hparams import Hparams
 from trials.monitor import TrainingMetrics
 from trials.settings import setting
 
 
 @dataclass(frozen=True)
-class ResNet50Hparams(experiment.Hparams):
+class ResNet50Hparams(Hparams):
     """Hyperparameters of `ResNet50Trial`.
 
     Args:

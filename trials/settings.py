@@ -66,7 +66,9 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def read(cls: type[T], raw: object, path: str, problems: list[str]) -> T | None:
+def read(
+    cls: type[T], raw: object, path: str, problems: list[str], *, strict: bool = True
+) -> T | None:
     """Build `cls` from the mapping `raw`, appending to `problems` whatever is wrong with it.
 
     Args:
@@ -74,8 +76,10 @@ def read(cls: type[T], raw: object, path: str, problems: list[str]) -> T | None:
             an `enum.Enum`, another settings class, or one of these `| None`. It may define
             `contradictions(self, given: frozenset[str])`, yielding `(key, sentence)` pairs.
         raw: The section as YAML or JSON gave it.
-        path: Dotted place of the section, for messages.
+        path: Dotted place of the section, for messages; empty for the whole configuration.
         problems: Receives a sentence per mistake; left alone when there is none.
+        strict: Whether a key that is no field is a mistake. Determined's own sections, which hold
+            more than concerns us, are read with False; there a null is a key left out.
 
     Returns:
         The settings, or None if this section added a problem.
@@ -83,26 +87,37 @@ def read(cls: type[T], raw: object, path: str, problems: list[str]) -> T | None:
     if not isinstance(raw, Mapping):
         problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
         return None
+    if not strict:
+        raw = {key: value for key, value in raw.items() if value is not None}
     before = len(problems)
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in raw:
-        if key not in fields:
-            problems.append(f"{path}.{key}: unknown key; {_suggestion(str(key), fields)}")
+        if strict and key not in fields:
+            problems.append(f"{_join(path, key)}: unknown key; {_suggestion(str(key), fields)}")
     values: dict[str, object] = {}
     for name, field in fields.items():
         if name in raw:
-            values[name] = _value(hints[name], raw[name], f"{path}.{name}", field, problems)
+            place = _join(path, name)
+            values[name] = _value(hints[name], raw[name], place, field, problems, strict=strict)
+        elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
+            # Say which keys are missing in it, not only that it is missing.
+            values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
         elif field.default is dataclasses.MISSING:
-            problems.append(f"{path}.{name}: missing; allowed: {_allowed(hints[name], field)}")
+            allowed = _allowed(hints[name], field)
+            problems.append(f"{_join(path, name)}: missing; allowed: {allowed}")
     if len(problems) > before:
         return None
     make: Callable[..., T] = cls
     made = make(**values)
-    given = frozenset(name for name in fields if name in raw)
+    given = frozenset(name for name in fields if raw.get(name) is not None)
     if isinstance(made, _CanContradict):
-        problems.extend(f"{path}.{key}: {text}" for key, text in made.contradictions(given))
+        problems.extend(f"{_join(path, key)}: {text}" for key, text in made.contradictions(given))
     return made if len(problems) == before else None
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _value(
@@ -111,12 +126,14 @@ def _value(
     path: str,
     field: dataclasses.Field[Any],
     problems: list[str],
+    *,
+    strict: bool,
 ) -> object:
     kind, optional = _unwrap_optional(hint)
     if raw is None and optional:
         return None
     if dataclasses.is_dataclass(kind):
-        return read(typing.cast("type[object]", kind), raw, path, problems)
+        return read(typing.cast("type[object]", kind), raw, path, problems, strict=strict)
     value = _converted(kind, raw)
     if value is None or not _within(value, field):
         hint_text = _hint_for(kind, raw)
@@ -128,16 +145,23 @@ def _converted(kind: Any, raw: object) -> object:
     """The value as `kind`, or None if `raw` is not one."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return next((member for member in kind if member.value == raw), None)
-    if kind is float and isinstance(raw, (int, float)) and not isinstance(raw, bool):
-        return float(raw) if math.isfinite(raw) else None
-    if kind is int and isinstance(raw, bool):
+    if kind in (int, float) and isinstance(raw, bool):
         return None
+    if kind is float:
+        return _finite(raw) if isinstance(raw, (int, float)) else None
     if kind in (bool, int, str):
         return raw if isinstance(raw, kind) else None
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
         return tuple(typing.cast("list[str]", raw)) if listed else None
     raise TypeError(f"settings cannot hold {kind!r}")
+
+
+def _finite(number: float) -> float | None:
+    try:
+        return float(number) if math.isfinite(number) else None
+    except OverflowError:  # an integer that no float holds
+        return None
 
 
 def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
@@ -179,13 +203,15 @@ def _hint_for(kind: Any, raw: object) -> str:
             number = float(raw)
         except ValueError:
             return ""
-        return f" (YAML 1.1 reads {raw} as a string: write {_as_yaml_float(number)})"
+        if math.isfinite(number) and (kind is float or number.is_integer()):
+            literal = _as_yaml_float(number) if kind is float else f"{number:.0f}"
+            return f" (YAML 1.1 reads {raw} as a string: write {literal})"
     return ""
 
 
 def _as_yaml_float(number: float) -> str:
     """`number` as a literal that every YAML reader takes for a float: 1.0e-4, not 1e-4."""
-    mantissa, _, exponent = f"{number:g}".partition("e")
+    mantissa, _, exponent = repr(number).partition("e")
     return f"{float(mantissa)}" + (f"e{exponent}" if exponent else "")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train_on_cluster(info: det.ClusterInfo) -> int:
+    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = info.trial.hparams
     config = experiment.parse(
         info.trial._config, "experiment", hyperparameters=hparams, completed_by_master=True
@@ -63,7 +65,8 @@ def _train_on_cluster(info: det.ClusterInfo) -> int:
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
         trial = experiment.load_trial_class(config.hparams.trial)(context, config)
         with controlled_by(SafeController):
-            fit(trial, context, config, info.latest_checkpoint, config.checkpoint_policy)
+            policy = config.platform.checkpoint_policy
+            fit(trial, context, config, info.latest_checkpoint, policy)
     return 0
 
 
@@ -122,7 +125,10 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
-        section[last] = yaml.safe_load(value)
+        try:
+            section[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError("--config", [f"{key}: {value!r} is not YAML"]) from error
     return changed
 
 

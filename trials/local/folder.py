@@ -29,7 +29,8 @@ import torch
 import torchvision
 import yaml
 
-from trials.experiment import Experiment, Hparams
+from trials.experiment import Experiment
+from trials.hparams import Hparams
 from trials.precision import DeviceSupport
 
 

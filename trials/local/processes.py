@@ -22,7 +22,10 @@ def process_group() -> Iterator[core.DistributedContext]:
         return
     # Determined wraps models in DistributedDataParallel only if its own launcher, or this, says so.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    # torch 2.3 hangs in a second group of the same process: one that is there is used.
+    owned = not distributed.is_initialized()
+    if owned:
+        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         # Determined's default ports are fixed: a second run on the machine would meet the first.
         ports = [_free_port(), _free_port()]
@@ -39,7 +42,8 @@ def process_group() -> Iterator[core.DistributedContext]:
             pull_port=ports[1],
         )
     finally:
-        distributed.destroy_process_group()
+        if owned:
+            distributed.destroy_process_group()
 
 
 class StopOnSignal(core.DummyPreemptContext):

@@ -7,7 +7,8 @@ from typing import Any
 
 from determined import core
 
-from trials.experiment import Experiment, Hparams
+from trials.experiment import Experiment
+from trials.hparams import Hparams
 from trials.local.display import Display
 from trials.local.folder import RunFolder
 
@@ -29,8 +30,8 @@ class LocalReports(core.DummyTrainContext):
         super().__init__(tensorboard_path=folder.tensorboard)
         self._folder = folder
         self._display = display
-        self._metric = experiment.searcher_metric
-        self._smaller_is_better = experiment.smaller_is_better
+        self._metric = experiment.platform.searcher.metric
+        self._smaller_is_better = experiment.platform.searcher.smaller_is_better
         self._best: tuple[float, int] | None = None  # value, batches
         self._last_validation: int | None = None
         for line in folder.read_metrics():

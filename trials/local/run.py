@@ -16,8 +16,9 @@ from determined import core, pytorch, util
 from rich.console import Console
 
 from trials.checkpoint import CheckpointError, SafeController, controlled_by, patched
-from trials.experiment import Experiment, Hparams, indivisible_batch, load_trial_class
+from trials.experiment import CheckpointPolicy, Experiment, indivisible_batch, load_trial_class
 from trials.fit import fit
+from trials.hparams import Hparams
 from trials.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 from trials.local.display import Display
 from trials.local.folder import RunFolder
@@ -72,9 +73,9 @@ class LocalController(SafeController):
         self, experiment: Experiment[Hparams], display: Display, first_batch: int, **fitted: Any
     ) -> None:
         fitted["steps_completed"] = first_batch
-        fitted["searcher_metric_name"] = experiment.searcher_metric
-        fitted["smaller_is_better"] = experiment.smaller_is_better
-        fitted["checkpoint_policy"] = experiment.checkpoint_policy
+        fitted["searcher_metric_name"] = experiment.platform.searcher.metric
+        fitted["smaller_is_better"] = experiment.platform.searcher.smaller_is_better
+        fitted["checkpoint_policy"] = experiment.platform.checkpoint_policy.value
         super().__init__(**fitted)
         self._length = experiment.hparams.training.max_length
         self._display = display
@@ -133,8 +134,9 @@ def train(
             context = _trial_context(core_context, config, experiment, first_batch)
             trial = load_trial_class(experiment.hparams.trial)(context, experiment)
             with controlled_by(partial(LocalController, experiment, display, first_batch)):
-                # The controller puts the experiment's policy back; `fit` refuses `best` here.
-                fit(trial, context, experiment, resume.checkpoint if resume else None, "all")
+                start = resume.checkpoint if resume else None
+                # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
+                fit(trial, context, experiment, start, CheckpointPolicy.ALL)
         display.close("stopped, can be resumed" if stop.requested else "completed", folder.path)
         return folder
 
