@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +31,14 @@ def run_folder(finished: Path, tmp_path: Path) -> Path:
     """A copy of a finished run, to be damaged."""
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def own_modules() -> Iterator[None]:
+    """Put the modules back that Determined imports anew from a checkpoint's code."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith("trials")}
+    yield
+    sys.modules.update(before)
 
 
 def newest(folder: Path) -> Path:
@@ -122,6 +132,7 @@ class TestPortability:
         loaded = torch.load(tmp_path / "foreign.pth", weights_only=True)
         assert (loaded["np_rng_state"][1] == state[1]).all()
 
+    @pytest.mark.usefixtures("own_modules")
     def test_determined_loads_the_trial_from_a_checkpoint(self, finished: Path) -> None:
         """The platform's own reader finds class, code and hyperparameters in the checkpoint."""
         trial: Any = pytorch.load_trial_from_checkpoint_path(str(newest(finished)))

@@ -11,16 +11,15 @@ import pytest
 import yaml
 
 from trials import experiment
+from trials.amp import SCALER_KEYS
+from trials.precision import Precision
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 
 NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 NAMES = frozenset({"name", "description"})
 PRECISION = NAMES | {"hyperparameters.amp.precision"}
-SCALER = PRECISION | {
-    f"hyperparameters.amp.{key}"
-    for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-}
+SCALER = PRECISION | {f"hyperparameters.amp.{key}" for key in SCALER_KEYS}
 # What each file changes of the fp32.yaml beside it.
 DIFFERS = {
     "fp32.yaml": frozenset[str](),
@@ -98,7 +97,11 @@ class TestEveryFile:
         """Flat and complete: every field is written out, so that no default hides."""
         config = load(path)
         hparams = experiment.parse(config, str(path)).hparams
-        assert set(config["hyperparameters"]) == set(vars(hparams))
+        given = config["hyperparameters"]
+        assert set(given) == set(vars(hparams))
+        scaler = set() if hparams.amp.precision is Precision.AMP_FP16 else set(SCALER_KEYS)
+        assert set(given["amp"]) | scaler == set(vars(hparams.amp))
+        assert set(given["training"]) == set(vars(hparams.training))
 
     def test_searcher_metric_is_reported_and_has_the_right_direction(self, path: Path) -> None:
         searcher = load(path)["searcher"]

@@ -86,7 +86,7 @@ class TestTrainingMetrics:
         for norm in (2.0, math.inf, 4.0):
             metrics.add_grad_norm(torch.tensor(norm))
         amp.applied_steps += 2
-        amp.skipped_steps += 1
+        amp.attempted_steps += 3
         report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
         assert report["grad_norm"] == 3
         assert report["skip_ratio"] == pytest.approx(1 / 3)

@@ -8,6 +8,8 @@ trial. This module builds its parts so that they are right, and remembers them i
   and a later resume in `amp_fp16` would crash on it.
 * Whether a step was skipped is read from the scale on the device: `update` lowers the scale if and
   only if the step was skipped. Nothing waits for the device.
+* The scale has a floor. Without one some 150 skips in a row take it to exactly 0, and the next good
+  step divides by it and writes NaN into the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,23 @@ from trials.settings import setting
 
 logger = logging.getLogger(__name__)
 
-_SCALER_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+# Settings that mean something only where the loss is scaled.
+SCALER_KEYS = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "max_consecutive_skips",
+    "max_skip_ratio",
+)
+
+
+class OnOverflow(enum.Enum):
+    """What to do with a run that no longer trains: end it with a diagnosis, or only say so."""
+
+    ABORT = "abort"
+    WARN = "warn"
 
 
 class EvalPrecision(enum.Enum):
@@ -48,6 +66,10 @@ class AmpSettings:
         growth_factor: The scale is multiplied by it after `growth_interval` applied steps in a row.
         backoff_factor: The scale is multiplied by it after a skipped step.
         growth_interval: Optimizer steps.
+        min_scale: The scale falls no further; a step skipped at it is trouble.
+        max_consecutive_skips: More optimizer steps skipped in a row are trouble.
+        max_skip_ratio: A larger share of skipped steps in one report is trouble.
+        on_overflow: What to do about trouble, a loss that is not finite included.
         eval_precision: What validation computes in.
     """
 
@@ -56,11 +78,21 @@ class AmpSettings:
     growth_factor: float = setting(2.0, above=1)
     backoff_factor: float = setting(0.5, above=0, below=1)
     growth_interval: int = setting(2000, at_least=1)
+    min_scale: float = setting(1.0, above=0)
+    max_consecutive_skips: int = setting(50, at_least=1)
+    max_skip_ratio: float = setting(0.5, above=0, at_most=1)
+    on_overflow: OnOverflow = setting(OnOverflow.ABORT)
     eval_precision: EvalPrecision = setting(EvalPrecision.FP32)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.init_scale < self.min_scale:
+            yield (
+                "init_scale",
+                f"got {self.init_scale:g}, which is below min_scale {self.min_scale:g}; "
+                "allowed: min_scale or more",
+            )
         if self.precision is not Precision.AMP_FP16:
-            for key in _SCALER_KEYS:
+            for key in SCALER_KEYS:
                 if key in given:
                     yield (
                         key,
@@ -95,8 +127,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     Attributes:
         scaler: Enabled for `amp_fp16` alone; otherwise every call on it passes through.
-        applied_steps: Optimizer steps applied so far, (1,), int64, on the device.
-        skipped_steps: Optimizer steps skipped so far, (1,), int64, on the device.
+        applied_steps: Optimizer steps applied so far, (), int64, on the device.
+        attempted_steps: Optimizer steps applied or skipped so far.
         fused: Give this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
 
@@ -119,12 +151,14 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self.scaler = make_scaler(settings, self.device.type)
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
-        self.applied_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.skipped_steps = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._one = torch.ones(1, device=self.device)
+        self.attempted_steps = 0
+        self.applied_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._last_applied = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._one = torch.ones((), device=self.device)
         self._scale_before = self.loss_scale().clone()
         self._schedule: AppliedStepSchedule | None = None
         self._warm_start = False
+        self._steps = True
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For forward and loss of a training batch; never for the backward."""
@@ -140,10 +174,19 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def is_update_batch(self, batch_idx: int) -> bool:
         """Whether this batch ends an accumulation window: step and update on these batches only."""
-        return (batch_idx + 1) % self.aggregation_frequency == 0
+        return self._steps and (batch_idx + 1) % self.aggregation_frequency == 0
+
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Meanwhile no batch is an update batch: for training one again in search of a fault."""
+        self._steps = False
+        try:
+            yield
+        finally:
+            self._steps = True
 
     def loss_scale(self) -> torch.Tensor:
-        """The current loss scale, (1,), float32, on the device; 1 without a scaler."""
+        """The current loss scale, (), float32, on the device; 1 without a scaler."""
         return self.scaler.scale(self._one)
 
     def follow(self, schedule: AppliedStepSchedule) -> None:
@@ -152,30 +195,34 @@ class MixedPrecision(pytorch.PyTorchCallback):
         schedule.move_to(self.applied_steps)
 
     def count_step(self) -> None:
-        """Note what the `scaler.update()` just before made of the step. No synchronisation.
-
-        A scale that has fallen to exactly 0 can fall no further, and is not told from an applied
-        step.
-        """
+        """Note what the `scaler.update()` just before made of the step. No synchronisation."""
+        self.attempted_steps += 1
         scale = self.loss_scale()
-        skipped = scale < self._scale_before
-        self.skipped_steps.add_(skipped)
-        self.applied_steps.add_(skipped.logical_not_())
-        self._scale_before.copy_(scale)
+        applied = scale >= self._scale_before
+        self.applied_steps.add_(applied)
+        self._last_applied.masked_fill_(applied, self.attempted_steps)
+        torch.clamp(scale, min=self.settings.min_scale, out=self._scale_before)
+        self.scaler.update(self._scale_before)
         if self._schedule is not None:
             self._schedule.move_to(self.applied_steps)
 
+    def consecutive_skips(self) -> torch.Tensor:
+        """Steps skipped since the last applied one, (), int64, on the device."""
+        return self.attempted_steps - self._last_applied
+
     def state_dict(self) -> dict[str, Any]:
         return {
+            "attempted_steps": self.attempted_steps,
             "applied_steps": int(self.applied_steps),
-            "skipped_steps": int(self.skipped_steps),
+            "last_applied": int(self._last_applied),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Called by Determined after weights, optimizer and scaler have been restored."""
         if not self._warm_start:
+            self.attempted_steps = state_dict["attempted_steps"]
             self.applied_steps.fill_(state_dict["applied_steps"])
-            self.skipped_steps.fill_(state_dict["skipped_steps"])
+            self._last_applied.fill_(state_dict["last_applied"])
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None

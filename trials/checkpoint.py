@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from determined import pytorch
 
+from trials.guard import GuardError
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, or of another model."""
@@ -39,7 +41,18 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
 
 
 class SafeController(pytorch._PyTorchTrialController):
-    """Determined's training loop, loading checkpoints without running what is in them."""
+    """Determined's training loop, loading checkpoints without running what is in them.
+
+    A run that the guard ends leaves a checkpoint of its last good state.
+    """
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        except GuardError as error:
+            if error.state_is_good and not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
+            raise
 
     def _load(self, load_path: Path) -> None:
         """Restore the trial from a checkpoint folder.

@@ -34,10 +34,11 @@ class CheckpointPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class Searcher:
-    """What ranks checkpoints: a validation metric and its direction."""
+    """The search method, and what ranks trials and checkpoints: a metric and its direction."""
 
     metric: str = setting()
     smaller_is_better: bool = setting()
+    name: str = setting("single")
 
 
 @dataclass(frozen=True)

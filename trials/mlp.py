@@ -21,6 +21,7 @@ from trials import experiment, loading
 from trials.amp import MixedPrecision
 from trials.checkpoint import PortableCheckpoint
 from trials.classification import ImageClassification
+from trials.guard import Guard
 from trials.hparams import Hparams
 from trials.monitor import TrainingMetrics
 from trials.settings import setting
@@ -80,13 +81,16 @@ class MLPTrial(pytorch.PyTorchTrial):
             average_aggregated_gradients=False,  # the loss is divided instead: one kernel, not many
         )
         self.metrics = TrainingMetrics(context, self.amp)
+        self.guard = Guard(
+            context, self.amp, self.model, self.train_batch, self.config.platform.searcher
+        )
         self.task = ImageClassification(context, self.config, self.amp)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
         """Train on one batch: images (B, 1, S, S) float32, labels (B,) int64."""
-        images, labels = loading.to_device(batch, self.amp.device)
+        images, labels = self.guard.watch(loading.to_device(batch, self.amp.device))
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype
             loss = functional.cross_entropy(logits, labels)  # (), float32: autocast promotes it
@@ -115,4 +119,8 @@ class MLPTrial(pytorch.PyTorchTrial):
         return self.task.validation_loader()
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {"mixed_precision": self.amp, "portable_checkpoint": PortableCheckpoint()}
+        return {
+            "mixed_precision": self.amp,
+            "guard": self.guard,
+            "portable_checkpoint": PortableCheckpoint(),
+        }

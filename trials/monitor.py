@@ -30,6 +30,7 @@ class TrainingMetrics(pytorch.MetricReducer):
             trial clips.
         loss_scale_log2: log2 of the loss scale at the report; 0 without a scaler.
         applied_steps, skipped_steps: Optimizer steps since the start of the trial.
+        consecutive_skips: Optimizer steps skipped since the last applied one.
         skip_ratio: Skipped share of this report's optimizer steps.
         samples_per_second: Over all slots, first batches of the process excluded.
         peak_memory_mib: Largest over slots; allocated by torch on a GPU, resident on a CPU.
@@ -42,13 +43,13 @@ class TrainingMetrics(pytorch.MetricReducer):
     def __init__(self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision) -> None:
         self._amp = amp
         self._slots: int = context.distributed.size
-        self._loss_sum = torch.zeros(1, dtype=torch.float64, device=amp.device)
-        self._norm_sum = torch.zeros(1, dtype=torch.float64, device=amp.device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
+        self._norm_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
         self._has_norm = False
         self._stopwatch = Stopwatch(amp.device)
         self._batches_of_process = 0
         self._applied_before = amp.applied_steps.clone()
-        self._skipped_before = amp.skipped_steps.clone()
+        self._attempted_before = amp.attempted_steps
         self.reset()
         context.wrap_reducer(self, for_validation=False)
 
@@ -88,21 +89,22 @@ class TrainingMetrics(pytorch.MetricReducer):
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
         self._applied_before.copy_(self._amp.applied_steps)
-        self._skipped_before.copy_(self._amp.skipped_steps)
+        self._attempted_before = self._amp.attempted_steps
 
     def per_slot_reduce(self) -> dict[str, float]:
         """Read the sums: the one synchronisation of a report."""
         amp = self._amp
         seconds = self._stopwatch.seconds()
-        counts = (
+        on_device = (
+            self._loss_sum,
+            self._norm_sum,
+            amp.loss_scale(),
             amp.applied_steps,
-            amp.skipped_steps,
-            amp.applied_steps - self._applied_before,
-            amp.skipped_steps - self._skipped_before,
+            self._applied_before,
+            amp.consecutive_skips(),
         )
-        sums = (self._loss_sum, self._norm_sum, amp.loss_scale(), *counts)
-        loss, norm, scale, applied, skipped, new_applied, new_skipped = torch.cat(
-            [value.double() for value in sums]
+        loss, norm, scale, applied, applied_before, consecutive = torch.stack(
+            [value.double() for value in on_device]
         ).tolist()
         return {
             "loss_sum": loss,
@@ -110,9 +112,10 @@ class TrainingMetrics(pytorch.MetricReducer):
             "norm_sum": norm,
             "loss_scale": scale,
             "applied_steps": applied,
-            "skipped_steps": skipped,
-            "new_applied": new_applied,
-            "new_skipped": new_skipped,
+            "attempted_steps": amp.attempted_steps,
+            "new_applied": applied - applied_before,
+            "new_attempted": amp.attempted_steps - self._attempted_before,
+            "consecutive_skips": consecutive,
             "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
             "peak_memory_mib": peak_memory_mib(amp.device),
         }
@@ -120,13 +123,14 @@ class TrainingMetrics(pytorch.MetricReducer):
     def cross_slot_reduce(self, per_slot_metrics: list[dict[str, float]]) -> dict[str, Any]:
         """Join the slots. Scale and steps are the same on all of them."""
         slots, first = per_slot_metrics, per_slot_metrics[0]
-        steps = first["new_applied"] + first["new_skipped"]
+        steps = first["new_attempted"]
         metrics: dict[str, Any] = {
             "loss": _ratio(sum(s["loss_sum"] for s in slots), sum(s["samples"] for s in slots)),
             "loss_scale_log2": math.log2(first["loss_scale"]) if first["loss_scale"] else -math.inf,
             "applied_steps": int(first["applied_steps"]),
-            "skipped_steps": int(first["skipped_steps"]),
-            "skip_ratio": first["new_skipped"] / steps if steps else 0.0,
+            "skipped_steps": int(first["attempted_steps"] - first["applied_steps"]),
+            "consecutive_skips": int(first["consecutive_skips"]),
+            "skip_ratio": 1.0 - first["new_applied"] / steps if steps else 0.0,
             "peak_memory_mib": max(s["peak_memory_mib"] for s in slots),
         }
         if self._has_norm and first["new_applied"]:

@@ -77,12 +77,12 @@ class AppliedStepSchedule:
         """Use the rate of the next step.
 
         Args:
-            applied_steps: Steps applied so far, (1,), int64, on the device. No synchronisation.
+            applied_steps: Steps applied so far, (), int64, on the device. No synchronisation.
         """
         if self._constant:
             return
         # Past the end only if the run is longer than it said: stay on the last rate.
-        index = applied_steps.clamp(max=len(self._table) - 1)
+        index = applied_steps.clamp(max=len(self._table) - 1).view(1)
         torch.index_select(self._table, 0, index, out=self._rate)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate[0]

@@ -30,6 +30,7 @@ from trials.checkpoint import (
     controlled_by,
 )
 from trials.fit import fit
+from trials.guard import GuardError
 from trials.loading import DataError
 from trials.local.folder import RunFolder
 from trials.local.run import Resume
@@ -38,7 +39,7 @@ from trials.precision import PrecisionError
 from trials.settings import ConfigError
 
 # What a user can mend: said in one message, without a traceback, and not worth a retry.
-_USER_ERRORS = (ConfigError, CheckpointError, DataError, PrecisionError)
+_USER_ERRORS = (ConfigError, CheckpointError, DataError, GuardError, PrecisionError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
