@@ -92,6 +92,7 @@ class OneWeightTrial(pytorch.PyTorchTrial):
         return self.metrics.add(loss, len(x))
 
     def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.metrics.add_scaled_gradients(parameters)
         self.scaler.unscale_(self.optimizer)
         max_norm = self.hparams.max_grad_norm or math.inf
         self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -27,7 +27,7 @@ def lines_between(function: Callable[..., Any], first: str, last: str) -> list[s
 
 
 STEP = ("self.context.backward(", "return self.metrics.add(")
-CLIP = ("self.scaler.unscale_(", "self.metrics.add_grad_norm(")
+CLIP = ("self.metrics.add_scaled_gradients(", "self.metrics.add_grad_norm(")
 
 
 @pytest.mark.parametrize("trial", [resnet50.ResNet50Trial, one_weight.OneWeightTrial])

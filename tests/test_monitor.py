@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from trials.amp import AmpSettings, MixedPrecision
-from trials.monitor import WARMUP_BATCHES, ClassificationMetrics, Stopwatch, TrainingMetrics
+from trials.monitor import (
+    HEADROOM_PERIOD,
+    WARMUP_BATCHES,
+    ClassificationMetrics,
+    Stopwatch,
+    TrainingMetrics,
+)
 from trials.precision import Precision
 
 
@@ -100,6 +107,38 @@ class TestTrainingMetrics:
         assert "samples_per_second" not in metrics.cross_slot_reduce([metrics.per_slot_reduce()])
         metrics.add(torch.tensor(1.0), 8)
         assert metrics.per_slot_reduce()["samples_per_second"] > 0
+
+    def test_headroom_is_that_of_the_largest_scaled_gradient(self) -> None:
+        """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""
+        metrics = training_metrics()
+        small, large, infinite = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+        small.grad, large.grad = torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])
+        metrics.add_scaled_gradients([small, large])
+        infinite.grad = torch.tensor([math.inf, 0.0])
+        metrics.add_scaled_gradients([infinite])
+        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        assert report["headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
+
+    def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
+        context: Any = Context()
+        amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16))
+        metrics = TrainingMetrics(context, amp)
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.ones(1)
+        amp.attempted_steps = HEADROOM_PERIOD - 1
+        metrics.add_scaled_gradients([parameter])
+        assert "headroom_bits" not in metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+
+    def test_wait_for_data_is_a_share_of_the_timed_batches(self) -> None:
+        """What was waited before the warm-up ended is not counted."""
+        metrics = training_metrics()
+        for _ in range(WARMUP_BATCHES):
+            metrics.waited(1e9)
+            metrics.add(torch.tensor(1.0), 8)
+        metrics.waited(1e-9)
+        metrics.add(torch.tensor(1.0), 8)
+        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        assert 0 < report["data_wait_share"] < 1
 
     def test_is_asked_in_training_only(self) -> None:
         context: Any = Context()

@@ -61,7 +61,7 @@ class TestResumedRun:
         """Batches 9 and 10 were reported before the kill and are trained again."""
         assert training.metrics(killed_run)[-1]["batches"] == 10
         folder = training.resume(killed_run)
-        measured = {"samples_per_second", "peak_memory_mib"}
+        measured = {"samples_per_second", "data_wait_share", "peak_memory_mib"}
 
         def numbers(run: Path) -> list[dict[str, object]]:
             return [

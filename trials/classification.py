@@ -13,7 +13,7 @@ from trials.amp import MixedPrecision
 from trials.experiment import Experiment
 from trials.hparams import Hparams
 from trials.loading import Images
-from trials.monitor import ClassificationMetrics
+from trials.monitor import ClassificationMetrics, TrainingMetrics
 from trials.schedule import AppliedStepSchedule
 
 
@@ -24,15 +24,21 @@ class ImageClassification:
         context: The trial's context.
         config: The parsed experiment.
         amp: The trial's mixed precision.
+        training: Is told how long the loop waits for data.
     """
 
     def __init__(
-        self, context: pytorch.PyTorchTrialContext, config: Experiment[Hparams], amp: MixedPrecision
+        self,
+        context: pytorch.PyTorchTrialContext,
+        config: Experiment[Hparams],
+        amp: MixedPrecision,
+        training: TrainingMetrics,
     ) -> None:
         context.experimental.disable_auto_to_device()  # it waits for every copy
         self._context = context
         self._config = config
         self._amp = amp
+        self._training = training
         self._metrics = ClassificationMetrics(context)
 
     @cached_property
@@ -51,7 +57,7 @@ class ImageClassification:
         epoch = loading.batches_per_epoch(loader, self._context.distributed.size)
         rates = self._config.hparams.rates(epoch)
         self._amp.follow(AppliedStepSchedule(optimizer, rates, self._amp.device))
-        return loader
+        return loading.timed(loader, self._training.waited)
 
     def validation_loader(self) -> pytorch.DataLoader:
         """Raises: DataError: if the validation images are fewer than a batch per slot needs."""

@@ -10,7 +10,8 @@ resume, and ranks whose generators differ train on overlapping shards.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -117,6 +118,38 @@ def _loader(
         # Without a generator of its own, a loader draws its workers' seed from the global one.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def timed(loader: pytorch.DataLoader, waited: Callable[[float], None]) -> pytorch.DataLoader:
+    """Have `waited` told the seconds that the loop waits for each batch of `loader`."""
+    make = loader.get_data_loader
+
+    def get_data_loader(*arguments: Any, **options: Any) -> Any:
+        return _Timed(make(*arguments, **options), waited)
+
+    loader.get_data_loader = get_data_loader  # type: ignore[method-assign]
+    return loader
+
+
+class _Timed:
+    """The batches of a loader, each with the time it took to come."""
+
+    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
+        self._loader = loader
+        self._waited = waited
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self._waited(time.perf_counter() - start)
+            yield batch
 
 
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:

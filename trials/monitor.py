@@ -10,15 +10,20 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from determined import pytorch
 
 from trials.amp import MixedPrecision
+from trials.diagnosis import FLOAT16_MAX
 
 # The first batches of a process allocate memory and let cuDNN time its algorithms.
 WARMUP_BATCHES = 10
+
+# Optimizer steps between two looks at the largest gradient, which reads all of them.
+HEADROOM_PERIOD = 10
 
 
 class TrainingMetrics(pytorch.MetricReducer):
@@ -32,8 +37,12 @@ class TrainingMetrics(pytorch.MetricReducer):
         applied_steps, skipped_steps: Optimizer steps since the start of the trial.
         consecutive_skips: Optimizer steps skipped since the last applied one.
         skip_ratio: Skipped share of this report's optimizer steps.
+        headroom_bits: log2 of 65504 over the largest scaled gradient of a parameter; below 0 the
+            step overflows. The smallest of the report, looked at on every tenth step; `amp_fp16`.
         samples_per_second: Over all slots, first batches of the process excluded.
+        data_wait_share: Share of that time that the loop waited for data; the largest over slots.
         peak_memory_mib: Largest over slots; allocated by torch on a GPU, resident on a CPU.
+        peak_reserved_memory_mib: The same for what torch holds of a GPU.
 
     Args:
         context: The trial's context; registers itself there.
@@ -45,7 +54,10 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._slots: int = context.distributed.size
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
         self._norm_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
+        self._largest_gradient = torch.zeros((), device=amp.device)
         self._has_norm = False
+        self._has_headroom = False
+        self._waited = 0.0
         self._stopwatch = Stopwatch(amp.device)
         self._batches_of_process = 0
         self._applied_before = amp.applied_steps.clone()
@@ -79,10 +91,31 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._has_norm = True
         self._norm_sum.add_(torch.nan_to_num(norm, nan=0.0, posinf=0.0))
 
+    def add_scaled_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look at the gradients of one step before they are unscaled, on every tenth step.
+
+        No synchronisation. Gradients that are not finite are left out: their step is skipped.
+        """
+        if not self._amp.scaler.is_enabled() or self._amp.attempted_steps % HEADROOM_PERIOD:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients, math.inf))
+        largest = torch.nan_to_num(norms.max(), nan=0.0, posinf=0.0)
+        torch.maximum(self._largest_gradient, largest, out=self._largest_gradient)
+        self._has_headroom = True
+
+    def waited(self, seconds: float) -> None:
+        """Count the time that the loop waited for one batch."""
+        if self._stopwatch.running:
+            self._waited += seconds
+
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
         self._loss_sum.zero_()
         self._norm_sum.zero_()
+        self._largest_gradient.zero_()
+        self._has_headroom = False
+        self._waited = 0.0
         self._samples = 0
         self._timed_samples = 0
         self._stopwatch.stop()
@@ -102,8 +135,9 @@ class TrainingMetrics(pytorch.MetricReducer):
             amp.applied_steps,
             self._applied_before,
             amp.consecutive_skips(),
+            self._largest_gradient,
         )
-        loss, norm, scale, applied, applied_before, consecutive = torch.stack(
+        loss, norm, scale, applied, applied_before, consecutive, largest = torch.stack(
             [value.double() for value in on_device]
         ).tolist()
         return {
@@ -116,8 +150,10 @@ class TrainingMetrics(pytorch.MetricReducer):
             "new_applied": applied - applied_before,
             "new_attempted": amp.attempted_steps - self._attempted_before,
             "consecutive_skips": consecutive,
+            "largest_gradient": largest,
             "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
-            "peak_memory_mib": peak_memory_mib(amp.device),
+            "data_wait_share": self._waited / seconds if seconds else 0.0,
+            **peak_memory_mib(amp.device),
         }
 
     def cross_slot_reduce(self, per_slot_metrics: list[dict[str, float]]) -> dict[str, Any]:
@@ -131,13 +167,18 @@ class TrainingMetrics(pytorch.MetricReducer):
             "skipped_steps": int(first["attempted_steps"] - first["applied_steps"]),
             "consecutive_skips": int(first["consecutive_skips"]),
             "skip_ratio": 1.0 - first["new_applied"] / steps if steps else 0.0,
-            "peak_memory_mib": max(s["peak_memory_mib"] for s in slots),
         }
+        for name in ("peak_memory_mib", "peak_reserved_memory_mib"):
+            if name in first:
+                metrics[name] = max(s[name] for s in slots)
+        if self._has_headroom and first["largest_gradient"]:
+            metrics["headroom_bits"] = math.log2(FLOAT16_MAX / first["largest_gradient"])
         if self._has_norm and first["new_applied"]:
             metrics["grad_norm"] = first["norm_sum"] / first["new_applied"]
         speed = sum(s["samples_per_second"] for s in slots)
         if speed:
             metrics["samples_per_second"] = speed
+            metrics["data_wait_share"] = min(1.0, max(s["data_wait_share"] for s in slots))
         return metrics
 
 
@@ -224,11 +265,14 @@ class Stopwatch:
         return event
 
 
-def peak_memory_mib(device: torch.device) -> float:
-    """The largest memory use so far in MiB: allocated by torch on a GPU, resident on a CPU."""
+def peak_memory_mib(device: torch.device) -> dict[str, float]:
+    """The largest memory use so far in MiB: of torch on a GPU, of the process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        return {
+            "peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20,
+            "peak_reserved_memory_mib": torch.cuda.max_memory_reserved(device) / 2**20,
+        }
+    return {"peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 
 def _ratio(total: float, count: float) -> float:

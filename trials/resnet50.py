@@ -85,7 +85,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         self.guard = Guard(
             context, self.amp, self.model, self.train_batch, self.config.platform.searcher
         )
-        self.task = ImageClassification(context, self.config, self.amp)
+        self.task = ImageClassification(context, self.config, self.amp, self.metrics)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -108,6 +108,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
 
     def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Called by `step_optimizer`, after accumulation: unscale first, or the clip is wrong."""
+        self.metrics.add_scaled_gradients(parameters)
         self.scaler.unscale_(self.optimizer)
         max_norm = self.hparams.max_grad_norm or math.inf
         self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
