@@ -5,7 +5,7 @@ dL/dw = mean(x) whatever w is, and SGD moves w by -learning_rate * mean(x). Powe
 in float16, so in every precision the weight is exact too. A batch with x = inf makes the gradient
 non-finite at every loss scale: exactly those steps are skipped.
 
-The recipe is the one of the real trials, word for word (`test_recipe.py` holds them together).
+The recipe is the one of the real trials, word for word (`test_docs.py` holds them together).
 """
 
 from __future__ import annotations

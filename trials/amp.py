@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from determined import pytorch
+from torch import nn
 
+from trials.islands import keep_in_float32
 from trials.precision import Precision, prepare_backend
 from trials.schedule import AppliedStepSchedule
 from trials.settings import setting
@@ -71,6 +73,8 @@ class AmpSettings:
         max_skip_ratio: A larger share of skipped steps in one report is trouble.
         on_overflow: What to do about trouble, a loss that is not finite included.
         eval_precision: What validation computes in.
+        fp32_modules: Regular expressions; modules whose names they match compute in float32.
+        audit: Stop if the first batch is not computed in `precision`; see `trials.audit`.
     """
 
     precision: Precision = setting()
@@ -83,6 +87,8 @@ class AmpSettings:
     max_skip_ratio: float = setting(0.5, above=0, at_most=1)
     on_overflow: OnOverflow = setting(OnOverflow.ABORT)
     eval_precision: EvalPrecision = setting(EvalPrecision.FP32)
+    fp32_modules: tuple[str, ...] = setting(())
+    audit: bool = setting(True)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.init_scale < self.min_scale:
@@ -159,6 +165,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._schedule: AppliedStepSchedule | None = None
         self._warm_start = False
         self._steps = True
+
+    def with_islands(self, model: nn.Module) -> nn.Module:
+        """The model, with the modules of `fp32_modules` kept in float32; before `wrap_model`.
+
+        Raises:
+            IslandError: if a pattern matches no module, or all of them.
+        """
+        keep_in_float32(model, self.settings.fp32_modules, self.device.type)
+        return model
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For forward and loss of a training batch; never for the backward."""

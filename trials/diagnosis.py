@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trials.islands import as_float32
+
 # The largest finite float16.
 FLOAT16_MAX = 65504.0
 
@@ -42,7 +44,7 @@ def find_cause(model: nn.Module, batch: Any, backward: Callable[[], object]) -> 
         or watch.forward
         or watch.backward
         # The last one defined is the first one that the backward reaches.
-        or (_gradient_sentence(_plain(gradients[-1])) if gradients else None)
+        or (_gradient_sentence(_plain(gradients[-1]).rpartition(".")[0]) if gradients else None)
     )
 
 
@@ -133,7 +135,7 @@ def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> 
     """What the module would have put out in float32 tells an overflow from a NaN."""
     device = next(_tensors(inputs), torch.empty(0)).device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        output = module.forward(*_as_float(inputs))
+        output = module.forward(*as_float32(inputs))
     largest = float(output.abs().max())
     if largest <= FLOAT16_MAX or not torch.isfinite(output).all():
         return (
@@ -148,12 +150,14 @@ def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 def _gradient_sentence(name: str) -> str:
     return (
-        f"gradient overflow at module {name}; lower init_scale or learning_rate. "
+        f"gradient overflow at module {name or 'the model'}; lower init_scale or learning_rate. "
         f"{_yaml_advice(name)}"
     )
 
 
 def _yaml_advice(name: str) -> str:
+    if not name:  # the model is one module: an island would leave nothing to autocast
+        return "Or, in the YAML: precision: amp_bf16"
     pattern = name.replace(".", r"\\.")
     return f'Or, in the YAML: precision: amp_bf16, or fp32_modules: ["^{pattern}$"]'
 
@@ -176,10 +180,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _as_float(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for value in inputs
-    )

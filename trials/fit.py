@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from determined import pytorch
 
+from trials.audit import AuditMetrics, audited
 from trials.experiment import CheckpointPolicy, Experiment
 from trials.hparams import Hparams
 
@@ -17,14 +18,22 @@ def fit(
 ) -> None:
     """Train to the end, or until the platform asks to stop.
 
+    The first batch is audited, which stops a run that computes in another precision than asked.
+
     Args:
         trial: The trial.
         context: Its context.
         experiment: Gives lengths and periods.
         latest_checkpoint: Where to go on from, in the context's checkpoint storage.
         policy: Which validations are followed by a checkpoint.
+
+    Raises:
+        AuditError: if the first batch is not computed in the precision of the experiment.
+        GuardError: if the run no longer trains.
     """
-    training = experiment.hparams.training
+    training, amp = experiment.hparams.training, experiment.hparams.amp
+    if amp.audit:
+        audited(trial, context.device, amp.precision, AuditMetrics(context).add)
     pytorch.Trainer(trial, context).fit(
         max_length=training.max_length.unit(),
         validation_period=training.validation_period.unit(),

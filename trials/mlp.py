@@ -63,14 +63,13 @@ class MLPTrial(pytorch.PyTorchTrial):
         )
         self.scaler = self.amp.scaler
         pixels = self.config.data.channels * self.config.data.image_size**2
-        self.model = context.wrap_model(
-            nn.Sequential(
-                nn.Flatten(),  # (B, C, S, S) -> (B, pixels)
-                nn.Linear(pixels, hparams.hidden_features),
-                nn.ReLU(),
-                nn.Linear(hparams.hidden_features, self.config.data.classes),
-            )
+        model = nn.Sequential(
+            nn.Flatten(),  # (B, C, S, S) -> (B, pixels)
+            nn.Linear(pixels, hparams.hidden_features),
+            nn.ReLU(),
+            nn.Linear(hparams.hidden_features, self.config.data.classes),
         )
+        self.model = context.wrap_model(self.amp.with_islands(model))
         self.optimizer = context.wrap_optimizer(
             torch.optim.Adam(
                 self.model.parameters(),

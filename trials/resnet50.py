@@ -70,7 +70,8 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         self.scaler = self.amp.scaler
         # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677, section 5.1).
         model = resnet50(num_classes=self.config.data.classes, zero_init_residual=True)
-        self.model = context.wrap_model(model.to(memory_format=torch.channels_last))
+        model = model.to(memory_format=torch.channels_last)
+        self.model = context.wrap_model(self.amp.with_islands(model))
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(
                 self.model.parameters(),

@@ -23,6 +23,7 @@ import yaml
 from determined import pytorch
 
 from trials import experiment
+from trials.audit import AuditError
 from trials.checkpoint import (
     CheckpointError,
     SafeController,
@@ -31,6 +32,7 @@ from trials.checkpoint import (
 )
 from trials.fit import fit
 from trials.guard import GuardError
+from trials.islands import IslandError
 from trials.loading import DataError
 from trials.local.folder import RunFolder
 from trials.local.run import Resume
@@ -39,7 +41,15 @@ from trials.precision import PrecisionError
 from trials.settings import ConfigError
 
 # What a user can mend: said in one message, without a traceback, and not worth a retry.
-_USER_ERRORS = (ConfigError, CheckpointError, DataError, GuardError, PrecisionError)
+USER_ERRORS = (
+    AuditError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GuardError,
+    IslandError,
+    PrecisionError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if info is not None and info.task_type == "TRIAL":
             return _train_on_cluster(info)
         return _train_on_this_machine(sys.argv[1:] if arguments is None else arguments)
-    except _USER_ERRORS as error:
+    except USER_ERRORS as error:
         # The YAMLs have a log policy on these words: the cluster does not start the trial again.
         print(f"no retry can help: {error}", file=sys.stderr, flush=True)
         return 2

@@ -34,6 +34,7 @@ _CLOSING = (
     ("validation accuracy", "validation_accuracy", "{:.4f}"),
     ("validation loss", "validation_loss", "{:.4f}"),
     ("training loss", "loss", "{:.4f}"),
+    ("products in precision", "audit_share", "{:.1%}"),
     ("loss scale", "loss_scale_log2", "2^{:g}"),
     ("applied steps", "applied_steps", "{:.0f}"),
     ("skipped steps", "skipped_steps", "{:.0f}"),

@@ -131,7 +131,7 @@ def train(
             train=reports or core.DummyTrainContext(folder.tensorboard),
         )
         with logging_to(folder.log, console), core_context:
-            context = _trial_context(core_context, config, experiment, first_batch)
+            context = trial_context(core_context, config, experiment, first_batch)
             trial = load_trial_class(experiment.hparams.trial)(context, experiment)
             with controlled_by(partial(LocalController, experiment, display, first_batch)):
                 start = resume.checkpoint if resume else None
@@ -141,7 +141,7 @@ def train(
         return folder
 
 
-def _trial_context(
+def trial_context(
     core_context: core.Context,
     config: Mapping[str, Any],
     experiment: Experiment[Hparams],

@@ -1,0 +1,536 @@
+"""`trials.audit`: what a batch was computed in, counted exactly, and the runs that it stops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import flop_registry
+
+from tests import training
+from tests.one_weight import OneWeightTrial, Recipe, run
+from trials import experiment, train
+from trials.audit import (
+    Audit,
+    AuditError,
+    AuditMetrics,
+    ProductCount,
+    audited,
+    batch,
+    tensor_core_share,
+)
+from trials.audit import __main__ as command
+from trials.experiment import Experiment
+from trials.mlp import MLPTrial
+from trials.precision import DeviceSupport, Precision
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _switches_restored() -> Iterator[None]:
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+class Wrapped(nn.Module):
+    """A trial's model, called in another way.
+
+    Args:
+        layers: Flatten, linear, ReLU, linear.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+
+class NoAutocast(Wrapped):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            logits: torch.Tensor = self.layers(images)
+        return logits
+
+
+class FirstLayerCastByHand(Wrapped):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        flatten, first, relu, last = self.layers.children()
+        assert isinstance(first, nn.Linear)
+        with torch.autocast("cpu", enabled=False):
+            weight, bias = first.weight.to(BF16), first.bias.to(BF16)
+            hidden = functional.linear(flatten(images).to(BF16), weight, bias)
+            logits: torch.Tensor = last(relu(hidden).float())
+        return logits
+
+
+class NoAutocastTrial(MLPTrial):
+    def __init__(self, context: pytorch.PyTorchTrialContext, config: Experiment[Any]) -> None:
+        super().__init__(context, config)
+        self.model = NoAutocast(self.model)
+
+
+class FirstLayerCastByHandTrial(MLPTrial):
+    def __init__(self, context: pytorch.PyTorchTrialContext, config: Experiment[Any]) -> None:
+        super().__init__(context, config)
+        self.model = FirstLayerCastByHand(self.model)
+
+
+class TF32Trial(MLPTrial):
+    def __init__(self, context: pytorch.PyTorchTrialContext, config: Experiment[Any]) -> None:
+        super().__init__(context, config)
+        torch.set_float32_matmul_precision("high")
+
+
+class ThreeBatchesTrial(MLPTrial):
+    """Ends its run after the third batch, without a validation or a checkpoint."""
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        if batch_idx == 2:
+            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        return reported
+
+
+def options(config: str, *overrides: str, trial: str | None = None) -> list[str]:
+    """Arguments of the command, with a small batch."""
+    changes = ["hyperparameters.global_batch_size=8", *overrides]
+    if trial:
+        changes.append(f"hyperparameters.trial={__name__}:{trial}")
+    path = str(training.ROOT / "experiment_configs" / config)
+    return [path, *(word for change in changes for word in ("--config", change))]
+
+
+def parsed(arguments: list[str]) -> tuple[Mapping[str, Any], Experiment[Any]]:
+    path, *changes = arguments
+    config = train.with_overrides(experiment.read_yaml(path), changes[1::2])
+    return config, experiment.parse(config, path)
+
+
+def dtypes(flops: Mapping[tuple[str, torch.dtype], int]) -> set[torch.dtype]:
+    return {dtype for _, dtype in flops}
+
+
+def trial_of(train_batch: Callable[[], object]) -> Any:
+    """What `audited` needs of a trial."""
+    return SimpleNamespace(train_batch=lambda **batch: train_batch())
+
+
+def unexpected(audit: Audit) -> None:
+    pytest.fail(f"passed:\n{audit.table()}")
+
+
+def multiply(dtype: torch.dtype = FP32) -> torch.Tensor:
+    """One product of 2 * 2 * 3 * 5 = 60 FLOPs."""
+    return torch.ones(2, 3, dtype=dtype) @ torch.ones(3, 5, dtype=dtype)
+
+
+def made_up(precision: Precision, *, tf32: str = "off", has_tf32: bool = True) -> Audit:
+    return Audit(precision, {("mm", FP32): 2}, 0, 0, tf32, has_tf32)
+
+
+class TestProductCount:
+    @pytest.mark.parametrize(
+        ("config", "dtype"),
+        [
+            ("mlp/fp32.yaml", FP32),
+            ("mlp/tf32.yaml", FP32),
+            ("mlp/amp.yaml", torch.float16),
+            ("mlp/bf16.yaml", BF16),
+        ],
+    )
+    def test_mlp_by_hand(self, config: str, dtype: torch.dtype) -> None:
+        """Of 8 samples, 784 pixels, 512 hidden features, 10 classes; (m, k) by (k, n) is 2mkn.
+
+        Forward: 2 * 8 * 784 * 512 and 2 * 8 * 512 * 10, both with bias: addmm. Backward: each
+        weight has a gradient of as many FLOPs, and the hidden features too; the images have none.
+        """
+        first, last = 2 * 8 * 784 * 512, 2 * 8 * 512 * 10
+        audit = command.audit_here(*parsed(options(config)))
+        assert audit.flops == {("addmm", dtype): first + last, ("mm", dtype): first + 2 * last}
+        assert audit.total_flops == 13_090_816
+        assert (audit.share, audit.passed, audit.tensor_core_share) == (1.0, True, None)
+
+    def test_convolutions_by_hand(self) -> None:
+        """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per gradient.
+
+        The weights have a gradient, and the input of the second; the images have none.
+        """
+        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 3, stride=2, padding=1))
+        first, last = 2 * 2 * 4 * 3 * 9 * 64, 2 * 2 * 5 * 4 * 9 * 16
+        with ProductCount() as count:
+            with torch.autocast("cpu", dtype=BF16):
+                loss = net(torch.ones(2, 3, 8, 8)).float().sum()
+            loss.backward()
+        assert count.flops == {
+            ("convolution", BF16): first + last,
+            ("convolution_backward", BF16): first + 2 * last,
+        }
+
+    def test_casts_by_hand(self) -> None:
+        """To bfloat16 and back: 6 inputs, 4 weights, their gradients; the result, 6, and back."""
+        weight = torch.ones(2, 2, requires_grad=True)
+        with ProductCount() as count:
+            with torch.autocast("cpu", dtype=BF16):
+                result = torch.ones(3, 2) @ weight
+            torch.autograd.backward(result.float().sum())
+            result.to(BF16), result.to(torch.int64), torch.ones(1).to(torch.int64)
+        assert count.casts == 5
+        assert count.cast_bytes == (6 + 4 + 4 + 6 + 6) * (4 + 2)
+
+    def test_fp32_has_no_cast(self) -> None:
+        assert command.audit_here(*parsed(options("mlp/fp32.yaml"))).casts == 0
+
+    @pytest.mark.skipif(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry,
+        reason="torch 2.3 has no formula for attention on a CPU",
+    )
+    def test_attention_counts_as_what_it_multiplies(self) -> None:
+        """Its backward also takes float32 statistics of the softmax.
+
+        4 tokens, 8 features: 2 products of 2 * 4 * 4 * 8 forward; 5, one a recomputation, backward.
+        """
+        query = torch.ones(1, 1, 4, 8, dtype=BF16, requires_grad=True)
+        with ProductCount() as count:
+            result = functional.scaled_dot_product_attention(query, query, query)
+            torch.autograd.backward(result.sum())
+        assert sorted(count.flops.values()) == [2 * 256, 5 * 256]
+        assert dtypes(count.flops) == {BF16}
+
+    def test_autograds_own_threads_count(self) -> None:
+        """A backward inside a backward, more than 60 deep, goes on in a thread of the engine."""
+        with ProductCount() as count:
+            Nested.apply(torch.ones(3, 3, requires_grad=True), 70).sum().backward()
+        assert count.flops == {("mm", FP32): 3 * 2 * 27}
+
+    def test_integers_are_no_flops(self) -> None:
+        with ProductCount() as count:
+            torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
+        assert not count.flops
+
+
+class Nested(torch.autograd.Function):
+    """Its backward has a backward, `depth` times; the innermost one is that of a product."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor, depth: int) -> torch.Tensor:
+        ctx.save_for_backward(matrix)
+        ctx.depth = depth
+        return matrix.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        matrix = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            inner = Nested.apply(matrix, ctx.depth - 1) if ctx.depth else matrix @ matrix
+            loss = inner.sum()
+        loss.backward()
+        return gradients[0], None
+
+
+class TestVerdict:
+    def test_resnet50_in_bfloat16_passes(self) -> None:
+        small = ("hyperparameters.global_batch_size=2", "data.image_size=8")
+        audit = command.audit_here(*parsed(options("resnet50/bf16.yaml", *small)))
+        assert audit.passed
+        assert dtypes(audit.flops) == {BF16}
+        assert {operation for operation, _ in audit.flops} > {"convolution", "convolution_backward"}
+
+    def test_model_that_disables_autocast_fails(self) -> None:
+        with pytest.raises(
+            AuditError, match=r"is amp_bf16, but 0\.0% of the FLOPs are in bfloat16"
+        ):
+            command.audit_here(*parsed(options("mlp/bf16.yaml", trial="NoAutocastTrial")))
+
+    def test_model_with_one_layer_cast_by_hand_fails(self) -> None:
+        """Of 64 pixels and 64 classes, per sample and hidden feature: 4 * 64 of 4 * 64 + 6 * 64."""
+        small = ("data.dataset=synthetic", "data.image_size=8", "data.classes=64")
+        arguments = options("mlp/bf16.yaml", *small, trial="FirstLayerCastByHandTrial")
+        with pytest.raises(AuditError, match=r"but 40\.0% of the FLOPs") as caught:
+            command.audit_here(*parsed(arguments))
+        assert caught.value.audit.share == 0.4
+        assert dtypes(caught.value.audit.flops) == {BF16, FP32}
+
+    def test_half_is_not_dominant(self) -> None:
+        half = Audit(Precision.AMP_BF16, {("mm", BF16): 1, ("mm", FP32): 1}, 0, 0, "off", True)
+        more = Audit(Precision.AMP_BF16, {("mm", BF16): 2, ("mm", FP32): 1}, 0, 0, "off", True)
+        assert (half.passed, more.passed) == (False, True)
+
+    def test_fp32_with_tf32_switched_on_fails(self) -> None:
+        with pytest.raises(AuditError, match="is fp32, but torch's switches for TF32 are mixed"):
+            command.audit_here(*parsed(options("mlp/fp32.yaml", trial="TF32Trial")))
+
+    @pytest.mark.parametrize("precision", Precision)
+    @pytest.mark.parametrize("tf32", ["on", "off", "mixed"])
+    @pytest.mark.parametrize("has_tf32", [True, False])
+    def test_tf32_switch_matters_to_fp32_and_tf32(
+        self, precision: Precision, tf32: str, has_tf32: bool
+    ) -> None:
+        wanted = {Precision.FP32: "off", Precision.TF32: "on" if has_tf32 else tf32}
+        audit = Audit(precision, {("mm", made_up(precision).dtype): 2}, 0, 0, tf32, has_tf32)
+        assert audit.passed is (wanted.get(precision, tf32) == tf32)
+
+    @pytest.mark.parametrize(
+        ("matmul", "cudnn", "expected"),
+        [
+            ("highest", False, "off"),
+            ("high", True, "on"),
+            ("medium", True, "on"),
+            ("high", False, "mixed"),
+            ("highest", True, "mixed"),
+        ],
+    )
+    def test_switches_are_read(self, matmul: str, cudnn: bool, expected: str) -> None:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+        assert batch._tf32() == expected
+
+    @pytest.mark.skipif(
+        not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9 has one set of names"
+    )
+    def test_switch_thrown_by_its_new_name_is_seen(self) -> None:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        try:
+            assert batch._tf32() == "mixed"
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+    def test_error_is_a_sentence_the_table_and_what_to_do(self) -> None:
+        flops = {("mm", FP32): 3_000_000_000, ("addmm", BF16): 1_000_000_000}
+        audit = Audit(Precision.AMP_BF16, flops, 7, 2**20, "off", False, tensor_core_share=0.125)
+        problem, *table, remedy = str(AuditError(audit)).splitlines()
+        assert problem == (
+            "audit: hyperparameters.amp.precision is amp_bf16, "
+            "but 25.0% of the FLOPs are in bfloat16"
+        )
+        assert table == [
+            "operation  dtype         GFLOP   share",
+            "mm         float32           3   75.0%",
+            "addmm      bfloat16          1   25.0%",
+            "amp_bf16 asks for bfloat16: 25.0% of the FLOPs",
+            "casts: 7, 1 MiB read and written",
+            "TF32 switches: off",
+            "GPU time in tensor-core kernels: 12.5%",
+        ]
+        assert remedy.startswith("Look in the model for autocast(enabled=False)")
+
+
+class TestAudited:
+    def test_counts_one_batch_and_puts_train_batch_back(self) -> None:
+        trial, audits = trial_of(multiply), list[Audit]()
+        before = trial.train_batch
+        audited(trial, CPU, Precision.FP32, audits.append)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        for _ in range(3):
+            assert torch.equal(trial.train_batch(), multiply())
+        assert [audit.flops for audit in audits] == [{("mm", FP32): 60}]
+        assert trial.train_batch is before
+
+    def test_batch_without_a_product_fails(self) -> None:
+        trial = trial_of(lambda: torch.ones(2) + 1)
+        audited(trial, CPU, Precision.AMP_BF16, unexpected)
+        with pytest.raises(AuditError, match="the batch has no product that torch can count"):
+            trial.train_batch()
+
+    def test_error_in_the_batch_is_its_own(self) -> None:
+        def broken() -> None:
+            raise ZeroDivisionError
+
+        trial = trial_of(broken)
+        audited(trial, CPU, Precision.FP32, unexpected)
+        with pytest.raises(ZeroDivisionError):
+            trial.train_batch()
+
+    @pytest.mark.parametrize("config", ["mlp/amp.yaml", "mlp/bf16.yaml"])
+    def test_training_is_the_same_to_the_bit(self, config: str) -> None:
+        small = ("data.image_size=8", "hyperparameters.hidden_features=16")
+
+        def trained(audits: list[Audit] | None) -> str:
+            arguments = options(config, *small, trial="ThreeBatchesTrial")
+            with command._trial_here(*parsed(arguments)) as (trial, context):
+                assert isinstance(trial, MLPTrial)
+                if audits is not None:
+                    precision = trial.hparams.amp.precision
+                    audited(trial, context.device, precision, audits.append)
+                length = pytorch.Batch(4)
+                pytorch.Trainer(trial, context).fit(max_length=length, checkpoint_policy="none")
+                state = [trial.model.state_dict(), trial.optimizer.state_dict()]
+                return training.digest([state, trial.scaler.state_dict(), random_state()])
+
+        audits: list[Audit] = []
+        assert trained(None) == trained(audits)
+        assert len(audits) == 1
+        assert audits[0].total_flops == 8 * 16 * (4 * 64 + 6 * 10)
+
+    def test_gpu_times_the_kernels_of_the_second_batch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The profiler of torch is stood in for: there is no GPU here."""
+        profiled = []
+
+        class Profile:
+            def __init__(self, activities: list[Any]) -> None:
+                assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+            def __enter__(self) -> Profile:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                profiled.append(trained.copy())
+
+            def events(self) -> list[Any]:
+                return [
+                    event("CUDA", "nvjet_tst_128x128", 30.0),
+                    event("CUDA", "vectorized_elementwise_kernel", 10.0),
+                    event("CPU", "cudaLaunchKernel", 60.0),
+                ]
+
+        trained: list[int] = []
+
+        def train_batch() -> None:
+            trained.append(len(trained))
+            multiply(BF16)
+
+        monkeypatch.setattr(batch, "profile", Profile)
+        support = DeviceSupport("Some GPU", tf32=True, fp16=True, bf16=True)
+        monkeypatch.setattr(DeviceSupport, "of", lambda device: support)
+        trial, audits = trial_of(train_batch), list[Audit]()
+        audited(trial, CUDA, Precision.AMP_BF16, audits.append)
+        for _ in range(3):
+            trial.train_batch()
+        assert profiled == [[0, 1]]
+        assert [audit.tensor_core_share for audit in audits] == [0.75]
+        assert audits[0].metrics()["audit_tensor_core_share"] == 0.75
+
+
+def random_state() -> list[Any]:
+    return [random.getstate(), torch.get_rng_state()]
+
+
+def event(device: str, name: str, microseconds: float) -> Any:
+    """As in `torch.profiler.profile.events()`."""
+    elapsed = SimpleNamespace(elapsed_us=lambda: microseconds)
+    return SimpleNamespace(device_type=SimpleNamespace(name=device), name=name, time_range=elapsed)
+
+
+class AuditedTrial(OneWeightTrial):
+    """Reports its audit as `trials.fit` does."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        self.audit_metrics = AuditMetrics(context)
+        audited(self, context.device, recipe.amp.precision, self.audit_metrics.add)
+
+
+def test_metrics_are_in_the_first_report_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, rows of two: (2, 1) by (1, 1) forward, (1, 2) by (2, 1) backward, 4 FLOPs each.
+
+    A second report would be of another stretch of training: Determined resets all reducers before.
+    """
+    work, checkpoints = tmp_path / "work", tmp_path / "checkpoints"
+    work.mkdir()
+    checkpoints.mkdir()
+    monkeypatch.chdir(work)  # which the loop copies into its checkpoint
+    made = run(Recipe([[1.0, 2.0], [1.0, 2.0]]), checkpoints, trial_class=AuditedTrial)
+    (report,) = made.reports
+    assert report["audit_share"] == 1.0
+    assert report["audit_gflops"] == 8e-9
+    assert report["audit_casts"] > 0
+    assert report["audit_cast_mib"] > 0
+    assert "audit_tensor_core_share" not in report
+    assert isinstance(made.trial, AuditedTrial)
+    made.trial.audit_metrics.reset()
+    assert made.trial.audit_metrics.cross_slot_reduce([{}, {}]) == {}
+
+
+# Names that GPUs from Volta to Blackwell reported in public profiles, cut short.
+ON_TENSOR_CORES = (
+    "volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1",
+    "turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_nn",
+    "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_32x6_tn",
+    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn",
+    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4>",
+    "sm80_xmma_dgrad_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4",
+    "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_execute_segment_k_off_kernel",
+    "nvjet_tst_128x128_64x4_1x2_h_bz_coopA_NNT",
+    "nvjet_sm100_tst_64x32_64x16_2x1_2cta_h_bz_TNT",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 128, 4>>",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+)
+ON_CUDA_CORES = (
+    "volta_sgemm_128x64_nn",
+    "ampere_sgemm_128x32_sliced1x4_nn",
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4",
+    "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize128x16x8_g1_ffma",
+    "void implicit_convolve_sgemm<float, float, 128, 5, 5, 3, 3, 3, 1, false>",
+    "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+    "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>",
+    "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::BFloat16>>",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<c10::Half>>",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+    "Memcpy HtoD (Pinned -> Device)",
+)
+
+
+@pytest.mark.parametrize("name", ON_TENSOR_CORES)
+def test_tensor_core_kernels_are_known_by_name(name: str) -> None:
+    assert tensor_core_share([(name, 3.0), ("elementwise", 1.0)]) == 0.75
+
+
+@pytest.mark.parametrize("name", ON_CUDA_CORES)
+def test_other_kernels_are_not(name: str) -> None:
+    assert tensor_core_share([(name, 3.0)]) == 0.0
+
+
+def test_no_kernel_is_no_share() -> None:
+    assert tensor_core_share([]) == 0.0
+
+
+class TestCommand:
+    def test_prints_the_table_and_leaves_nothing_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert command.main(options("mlp/bf16.yaml")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["operation", "dtype", "GFLOP", "share"]
+        assert "amp_bf16 asks for bfloat16: 100.0% of the FLOPs" in lines
+        assert not list(tmp_path.iterdir())
+
+    def test_audit_that_fails_is_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command.main(options("mlp/bf16.yaml", trial="NoAutocastTrial")) == 1
+        assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["missing.yaml"], "cannot be read"),
+            (options("mlp/bf16.yaml", "hyperparameters.amp.precision=bf16"), "amp.precision"),
+            (options("mlp/bf16.yaml", "data.classes=11"), "data.classes"),
+        ],
+    )
+    def test_mistake_of_the_user_is_2(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert command.main(arguments) == 2
+        assert said in capsys.readouterr().err

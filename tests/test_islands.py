@@ -1,0 +1,499 @@
+"""Float32 islands: what they compute in, what they hand on, and what they survive."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from trials.islands import IslandError, keep_in_float32
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+MakeIslands = Callable[[nn.Module, Sequence[str], str], object]
+Reached = list[torch.dtype]
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch types no mode
+    """Sees the operations that reach a kernel, after autocast.
+
+    Attributes:
+        dtypes: Of every matrix product, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            (dtype,) = {value.dtype for value in args if isinstance(value, torch.Tensor)}
+            self.dtypes.append(dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def three_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+def products_of(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> tuple[Reached, Reached]:
+    """The dtypes of the products of the forward, and of those of the backward."""
+    with Products() as forward, torch.autocast("cpu", dtype=dtype):
+        y = model(x)
+    with Products() as backward:
+        y.sum().backward()
+    return forward.dtypes, backward.dtypes
+
+
+def only_the_middle_is_float32(patterns: list[str], dtype: torch.dtype) -> None:
+    """The backward has two products per layer, the first layer's input needs no gradient."""
+    model = three_layers()
+    assert keep_in_float32(model, patterns, "cpu") == patterns
+    forward, backward = products_of(model, dtype, torch.randn(3, 4))
+    assert forward == [dtype, torch.float32, dtype]
+    assert backward == [dtype, dtype, torch.float32, torch.float32, dtype]
+
+
+@DTYPES
+class TestDtypes:
+    def test_of_products_are_float32_in_the_island_only(self, dtype: torch.dtype) -> None:
+        only_the_middle_is_float32(["1"], dtype)
+        with pytest.raises(AssertionError):
+            only_the_middle_is_float32([], dtype)
+
+    def test_of_input_and_result_at_the_border(self, dtype: torch.dtype) -> None:
+        """The caller hands in what autocast made, and is handed float32."""
+        model = three_layers()
+        seen = []
+        model[1].register_forward_hook(lambda _, xs, y: seen.append((xs[0].dtype, y.dtype)))
+        keep_in_float32(model, ["^1$"], "cpu")
+        with torch.autocast("cpu", dtype=dtype):
+            assert model(torch.randn(3, 4)).dtype is dtype
+            assert model[2](torch.ones(1, 8)).dtype is dtype  # autocast is on again
+        assert seen == [(dtype, torch.float32)]
+
+    def test_of_parameters_and_gradients_stay_float32(self, dtype: torch.dtype) -> None:
+        model = three_layers()
+        keep_in_float32(model, ["^1$"], "cpu")
+        products_of(model, dtype, torch.randn(3, 4))
+        for parameter in model.parameters():
+            assert parameter.dtype is torch.float32
+            assert parameter.grad is not None
+            assert parameter.grad.dtype is torch.float32
+
+    def test_of_an_attention_with_keywords_and_two_results(self, dtype: torch.dtype) -> None:
+        """`nn.MultiheadAttention` multiplies q, k, v, scores, values and output."""
+        model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "other": nn.Linear(1, 1)})
+        x = torch.randn(3, 1, 8).to(dtype)
+
+        def run() -> tuple[set[torch.dtype], set[torch.dtype]]:
+            with Products() as products, torch.autocast("cpu", dtype=dtype):
+                results = model["attention"](x, key=x, value=x, attn_mask=torch.zeros(3, 3).bool())
+            return set(products.dtypes), {result.dtype for result in results}
+
+        assert run()[0] == {dtype}
+        keep_in_float32(model, ["attention"], "cpu")
+        assert run() == ({torch.float32}, {torch.float32})
+
+    def test_of_an_island_in_an_island_are_float32(self, dtype: torch.dtype) -> None:
+        model = nn.Sequential(three_layers(), nn.Linear(2, 2))
+        assert keep_in_float32(model, ["^0$", "^0.1$"], "cpu") == ["0", "0.1"]
+        forward, _ = products_of(model, dtype, torch.randn(3, 4))
+        assert forward == [torch.float32] * 3 + [dtype]
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Keeps(nn.Module):
+    """Keeps what it was called with."""
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        self.args: Any = args
+        self.kwargs: Any = kwargs
+
+
+@pytest.fixture
+def keeps() -> Keeps:
+    """An island that keeps its inputs."""
+    model = nn.Sequential(keeps := Keeps(), nn.Linear(1, 1))
+    keep_in_float32(model, ["^0$"], "cpu")
+    return keeps
+
+
+class TestInputs:
+    @DTYPES
+    def test_are_cast_however_deep(self, keeps: Keeps, dtype: torch.dtype) -> None:
+        x = torch.ones(2, dtype=dtype)
+        nested: dict[str, Any] = {
+            "pair": Pair(x, [x, (x,)]),
+            "by_name": collections.OrderedDict(x=x),
+        }
+        keeps(x, nested, forward=x, device_type=[x])
+        up = keeps.args[1]
+        assert isinstance(up, dict)
+        assert isinstance(up["pair"], Pair)
+        assert isinstance(up["by_name"], collections.OrderedDict)
+        cast = [
+            keeps.args[0],
+            up["pair"].a,
+            up["pair"].b[0],
+            up["pair"].b[1][0],
+            up["by_name"]["x"],
+        ]
+        cast += [keeps.kwargs["forward"], keeps.kwargs["device_type"][0]]
+        assert [value.dtype for value in cast] == [torch.float32] * 7
+        assert nested["pair"].a is x  # the caller's containers are not changed
+
+    def test_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
+        """Also a container without 16-bit tensors: an attention writes to its cache."""
+        cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}
+        given = (cache, [cache, None], Pair("a", 2), torch.ones(2).double(), torch.Size([2]))
+        keeps(*given)
+        assert all(got is value for got, value in zip(keeps.args, given, strict=True))
+
+
+def two_layers(activations: Sequence[float]) -> nn.Sequential:
+    """Without biases: `activations` times x, then their sum."""
+    first, last = nn.Linear(1, 4, bias=False), nn.Linear(4, 1, bias=False)
+    first.weight.data = torch.tensor(activations).reshape(4, 1)
+    nn.init.ones_(last.weight)
+    return nn.Sequential(first, last)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("dtype", "activations", "without", "exact"),
+        [
+            (torch.float16, [2.0**15] * 4, float("inf"), 2.0**17),
+            (torch.bfloat16, [256.0, 1.0, 0.0, 0.0], 256.0, 257.0),
+        ],
+        ids=str,
+    )
+    def test_are_those_of_float32(
+        self, dtype: torch.dtype, activations: list[float], without: float, exact: float
+    ) -> None:
+        """float16 ends at 65504 < 4 * 2^15; bfloat16 has 8 bits, and 257 = 2^8 + 1 needs 9."""
+        model = two_layers(activations)
+        x = torch.ones(1, 1)
+        with torch.autocast("cpu", dtype=dtype):
+            assert model(x).item() == without
+        keep_in_float32(model, ["^1$"], "cpu")
+        with torch.autocast("cpu", dtype=dtype):
+            assert model(x).item() == exact
+
+    def test_of_gradients_are_those_of_float32(self) -> None:
+        """Two samples x = 1: the gradient of the last layer is 2 * 2^15 = 2^16 > 65504, then 2 * 1.
+
+        Powers of two are exact in both dtypes, so the gradients equal float32's, bit for bit.
+        """
+
+        def gradients(patterns: list[str], dtype: torch.dtype | None) -> list[list[float]]:
+            model = two_layers([2.0**15] * 4)
+            keep_in_float32(model, patterns, "cpu")
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                loss = model(torch.ones(2, 1)).sum()
+            loss.backward()
+            return [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
+
+        assert (
+            gradients(["^1$"], torch.float16) == gradients([], None) == [[2.0] * 4, [2.0**16] * 4]
+        )
+        assert gradients([], torch.float16)[1] == [float("inf")] * 4
+
+    def test_do_not_change_where_autocast_is_off(self) -> None:
+        """As with precision fp32 and tf32, and in a validation in float32."""
+        model, x = three_layers(), torch.randn(3, 4)
+        before = model(x)
+        keep_in_float32(model, ["^1$"], "cpu")
+        assert torch.equal(model(x), before)
+
+
+@DTYPES
+class TestResults:
+    """Float32 among 16-bit tensors; 2^17 fits in no float16."""
+
+    @pytest.fixture
+    def big(self) -> torch.Tensor:
+        model = two_layers([2.0**15] * 4)
+        keep_in_float32(model, ["^1$"], "cpu")
+        with torch.autocast("cpu", dtype=torch.float16):
+            result: torch.Tensor = model(torch.ones(1, 1))
+        return result
+
+    def test_promote_sums_and_concatenations(self, big: torch.Tensor, dtype: torch.dtype) -> None:
+        residual = torch.ones(1, 1, dtype=dtype)
+        with torch.autocast("cpu", dtype=dtype):
+            assert (residual + big).item() == 2**17 + 1
+            assert torch.cat([residual, big]).tolist() == [[1], [2**17]]
+
+    def test_are_rounded_by_in_place_sums(self, big: torch.Tensor, dtype: torch.dtype) -> None:
+        total = torch.zeros(1, 1, dtype=dtype).add_(big)
+        assert total.dtype is dtype
+        assert total.item() == (float("inf") if dtype is torch.float16 else 2**17)
+
+    def test_are_refused_by_index_put(self, big: torch.Tensor, dtype: torch.dtype) -> None:
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            torch.zeros(1, 1, dtype=dtype)[torch.tensor([0])] = big
+
+
+class Recomputed(nn.Module):
+    """`inner`, whose activations the backward computes again if `again` is set."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.again = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+
+def nested(again: Sequence[str]) -> Recomputed:
+    """Layers of which the named `Recomputed` modules are; the root's name is empty."""
+    torch.manual_seed(0)
+    middle = Recomputed(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    model = Recomputed(nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 2)))
+    for name in again:
+        module = model.get_submodule(name)
+        assert isinstance(module, Recomputed)
+        module.again = True
+    return model
+
+
+def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The gradients and weights of three steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(torch.randn(3, 4)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        found += [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def trains_the_same(
+    make_islands: MakeIslands, island: str, again: Sequence[str], dtype: torch.dtype
+) -> None:
+    kept, recomputed = nested([]), nested(again)
+    make_islands(kept, [island], "cpu")
+    make_islands(recomputed, [island], "cpu")
+    expected, found = trained(kept, dtype), trained(recomputed, dtype)
+    assert len(found) == 3 * 2 * 8
+    assert all(map(torch.equal, expected, found))
+
+
+def by_hooks(model: nn.Module, patterns: Sequence[str], device_type: str) -> None:
+    """Planted: autocast is off between two hooks, and a recomputation does not reach the second.
+
+    The autocast region stays open, its cache of cast weights is never emptied, and the next step
+    computes with the weights of this one.
+    """
+    island = model.get_submodule(patterns[0].strip("^$"))
+    region = torch.autocast(device_type, enabled=False)
+
+    def enter(_: nn.Module, xs: tuple[torch.Tensor]) -> torch.Tensor:
+        region.__enter__()  # type: ignore[no-untyped-call]
+        return xs[0].float()
+
+    def leave(*_: object) -> None:
+        region.__exit__(None, None, None)
+
+    island.register_forward_pre_hook(enter)
+    island.register_forward_hook(leave)
+
+
+@pytest.fixture
+def _closed() -> Iterator[None]:
+    """Close the autocast regions that a planted bug leaves open, for the sake of other tests."""
+    yield
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
+
+
+@DTYPES
+class TestCheckpointing:
+    @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
+    @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]], ids=str)
+    def test_trains_the_same_bit_for_bit(
+        self, island: str, again: list[str], dtype: torch.dtype
+    ) -> None:
+        """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
+        trains_the_same(keep_in_float32, island, again, dtype)
+
+    @pytest.mark.usefixtures("_closed")
+    def test_would_show_an_island_that_is_left_open(self, dtype: torch.dtype) -> None:
+        with pytest.raises(AssertionError):
+            trains_the_same(by_hooks, "^inner.1.inner$", ["inner.1"], dtype)
+
+    def test_recomputes_in_float32(self, dtype: torch.dtype) -> None:
+        """Its first product is computed again; the second is not, only its inputs are needed."""
+        model = nested(["inner.1"])
+        keep_in_float32(model, ["^inner.1.inner$"], "cpu")
+        forward, backward = products_of(model, dtype, torch.randn(3, 4))
+        assert forward == [dtype, torch.float32, torch.float32, dtype]
+        assert backward == [dtype] * 2 + [torch.float32] * (1 + 4) + [dtype]
+
+
+class TestCopies:
+    @staticmethod
+    def by_pickle(model: nn.Sequential) -> Any:
+        return pickle.loads(pickle.dumps(model))
+
+    @staticmethod
+    def by_torch_save(model: nn.Sequential) -> Any:
+        file = io.BytesIO()
+        torch.save(model, file)
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+    @staticmethod
+    def by_averaging(model: nn.Sequential) -> Any:
+        return AveragedModel(model).module
+
+    @pytest.mark.parametrize(
+        "copied",
+        [copy.deepcopy, by_pickle, by_torch_save, by_averaging],
+        ids=["deepcopy", "pickle", "torch.save", "AveragedModel"],
+    )
+    def test_compute_with_their_own_weights(
+        self, copied: Callable[[nn.Sequential], nn.Sequential]
+    ) -> None:
+        """2^17 from the original; twice that from a copy with doubled weights."""
+        model = two_layers([2.0**15] * 4)
+        keep_in_float32(model, ["^1$"], "cpu")
+        twin = copied(model)
+        with torch.no_grad():
+            list(twin.parameters())[1].mul_(2)
+        x = torch.ones(1, 1)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert twin(x).item() == 2**18
+            assert model(x).item() == 2**17
+
+    def test_of_the_state_fit_a_model_without_islands(self) -> None:
+        model = three_layers()
+        keys = list(model.state_dict())
+        keep_in_float32(model, ["^1$"], "cpu")
+        assert list(model.state_dict()) == keys
+        assert [type(module) for module in model] == [nn.Linear] * 3
+        three_layers().load_state_dict(model.state_dict())
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """This process alone, in gloo."""
+    meeting = f"file://{tmp_path / 'ranks'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("again", [[], ["", "inner.1"]], ids=str)
+@DTYPES
+def test_distributed_data_parallel_trains_the_same(again: list[str], dtype: torch.dtype) -> None:
+    """The mean over one process is its own gradient; the names only gain `module.`."""
+    alone, model = nested(again), nested(again)
+    for each in (alone, model):
+        keep_in_float32(each, ["^inner.1$"], "cpu")
+    parallel = DistributedDataParallel(model)
+    assert list(parallel.state_dict()) == [f"module.{key}" for key in alone.state_dict()]
+    forward, _ = products_of(parallel, dtype, torch.randn(3, 4))
+    assert forward == [dtype, torch.float32, torch.float32, dtype]
+    assert all(map(torch.equal, trained(parallel, dtype), trained(alone, dtype)))
+
+
+class Classifier(nn.Module):
+    """A list of blocks, one head of two names, and a module whose name begins like the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))])
+        self.head = self.classifier = nn.Linear(4, 4)
+        self.head_norm = nn.LayerNorm(4)
+
+
+class TestPatterns:
+    @pytest.mark.parametrize(
+        ("patterns", "names"),
+        [
+            ([], []),
+            (["^head$"], ["head"]),
+            (["head", "^stem$"], ["stem", "head", "head_norm"]),
+            (["^head$", "head$"], ["head"]),
+            (["norm"], ["head_norm"]),
+            (["^stem$", "^blocks$", "^head$"], ["stem", "blocks.0", "blocks.1", "head"]),
+            (["^classifier$"], ["classifier"]),
+            (["^(head|classifier)$"], ["head", "classifier"]),
+            (["^blocks$"], ["blocks.0", "blocks.1"]),
+            (["blocks"], ["blocks.0", "blocks.1", "blocks.1.0"]),
+            ([r"^blocks\.\d+\.0$"], ["blocks.1.0"]),
+        ],
+        ids=str,
+    )
+    def test_name_modules(self, patterns: list[str], names: list[str]) -> None:
+        """These are islands, and nothing else is."""
+        model = Classifier()
+        assert keep_in_float32(model, patterns, "cpu") == names
+        islands = {module for module in model.modules() if "forward" in vars(module)}
+        assert islands == {model.get_submodule(name) for name in names}
+
+    @pytest.mark.parametrize(
+        ("pattern", "sentence"),
+        [
+            ("^haed$", "matches no module; near names: head"),
+            ("^module.head$", "matches no module; near names: head"),
+            (r"^blocks\.2$", "matches no module; near names: blocks.1, blocks.0, blocks"),
+            ("^[xyz]+$", "matches no module; the first of its 8 modules: stem, blocks, blocks.0, "),
+            ("head)", "is not a regular expression: unbalanced parenthesis at position 4"),
+        ],
+    )
+    def test_that_name_none_are_refused(self, pattern: str, sentence: str) -> None:
+        model = Classifier()
+        with pytest.raises(IslandError) as raised:
+            keep_in_float32(model, ["^stem$", pattern], "cpu")
+        assert str(raised.value).startswith(f"amp.fp32_modules: got {pattern!r}, which {sentence}")
+        assert "forward" not in vars(model.stem)  # nothing is changed before all is known
+
+    def test_that_are_wrong_are_all_named(self) -> None:
+        with pytest.raises(IslandError) as raised:
+            keep_in_float32(Classifier(), ["(", "^haed$", "^stem$", "^steam$"], "cpu")
+        assert [line.split("'")[1] for line in str(raised.value).splitlines()] == [
+            "(",
+            "^haed$",
+            "^steam$",
+        ]
+
+    @pytest.mark.parametrize(
+        "patterns", [[".*"], ["^$"], [""], ["."], ["stem", "blocks", "head"]], ids=str
+    )
+    def test_for_the_whole_model_are_refused(self, patterns: list[str]) -> None:
+        with pytest.raises(IslandError, match="leave no parameter outside"):
+            keep_in_float32(Classifier(), patterns, "cpu")
+
+    def test_for_a_model_of_one_module_find_none(self) -> None:
+        with pytest.raises(IslandError, match="the first of its 0 modules: none"):
+            keep_in_float32(nn.Linear(1, 1), ["head"], "cpu")

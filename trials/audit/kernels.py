@@ -1,0 +1,31 @@
+"""Which GPU kernels compute on tensor cores, judged by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Kernel names tell the instructions inside. The shapes of mma (884 is Volta's, 1688 Turing's, 16816
+# Ampere's) and hmma are from the list in NVIDIA's PyProf, pyprof/prof/tc.py; later ones are xmma
+# and tensorop (cuDNN, CUTLASS), gmma and nvjet (Hopper), flash and fmha (attention).
+_TENSOR_CORES = re.compile(
+    r"[hsic](884|8816|1688|16816)|hmma|xmma|gmma|tensorop|nvjet"
+    r"|first_layer_wgrad_kernel|dgrad_1x1_stride_2x2"
+    r"|flash_(fwd|bwd|fprop|bprop)|fmha_cutlass[fb]_b?f16",
+    re.IGNORECASE,
+)
+_CUDA_CORES = re.compile(r"ffma|simt", re.IGNORECASE)  # xmma and CUTLASS kernels without them
+
+
+def tensor_core_share(kernels: Iterable[tuple[str, float]]) -> float:
+    """Share of time in kernels that compute on tensor cores, judged by name; 0 without kernels.
+
+    Args:
+        kernels: Name and duration, in any unit, of everything the GPU ran.
+    """
+    total, on_tensor_cores = 0.0, 0.0
+    for name, duration in kernels:
+        total += duration
+        if _TENSOR_CORES.search(name) and not _CUDA_CORES.search(name):
+            on_tensor_cores += duration
+    return on_tensor_cores / (total or 1.0)

@@ -1,0 +1,134 @@
+"""Float32 islands: modules that compute in float32 while the model around them is autocast.
+
+For what overflows or rounds too coarsely in 16 bits: large logits, norms, attention scores. An
+island casts its 16-bit inputs up and runs its `forward` with autocast off, as the documentation of
+`torch.autocast` does it, but needs no change of the model's source.
+
+* Its results stay float32, as those of autocast's own float32 operations do. Cast down they would
+  overflow after all. The next product or convolution casts them, sums and `cat` promote, an
+  in-place sum rounds to its target; `index_put`, `scatter` and `lerp` into a 16-bit tensor raise.
+* `forward` is replaced on the instance: names, `state_dict` keys and types stay. It is a `partial`
+  of a bound method because `copy.deepcopy` and `pickle` rebind that to the copy; a closure would go
+  on calling the original's `forward`.
+* A context manager, not a pair of hooks: checkpointing leaves a recomputed `forward` by an
+  exception, and autocast must come back then too.
+* Only a module that is called can be an island. `nn.MultiheadAttention` reads the weights of its
+  `out_proj` itself: name the attention.
+* Under `torch.compile` the backward of an island multiplies in 16 bits, seen with torch 2.3 and
+  2.15: its autocast is the surrounding one (pytorch issue 179804).
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class IslandError(ValueError):
+    """The patterns of `fp32_modules` name no module, or leave nothing to autocast."""
+
+
+def keep_in_float32(model: nn.Module, patterns: Sequence[str], device_type: str) -> list[str]:
+    """Turn the matching modules into islands; where autocast is off they compute as before.
+
+    Args:
+        model: The model, before `context.wrap_model`; changed in place.
+        patterns: Regular expressions, searched for in the names of `model.named_modules()`. A
+            container without a `forward` (`nn.ModuleList`) stands for its members.
+        device_type: Where the model computes: "cpu" or "cuda".
+
+    Returns:
+        The names of the islands, in the order of `named_modules()`.
+
+    Raises:
+        IslandError: naming every pattern that is no regular expression or matches no module; or if
+            every parameter is in an island.
+    """
+    names = _chosen(model, patterns)
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = partial(_in_float32, module.forward, device_type)
+    return names
+
+
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    islands: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        try:
+            found = set(_matching(modules, pattern))
+        except re.error as error:
+            problems.append(f"got {pattern!r}, which is not a regular expression: {error}")
+            continue
+        islands |= found
+        if not found:
+            problems.append(f"got {pattern!r}, which matches no module; {_near(pattern, modules)}")
+    if islands and not _parameters_outside(model, islands):
+        problems.append(
+            f"got {list(patterns)}, which leave no parameter outside; "
+            "allowed: patterns for a part of the model, or precision fp32"
+        )
+    if problems:
+        raise IslandError("\n".join(f"amp.fp32_modules: {problem}" for problem in problems))
+    return [name for name in modules if name in islands]
+
+
+def _matching(modules: dict[str, nn.Module], pattern: str) -> Iterator[str]:
+    containers = set()
+    for name, module in modules.items():  # parents come before their children
+        if re.search(pattern, name) or (name and name.rpartition(".")[0] in containers):
+            if type(module).forward is nn.Module.forward:
+                containers.add(name)
+            else:
+                yield name
+
+
+def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:
+    prefixes = tuple(f"{name}." if name else "" for name in islands)  # the root holds all names
+    return not all(name.startswith(prefixes) for name, _ in model.named_parameters())
+
+
+def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
+    """Up to three names that are like `pattern`, whole or in their last part; else the first."""
+    names = [name for name in modules if name]
+    last_parts = {name.rpartition(".")[2]: name for name in reversed(names)}
+    plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
+    close = difflib.get_close_matches
+    near = close(plain, names) + [last_parts[p] for p in close(plain.split(".")[-1], last_parts)]
+    if near:
+        return f"near names: {', '.join(list(dict.fromkeys(near))[:3])}"
+    return f"the first of its {len(names)} modules: {', '.join(names[:5]) or 'none'}"
+
+
+def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device_type, enabled=False):
+        return forward(*as_float32(args), **as_float32(kwargs))
+
+
+def as_float32(value: Any) -> Any:
+    """Cast the float16 and bfloat16 tensors of nested lists, tuples and dictionaries.
+
+    A container that holds none is handed on itself, so that a module can still write to it.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, (list, tuple)):
+        items = [as_float32(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        cast = {key: as_float32(old) for key, old in value.items()}
+        if any(cast[key] is not old for key, old in value.items()):
+            value = copy.copy(value)  # a dictionary of the same kind
+            for key, new in cast.items():
+                value[key] = new
+    return value
