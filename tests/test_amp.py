@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from trials.amp import AmpSettings
+from tests.test_monitor import Context
+from trials.amp import AmpSettings, EvalPrecision, MixedPrecision
+from trials.checkpoint import patched
 from trials.precision import Precision
+from trials.schedule import AppliedStepSchedule, LRSchedule, learning_rates
 
 ONE = [1.0, 1.0]
 INF = [math.inf, 1.0]
@@ -234,3 +237,90 @@ class TestCheckpointOfAnotherPrecision:
         made = run(Recipe([ONE, ONE], amp), folder, resume=saved.name)
         assert made.trial.scales == [2.0**10, 2.0**10]
         assert made.reports[-1]["applied_steps"] == 2
+
+
+def has_fused_on_cpu() -> bool:
+    try:
+        torch.optim.Adam([nn.Parameter(torch.ones(1))], fused=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+FUSED_ON_CPU = has_fused_on_cpu()
+
+
+@pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizers on a CPU")
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class: Any) -> None:
+    """A fused optimizer is called on a skip too (accelerate issue 4242); it must not be counted.
+
+    Its second step overflows: the steps after the four are numbers 1, 1, 2 and 3.
+    """
+    context: Any = Context()
+    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = optimizer_class([weight], lr=1.0, fused=True)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *arguments: calls.append(weight.item()))
+    rates = learning_rates(LRSchedule.COSINE, 0.5, 2, 6)
+    amp.follow(AppliedStepSchedule(optimizer, rates, amp.device))
+    seen = []
+    for gradient in (1.0, math.inf, 1.0, 1.0):
+        weight.grad = torch.full((1,), gradient) * amp.loss_scale()
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        amp.count_step()
+        seen.append((int(amp.applied_steps), float(optimizer.param_groups[0]["lr"])))
+    assert seen == [(1, rates[1]), (1, rates[1]), (2, rates[2]), (3, rates[3])]
+    assert len(calls) == 4
+    assert calls[2] == calls[1] != calls[0]
+
+
+AT_IMPORT = dict(vars(torch))
+
+
+class LooksAtTorch(OneWeightTrial):
+    """Notes, in every forward, which names of torch are not what they were at import."""
+
+    def __init__(self, context: Any, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        self.replaced: set[str] = set()
+        self.model.register_forward_hook(self.look)
+
+    def look(self, *call: object) -> None:
+        now = vars(torch)
+        self.replaced |= {name for name, value in AT_IMPORT.items() if now[name] is not value}
+
+
+class ReplacesNoGrad(LooksAtTorch):
+    """Planted: what Lightning does during the forward."""
+
+    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+        with patched(torch, "no_grad", type("no_grad", (torch.no_grad,), {})):
+            return super().train_on(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("trial_class", "replaced"), [(LooksAtTorch, set()), (ReplacesNoGrad, {"no_grad"})]
+)
+def test_training_replaces_nothing_in_torch(
+    folder: Path, trial_class: type[LooksAtTorch], replaced: set[str]
+) -> None:
+    trial: Any = run(Recipe([ONE, INF]), folder, trial_class).trial
+    assert trial.replaced == replaced
+
+
+@pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.AMP_BF16])
+def test_forward_without_gradients_costs_the_next_one_none(precision: Precision) -> None:
+    """Up to torch 2.6 a weight cast under no_grad stays without a gradient while it is cached."""
+    context: Any = Context()
+    amp = MixedPrecision(context, AmpSettings(precision, eval_precision=EvalPrecision.SAME))
+    layer = nn.Linear(1, 1, bias=False)
+    with torch.no_grad(), amp.eval_autocast():
+        layer(torch.ones(1, 1))
+    with amp.autocast():
+        loss = layer(torch.ones(1, 1)).float().mean()
+    loss.backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.item() == 1

@@ -80,6 +80,38 @@ class TestResumedRun:
             training.checkpoint(whole, 12)
         )
 
+    def test_keeps_the_scale_and_takes_the_new_settings(self, killed_run: Path) -> None:
+        """After 8 batches, 4 steps: the scale doubled once, one step on the way to the next.
+
+        Two more steps with growth_interval 2 and growth_factor 4: 2^17 * 4 after the first.
+        """
+        state = training.checkpoint(killed_run, 8)["scaler_state_dict"]
+        assert (state["scale"], state["_growth_tracker"]) == (2.0**17, 1)
+        changes = (
+            "init_scale=2.0",
+            "growth_interval=2",
+            "growth_factor=4.0",
+            "backoff_factor=0.25",
+        )
+        options = [f"hyperparameters.amp.{change}" for change in changes]
+        training.resume(killed_run, *(word for o in options for word in ("--config", o)))
+        after = training.checkpoint(killed_run, 12)["scaler_state_dict"]
+        assert after == {
+            "scale": 2.0**19,
+            "growth_factor": 4.0,
+            "backoff_factor": 0.25,
+            "growth_interval": 2,
+            "_growth_tracker": 1,
+        }
+
+    def test_takes_the_optimizers_new_settings(self, killed_run: Path) -> None:
+        """`Optimizer.load_state_dict` alone would put the checkpoint's back, without a word."""
+        changes = ("learning_rate=0.5", "weight_decay=0.25", "lr_schedule=constant")
+        options = [f"hyperparameters.{change}" for change in (*changes, "warmup_steps=0")]
+        training.resume(killed_run, *(word for o in options for word in ("--config", o)))
+        (group,) = training.checkpoint(killed_run, 12)["optimizers_state_dict"][0]["param_groups"]
+        assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+
     def test_of_another_precision_goes_on(self, killed_run: Path) -> None:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
         assert "scaler_state_dict" not in training.checkpoint(folder, 12)

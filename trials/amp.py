@@ -149,6 +149,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         aggregation_frequency: int = 1,
         cudnn_benchmark: bool = False,
     ) -> None:
+        self._context = context
         self.device: torch.device = context.device
         self.settings = settings
         self.aggregation_frequency = aggregation_frequency
@@ -243,12 +244,18 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Make the checkpoint's scaler state fit these settings.
+        """Let this trial's settings win over those in the checkpoint.
 
         A resumed run keeps its current scale and growth tracker. A warm start (weights from another
-        trial) begins with this trial's `init_scale`, which a search relies on. The factors and the
-        interval are always this trial's: `GradScaler.load_state_dict` alone would overwrite them.
+        trial) begins with this trial's `init_scale`, which a search relies on. Everything that the
+        YAML sets is always this trial's: the scaler's factors and interval, the optimizer's rate,
+        decay and the like, which the two `load_state_dict` alone would overwrite.
         """
+        optimizers = checkpoint.get("optimizers_state_dict", [])
+        for saved, optimizer in zip(optimizers, self._context.optimizers, strict=False):
+            groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+            for saved_group, group in groups:  # torch itself reports a mismatch
+                saved_group.update({key: group[key] for key in group if key != "params"})
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():
             if state:

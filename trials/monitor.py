@@ -37,8 +37,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         applied_steps, skipped_steps: Optimizer steps since the start of the trial.
         consecutive_skips: Optimizer steps skipped since the last applied one.
         skip_ratio: Skipped share of this report's optimizer steps.
-        headroom_bits: log2 of 65504 over the largest scaled gradient of a parameter; below 0 the
-            step overflows. The smallest of the report, looked at on every tenth step; `amp_fp16`.
+        headroom_bits: log2 of 65504 over the largest scaled gradient of a parameter; the smallest
+            of the report, looked at on every tenth step. `amp_fp16` only.
         samples_per_second: Over all slots, first batches of the process excluded.
         data_wait_share: Share of that time that the loop waited for data; the largest over slots.
         peak_memory_mib: Largest over slots; allocated by torch on a GPU, resident on a CPU.
