@@ -112,7 +112,7 @@ class Guard(pytorch.PyTorchCallback):
                     lambda: self._train_batch(self._newest_batch, 0, 0),
                 )
         causes = self._context.distributed.allgather(cause)
-        return next((cause for cause in causes if cause), "The newest batch alone is finite")
+        return next((f"Cause: {cause}" for cause in causes if cause), "The newest batch is finite")
 
     def _act(self, message: str) -> None:
         if self._amp.settings.on_overflow is OnOverflow.WARN:
