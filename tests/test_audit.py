@@ -325,7 +325,7 @@ class TestVerdict:
             "TF32 switches: off",
             "GPU time in tensor-core kernels: 12.5%",
         ]
-        assert remedy.startswith("Look in the model for autocast(enabled=False)")
+        assert remedy.startswith("Look for fp32_modules in the YAML")
 
 
 class TestAudited:

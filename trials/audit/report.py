@@ -14,8 +14,8 @@ from trials.precision import Precision
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Look for fp32_modules, and in the model for autocast(enabled=False), .float() and .to(dtype), "
-    "or ask for the precision that it computes in."
+    "Look for fp32_modules in the YAML, for autocast(enabled=False), .float() and .to(dtype) in the "
+    "model, and for whoever sets torch.backends; or ask for the precision that it computes in."
 )
 
 
