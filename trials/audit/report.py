@@ -14,7 +14,7 @@ from trials.precision import Precision
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Look for fp32_modules in the YAML, for autocast(enabled=False), .float() and .to(dtype) in the "
+    "Look for fp32_modules in the YAML; for autocast(enabled=False), .float() and .to() in the "
     "model, and for whoever sets torch.backends; or ask for the precision that it computes in."
 )
 
