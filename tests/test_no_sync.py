@@ -1,0 +1,345 @@
+"""No training step makes the host wait for the device, and a report waits once.
+
+The trials run in Determined's own loop, loader and validation included, on the fake CUDA device of
+`fake_cuda`. `test_gpu.py` asks a real device the same question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import core, pytorch
+from determined.common import storage
+from torch import nn
+
+from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
+from trials import loading
+from trials.checkpoint import SafeController, controlled_by
+from trials.experiment import load_trial_class, parse, read_yaml
+from trials.monitor import TrainingMetrics
+from trials.precision import Precision
+from trials.train import with_overrides
+
+CONFIGS = Path(__file__).parents[1] / "experiment_configs"
+BATCHES = 12
+REPORTING_PERIOD = 4
+OVERRIDES = (
+    "data.dataset=synthetic",
+    "data.samples=64",
+    "data.image_size=8",
+    "hyperparameters.global_batch_size=8",
+    "hyperparameters.max_grad_norm=1.0",
+    "hyperparameters.lr_schedule=cosine",
+    "hyperparameters.warmup_steps=2",
+    f"hyperparameters.training.max_length={{batches: {BATCHES}}}",
+)
+
+needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
+
+@dataclass
+class Run:
+    """What one run left: the trial, and the dtypes of its model's outputs in training."""
+
+    trial: Any
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def note_dtype(self, model: nn.Module, inputs: object, outputs: torch.Tensor) -> None:
+        if model.training:
+            self.dtypes.add(outputs.dtype)
+
+
+class Loop(SafeController):
+    """Determined's loop, which says what it does.
+
+    Fake tensors have no values, so there is nothing to save and nothing for the guard to judge.
+    """
+
+    def __init__(
+        self, during: Callable[[str], AbstractContextManager[None]], **fitted: Any
+    ) -> None:
+        super().__init__(**fitted)
+        self._during = during
+        self.callbacks.pop("guard", None)
+
+    def _train_with_boundaries(self, *arguments: Any) -> Any:
+        with self._during("batches"):
+            return super()._train_with_boundaries(*arguments)
+
+    def _aggregate_training_metrics(self, *arguments: Any) -> Any:
+        with self._during("report"):
+            return super()._aggregate_training_metrics(*arguments)
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        assert self.state is not None
+        self.state.last_ckpt = self.state.batches_trained
+
+
+def train(
+    during: Callable[[str], AbstractContextManager[None]],
+    config: str,
+    *overrides: str,
+    gpus: int = 1,
+) -> Run:
+    """Train in Determined's loop.
+
+    Args:
+        during: Entered with the name of each phase, `batches` and `report`.
+        config: Path in `experiment_configs`.
+        overrides: `key=value`, on top of `OVERRIDES`.
+        gpus: 0 trains on the CPU.
+    """
+    raw = with_overrides(read_yaml(str(CONFIGS / config)), [*OVERRIDES, *overrides])
+    experiment = parse(raw, config)
+    distributed = core.DummyDistributedContext()
+    core_context = core.Context(
+        checkpoint=core.DummyCheckpointContext(
+            distributed, storage.SharedFSStorageManager("nowhere")
+        ),
+        distributed=distributed,
+        train=core.DummyTrainContext(),
+    )
+    with core_context, controlled_by(partial(Loop, during)):
+        context = pytorch.PyTorchTrialContext(
+            core_context=core_context,
+            trial_seed=0,
+            hparams=dict(raw["hyperparameters"]),
+            slots_per_trial=1,
+            num_gpus=gpus,
+            exp_conf=raw,
+            aggregation_frequency=experiment.hparams.aggregation_frequency,
+            steps_completed=0,
+            managed_training=True,
+            debug_enabled=False,
+            enable_tensorboard_logging=False,
+        )
+        run = Run(load_trial_class(experiment.hparams.trial)(context, experiment))
+        run.trial.model.register_forward_hook(run.note_dtype)
+        pytorch.Trainer(run.trial, context).fit(
+            max_length=experiment.hparams.training.max_length.unit(),
+            reporting_period=pytorch.Batch(REPORTING_PERIOD),
+            checkpoint_policy="none",
+        )
+    return run
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("aggregation_frequency", [1, 2])
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_batches_never_wait_and_a_report_reads_once(
+    precision: Precision, aggregation_frequency: int
+) -> None:
+    with fake_cuda() as syncs:
+        run = train(
+            syncs.during,
+            "mlp/fp32.yaml",
+            f"hyperparameters.amp.precision={precision.value}",
+            f"hyperparameters.aggregation_frequency={aggregation_frequency}",
+        )
+    assert syncs.waits["batches"] == {}
+    # The stopwatch starts after ten batches; the last of three reports waits for its end.
+    assert syncs.waits["report"] == {"read": 3, "wait": 1}
+    # And these batches did what they are for: cast, unscale, clip, step, move the schedule.
+    assert run.dtypes == {precision.autocast_dtype or torch.float32}
+    steps = BATCHES // aggregation_frequency
+    scaled = steps if precision is Precision.AMP_FP16 else 0
+    calls = syncs.calls["batches"]
+    assert calls["_amp_foreach_non_finite_check_and_unscale_"] == scaled
+    assert calls["_foreach_mul_"] == steps
+    assert calls["_fused_adam_"] == steps
+    assert calls["_amp_update_scale_"] == scaled
+    assert calls["index_select"] == steps
+    assert run.trial.optimizer.defaults["fused"] is True
+
+
+@needs_fake_cuda
+def test_batches_of_convolutions_never_wait() -> None:
+    """ResNet-50: batch normalisation, channels_last copies, fused SGD with momentum."""
+    with fake_cuda() as syncs:
+        run = train(
+            syncs.during,
+            "resnet50/amp.yaml",
+            "data.image_size=32",
+            "hyperparameters.training.max_length={batches: 2}",
+        )
+    assert syncs.waits["batches"] == {}
+    assert syncs.waits["report"] == {"read": 1}
+    assert syncs.calls["batches"]["convolution"] == 2 * 53
+    assert syncs.calls["batches"]["_fused_sgd_"] == 2
+    assert run.trial.optimizer.defaults["fused"] is True
+
+
+class ReadsTheLoss(TrainingMetrics):
+    """Planted: `loss.item()`."""
+
+    def add(self, loss: torch.Tensor, samples: int) -> dict[str, float]:
+        loss.item()
+        return super().add(loss, samples)
+
+
+class ReturnsTheLoss(TrainingMetrics):
+    """Planted: the loss as a metric of every batch, as in Determined's own examples."""
+
+    def add(self, loss: torch.Tensor, samples: int) -> Any:
+        return {**super().add(loss, samples), "loss": loss}
+
+
+class ReadsTheScale(TrainingMetrics):
+    """Planted: whether a step was skipped is asked on the host."""
+
+    def add(self, loss: torch.Tensor, samples: int) -> dict[str, float]:
+        self._amp.scaler.get_scale()
+        return super().add(loss, samples)
+
+
+class UnfusedAdam(torch.optim.Adam):
+    """Planted: the host looks at `found_inf` to decide whether to step."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **{**settings, "fused": False})
+
+
+def copy_as_determined_does(batch: Sequence[torch.Tensor], device: torch.device) -> loading.Batch:
+    """Planted: it waits for every tensor."""
+    images, labels = batch
+    return images.to(device), labels.to(device)
+
+
+def copy_from_pageable(batch: Sequence[torch.Tensor], device: torch.device) -> loading.Batch:
+    """Planted: `non_blocking` alone is not enough."""
+    images, labels = (tensor.clone() for tensor in batch)
+    return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+# Where it is planted, what is, and what each batch then costs.
+PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
+    "loss.item()": ("trials.mlp.TrainingMetrics", ReadsTheLoss, Counter(read=1)),
+    'return {"loss": loss}': ("trials.mlp.TrainingMetrics", ReturnsTheLoss, Counter(read=1)),
+    "get_scale()": ("trials.mlp.TrainingMetrics", ReadsTheScale, Counter(read=1)),
+    "fused=False": ("torch.optim.Adam", UnfusedAdam, Counter(read=1)),
+    "to(device)": ("trials.loading.to_device", copy_as_determined_does, Counter(copy=2)),
+    "pin_memory=False": ("trials.loading.to_device", copy_from_pageable, Counter(copy=2)),
+}
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_sync_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a constant rate: an optimizer that is not fused refuses one on the device."""
+    place, planted, per_batch = PLANTED[name]
+    monkeypatch.setattr(place, planted)
+    constant = ("hyperparameters.lr_schedule=constant", "hyperparameters.warmup_steps=0")
+    length = "hyperparameters.training.max_length={batches: 4}"
+    with fake_cuda() as syncs:
+        train(syncs.during, "mlp/amp.yaml", *constant, length)
+    assert syncs.waits["batches"] == {kind: 4 * count for kind, count in per_batch.items()}
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_trial_itself_asks_for_no_values(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, and so with every torch; without the step, whose optimizer is not fused there."""
+    monkeypatch.setattr(torch.amp.GradScaler, "step", lambda scaler, optimizer: None)
+    syncs = Syncs("cpu")
+    with syncs:
+        train(
+            syncs.during,
+            "mlp/fp32.yaml",
+            f"hyperparameters.amp.precision={precision.value}",
+            gpus=0,
+        )
+    # A loader that starts draws one number on the host: the seed of its workers.
+    assert syncs.waits["batches"]["read"] <= 1
+    assert syncs.calls["batches"]["index_select"] == BATCHES
+
+    monkeypatch.setattr("trials.mlp.TrainingMetrics", ReadsTheLoss)
+    with syncs:
+        train(syncs.during, "mlp/fp32.yaml", gpus=0)
+    assert syncs.waits["batches"]["read"] >= BATCHES
+
+
+def clip(tensor: torch.Tensor, **how: bool) -> None:
+    parameter = nn.Parameter(torch.zeros_like(tensor))
+    parameter.grad = tensor
+    nn.utils.clip_grad_norm_([parameter], 1.0, **how)
+
+
+WAITING: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
+    "item": ("read", lambda tensor: tensor[0].item()),
+    "bool": ("read", lambda tensor: bool(tensor.isfinite().all())),
+    "tolist": ("read", lambda tensor: tensor.tolist()),
+    "cpu": ("read", lambda tensor: tensor.to("cpu", non_blocking=True)),
+    "copy to the host": ("read", lambda tensor: torch.zeros(3).copy_(tensor)),
+    "nonzero": ("read", lambda tensor: tensor.nonzero()),
+    "mask": ("read", lambda tensor: tensor[tensor > 0]),
+    "equal": ("read", lambda tensor: torch.equal(tensor, tensor)),
+    "clip and complain": ("read", lambda tensor: clip(tensor, error_if_nonfinite=True)),
+    "copy of a list": ("copy", lambda tensor: torch.tensor([1.0], device="cuda")),
+    "copy": ("copy", lambda tensor: tensor.copy_(torch.ones(3).pin_memory())),
+    "synchronize": ("wait", lambda tensor: torch.cuda.synchronize()),
+}
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_is_counted_once(name: str) -> None:
+    kind, call = WAITING[name]
+    with fake_cuda() as syncs:
+        tensor = torch.ones(3, device="cuda")
+        # Some go on to need the values, and fail.
+        with syncs.during("call"), contextlib.suppress(RuntimeError):
+            call(tensor)
+    assert syncs.waits["call"] == {kind: 1}
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tensor: tensor.copy_(torch.ones(3).pin_memory(), non_blocking=True),
+        lambda tensor: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+        lambda tensor: tensor[torch.zeros(2, dtype=torch.int64, device="cuda")],
+        lambda tensor: tensor.masked_fill_(tensor > 0, 2.0),
+        lambda tensor: torch.full((), 65536.0, device="cuda"),
+        clip,
+    ],
+    ids=["pinned copy", "pinned to", "index", "masked_fill_", "full", "clip"],
+)
+def test_what_does_not_wait_is_not_counted(call: Callable[[torch.Tensor], object]) -> None:
+    with fake_cuda() as syncs:
+        tensor = torch.ones(3, device="cuda")
+        with syncs.during("call"):
+            call(tensor)
+    assert syncs.waits["call"] == {}
+    assert syncs.calls["call"]
+
+
+@needs_fake_cuda
+def test_backward_of_the_fake_device_is_autograds() -> None:
+    """The same sums in the same order, broadcast and branches included: equal to the last bit."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 5))
+    images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+
+    def gradients(run_backward: Callable[[torch.Tensor], object]) -> list[torch.Tensor | None]:
+        twin = copy.deepcopy(model)
+        for _ in range(2):  # the second accumulates
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = twin(images)
+                loss = nn.functional.cross_entropy(logits + logits.relu(), labels)
+            run_backward(loss * 4)
+        return [parameter.grad for parameter in twin.parameters()]
+
+    torch.testing.assert_close(
+        gradients(backward), gradients(torch.Tensor.backward), rtol=0, atol=0
+    )
