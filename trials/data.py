@@ -173,7 +173,11 @@ class FolderImages:
         return images.float().div_(127.5).sub_(1.0), torch.tensor([label for _, label in decoded])
 
     def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
-        image, label = self._folder[sample.image]
+        try:
+            image, label = self._folder[sample.image]
+        except OSError as error:
+            path, _ = self._folder.samples[sample.image]
+            raise DataError(f"{path}: cannot be decoded: {error}") from error
         if self._augment_seed is None:
             return self._transform(image), label
         # torchvision draws from the global generator: lend it a seed of this sample's own.

@@ -118,6 +118,10 @@ _WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
 )
 
 
+# What PyYAML raises on bytes, nesting, dates and the like that it cannot construct.
+NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
 def read_yaml(path: str) -> Mapping[str, Any]:
     """The experiment configuration in a YAML file.
 
@@ -129,7 +133,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
             config = yaml.safe_load(file)
     except OSError as error:
         raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from error
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise ConfigError(path, [f"is not YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(config, Mapping):
         raise ConfigError(path, ["is not an experiment configuration: its top level has no keys"])
@@ -160,7 +164,8 @@ def parse(
     hparams_class = getattr(trial_class, "Hparams", Hparams)
     # Without its class a trial's own keys are unknown, which is no mistake of theirs.
     hparams = None if problems else read(hparams_class, raw_hparams, "hyperparameters", problems)
-    data = read(DataSettings, config.get("data") or {}, "data", problems)
+    raw_data = {} if config.get("data") is None else config["data"]
+    data = read(DataSettings, raw_data, "data", problems)
     platform = read(Platform, config, "", problems, strict=False)
     problems.extend(_settings_without_effect(config, completed_by_master))
     if hparams is not None and platform is not None:

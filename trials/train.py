@@ -138,7 +138,7 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
                 raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
         try:
             section[last] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except experiment.NOT_YAML as error:
             raise ConfigError("--config", [f"{key}: {value!r} is not YAML"]) from error
     return changed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,12 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
         try:
             yield partial, name
+            _check_whole(partial / "state_dict.pth")
             self._write_metadata_file(os.fspath(partial), metadata)
             _flush(partial)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError):
+            if _is_of_the_disk(error):
                 raise CheckpointError(
                     f"{self._folder / name}: could not be saved: {error}; "
                     "the checkpoints before it are intact"
@@ -76,7 +78,9 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         keep = {saved[-1], *[path for path in saved if read_metadata(path)["best"]][-1:]}
         for path in saved:
             if path not in keep:
-                shutil.rmtree(path)
+                # Renamed first: a process killed meanwhile leaves no half of it under its name.
+                doomed = path.rename(path.with_name(f".{path.name}.deleted"))
+                shutil.rmtree(doomed)
 
 
 def checkpoint_name(batches: int) -> str:
@@ -100,6 +104,19 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
     return metadata
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Whether a save failed for want of a disk; torch's writer says so in a RuntimeError."""
+    words = ("inline_container", "iostream")
+    of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))
+
+
+def _check_whole(weights: Path) -> None:
+    """Raise if the end of the file is missing: torch does not notice if its last flush fails."""
+    with zipfile.ZipFile(weights):
+        pass
 
 
 def _flush(folder: Path) -> None:

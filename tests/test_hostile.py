@@ -1,0 +1,457 @@
+"""Settings made of anything, data that breaks, a full disk, and kills at random moments."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import get_worker_info
+
+from tests import training
+from trials import experiment, train
+from trials.amp import AmpSettings
+from trials.data import FolderImages
+from trials.loading import EpochSampler, Sample
+from trials.local.checkpoints import complete_checkpoints
+from trials.precision import Precision
+from trials.settings import ConfigError
+
+# The same examples in every run, and no opinion on how busy the machine is.
+BOUNDED = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+_YAML = training.ROOT / "experiment_configs" / "mlp" / "amp.yaml"
+SOUND: Mapping[str, Any] = yaml.safe_load(_YAML.read_text())
+
+
+def dotted(config: object, path: str = "") -> Iterator[str]:
+    """The dotted place of every key in `config`."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            place = f"{path}.{key}" if path else str(key)
+            yield place
+            yield from dotted(value, place)
+
+
+def put(path: str, value: object) -> dict[str, Any]:
+    """The sound configuration with one value replaced."""
+    config: dict[str, Any] = copy.deepcopy(dict(SOUND))
+    *parents, last = path.split(".")
+    section = config
+    for parent in parents:
+        section = section[parent]
+    section[last] = value
+    return config
+
+
+def problems_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the parser says of it; anything but a ConfigError is the caller's to see."""
+    try:
+        experiment.parse(config, "mutant")
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+PLACES = sorted(dotted(SOUND))
+
+# Values of the YAML's own kind come up often, so that many examples get past the first check.
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["fp32", "amp_fp16", "mnist", "cosine", "batches", "trials.mlp:MLPTrial"])
+    | st.sampled_from(["1e-4", "0x10", "nan", "2021-02-03", "type", 10**400, 1, 2, 0.5])
+)
+KEYS = st.text(max_size=8) | st.sampled_from([place.rpartition(".")[2] for place in PLACES])
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+class TestParser:
+    @BOUNDED
+    @given(path=st.sampled_from(PLACES), value=ANYTHING)
+    @example(path="hyperparameters", value=[])
+    @example(path="hyperparameters.trial", value="trials.mlp:" + "\ud800")
+    @example(path="hyperparameters.amp", value={"amp": {"amp": {}}})
+    @example(path="hyperparameters.learning_rate", value=10**400)
+    @example(path="searcher", value={"name": ["single"], "max_length": {"batches": 1}})
+    def test_accepts_or_names_the_keys_that_are_wrong(self, path: str, value: object) -> None:
+        """Whatever stands in the place of a value: an experiment, or a ConfigError.
+
+        Every problem begins with a key that the sound YAML has or that was put in, with one
+        exception: three datasets need `data.directory`, which the digits forbid.
+        """
+        config = put(path, value)
+        known = {*PLACES, *dotted(config), "data.directory"}
+        for problem in problems_of(config):
+            assert any(problem.startswith(f"{place}: ") for place in known), problem
+
+    @pytest.mark.parametrize("path", PLACES)
+    def test_names_the_key_of_a_value_that_is_never_right(self, path: str) -> None:
+        """Of every key that is ours; Determined's own are its own business, save those we read."""
+        theirs = ("description", "entrypoint", "max_restarts", "log_policies")
+        named = [p for p in problems_of(put(path, [None])) if p.startswith(f"{path}: ")]
+        assert len(named) == (path not in theirs)
+
+    @pytest.mark.parametrize("value", [[], 0, "", False])
+    def test_empty_value_is_no_data_section(self, value: object) -> None:
+        assert problems_of(put("data", value)) == (
+            f"data: got {value!r}; allowed: a mapping of keys to values",
+        )
+
+
+def ints_for_integral_floats(value: Any) -> Any:
+    """What Go's JSON makes of a number: digits without a point below 1e21."""
+    if isinstance(value, dict):
+        return {key: ints_for_integral_floats(inner) for key, inner in value.items()}
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e21:
+        return int(value)
+    return value
+
+
+POSITIVE = st.floats(1e-30, 1e30) | st.integers(1, 1000).map(float)
+SOUND_VALUES = {
+    "hyperparameters.learning_rate": POSITIVE,
+    "hyperparameters.weight_decay": POSITIVE | st.just(0.0),
+    "hyperparameters.max_grad_norm": POSITIVE | st.none(),
+    "hyperparameters.warmup_steps": st.integers(0, 10**9),
+    "hyperparameters.hidden_features": st.integers(1, 10**9),
+    "hyperparameters.lr_schedule": st.sampled_from(["constant", "cosine"]),
+    "hyperparameters.amp.init_scale": st.integers(0, 100).map(lambda power: 2.0**power),
+    "hyperparameters.amp.growth_factor": st.floats(1, 1e30, exclude_min=True),
+    "hyperparameters.amp.backoff_factor": st.floats(0, 1, exclude_min=True, exclude_max=True),
+    "hyperparameters.amp.min_scale": st.floats(0, 1, exclude_min=True),
+    "hyperparameters.amp.max_skip_ratio": st.floats(0, 1, exclude_min=True),
+    "hyperparameters.training.max_length": st.integers(1, 10**6).map(lambda n: {"epochs": n}),
+    "reproducibility.experiment_seed": st.integers(0, 2**31 - 1),
+}
+
+
+class TestRoundTrip:
+    @BOUNDED
+    @given(values=st.fixed_dictionaries({}, optional=SOUND_VALUES))
+    def test_through_the_master_gives_the_same_experiment(self, values: dict[str, object]) -> None:
+        """The text of an experiment tells 1 from 1.0, which `==` does not."""
+        config: dict[str, Any] = copy.deepcopy(dict(SOUND))
+        for path, value in values.items():
+            *parents, last = path.split(".")
+            section = config
+            for parent in parents:
+                section = section[parent]
+            section[last] = value
+        there = experiment.parse(config, "given")
+        sent = json.loads(json.dumps(ints_for_integral_floats(config), sort_keys=True))
+        back = experiment.parse(sent, "returned", completed_by_master=True)
+        assert repr(back) == repr(there)
+
+    def test_sees_an_integer_in_a_float_field(self) -> None:
+        """Negative control: 65536 is what JSON makes of 65536.0, and equal to it."""
+        floats, ints = (AmpSettings(Precision.AMP_FP16, init_scale=x) for x in (65536.0, 65536))
+        assert floats == ints
+        assert repr(floats) != repr(ints)
+        assert ints_for_integral_floats({"x": [], "y": 65536.0, "z": 1e21})["z"] == 1e21
+
+
+# What PyYAML's constructors raise, none of it a YAMLError.
+NOT_YAML = [
+    "2001-99-99",  # ValueError: month must be in 1..12
+    "0b_",  # ValueError: no digits
+    "1" * 5000,  # ValueError: more digits than Python converts
+    "!!int ''",  # IndexError
+    "!!bool maybe",  # KeyError
+    "!!timestamp x",  # AttributeError
+    "[" * 2000,  # RecursionError
+]
+
+
+class TestOverrides:
+    @BOUNDED
+    @given(
+        overrides=st.lists(
+            st.text(max_size=20)
+            | st.builds("{}={}".format, st.sampled_from(PLACES) | KEYS, st.text(max_size=20)),
+            max_size=3,
+        )
+    )
+    @example(overrides=["="])
+    @example(overrides=["name.x=1"])
+    @example(overrides=["a..b=[", "x={1: 2"])
+    def test_of_any_text_change_the_config_or_are_a_config_error(
+        self, overrides: list[str]
+    ) -> None:
+        before = copy.deepcopy(SOUND)
+        with suppress(ConfigError):
+            assert train.with_overrides(SOUND, overrides).keys() >= SOUND.keys()
+        assert before == SOUND
+
+    @pytest.mark.parametrize("value", NOT_YAML, ids=lambda value: value[:12])
+    def test_with_a_value_that_yaml_cannot_construct_is_a_config_error(self, value: str) -> None:
+        with pytest.raises(ConfigError, match="is not YAML"):
+            train.with_overrides(SOUND, [f"name={value}"])
+
+    @pytest.mark.parametrize("content", [b"name: 2001-99-99", b"name: \xff"], ids=["date", "latin"])
+    def test_file_that_yaml_cannot_construct_is_a_config_error(
+        self, tmp_path: Path, content: bytes
+    ) -> None:
+        (tmp_path / "config.yaml").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not YAML"):
+            experiment.read_yaml(str(tmp_path / "config.yaml"))
+
+
+SEED, BATCH = 5, 4
+PHOTOS = (
+    "data.dataset=image_folder",
+    "data.classes=2",
+    f"hyperparameters.global_batch_size={BATCH}",
+    f"reproducibility.experiment_seed={SEED}",
+)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Random photos: 2 x 24 to train on, which are 12 batches of 4, and 2 x 4 to validate on."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 4)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = draw.integers(0, 256, (10, 10, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{index:02}.png")
+    return tmp_path / "photos"
+
+
+def sample_of_the_tenth_batch() -> int:
+    """Of the first pass over 48 photos."""
+    return list(EpochSampler(48, SEED))[9 * BATCH].image
+
+
+def photo_of_the_tenth_batch(photos: Path) -> Path:
+    """Photos are numbered class by class, in the order of their names."""
+    return sorted((photos / "train").glob("*/*.png"))[sample_of_the_tenth_batch()]
+
+
+def train_on(photos: Path, folder: Path, workers: int) -> Path:
+    place = (f"data.directory={photos}", f"data.workers={workers}")
+    return training.run_small("mlp/amp.yaml", folder, *PHOTOS, *place)
+
+
+def final(folder: Path) -> str:
+    return training.digest(training.checkpoint(folder, 12))
+
+
+@contextmanager
+def breaking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Iterator[None]:
+    """Meanwhile reading that sample of the tenth batch is `act`, in workers too: they are forks."""
+    victim, decode = Sample(0, sample_of_the_tenth_batch()), FolderImages._decode
+
+    def broken(images: FolderImages, sample: Sample) -> tuple[torch.Tensor, int]:
+        if sample == victim and len(images) == 48:  # not of the 8 that are validated on
+            act()
+        return decode(images, sample)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(FolderImages, "_decode", broken)
+        yield
+
+
+def newest(folder: Path) -> str:
+    return complete_checkpoints(folder / "checkpoints")[-1].name
+
+
+class DriveError(Exception):
+    """The disk with the photos is gone."""
+
+
+def lose_the_drive() -> None:
+    raise DriveError("no such device")
+
+
+class TestDataThatBreaks:
+    @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
+    def test_ends_the_run_with_the_cause_and_all_that_was_saved(
+        self, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+    ) -> None:
+        """The error of a worker is raised when its batch is due: both end after 9 batches.
+
+        The newest checkpoint is after 8; resumed, the run ends as one that nothing disturbed.
+        """
+        run = tmp_path / "run"
+        with (
+            breaking(monkeypatch, lose_the_drive),
+            pytest.raises(DriveError, match="no such device"),
+        ):
+            train_on(photos, run, workers)
+        assert newest(run) == "batch-00000008"
+        assert training.metrics(run)[-1]["batches"] == 8
+        training.resume(run)
+        assert final(run) == final(train_on(photos, tmp_path / "whole", 1 - workers))
+
+    def test_by_a_killed_worker_ends_the_run(
+        self, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As by the kernel, short of memory. torch raises when the news arrives, wherever it is.
+
+        A worker is two batches ahead: of the checkpoints after 4, 6 (a validation) and 8 batches
+        the first is there, and the others perhaps.
+        """
+        run = tmp_path / "run"
+
+        def die() -> None:
+            assert get_worker_info() is not None
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with (
+            breaking(monkeypatch, die),
+            pytest.raises(RuntimeError, match=r"DataLoader worker .*(Killed|exited)"),
+        ):
+            train_on(photos, run, workers=1)
+        assert newest(run) in ("batch-00000004", "batch-00000006", "batch-00000008")
+        training.resume(run)
+        assert final(run) == final(train_on(photos, tmp_path / "whole", workers=0))
+
+    @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
+    def test_names_a_photo_that_is_cut_off(
+        self, tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str], workers: int
+    ) -> None:
+        damaged = photo_of_the_tenth_batch(photos)
+        damaged.write_bytes(damaged.read_bytes()[:20])
+        place = (f"data.directory={photos}", f"data.workers={workers}")
+        arguments = training.arguments("mlp/amp.yaml", *PHOTOS, *place)
+        assert train.main([*arguments, "--run-folder", str(tmp_path / "run")]) == 2
+        assert str(damaged) in capfd.readouterr().err
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Meanwhile the kernel refuses to write what would make a file larger, as on a full disk.
+
+    Python ignores the signal that comes with it, so that the write fails with an error number.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Wide enough that nothing else the run writes is as large as its weights.
+WIDE = "hyperparameters.hidden_features=512"
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("wide"), WIDE)
+
+
+@pytest.fixture
+def run_folder(wide: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run of 12 batches."""
+    shutil.copytree(wide, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def train_to_16_on_a_full_disk(run_folder: Path, missing: int) -> int:
+    """Resume where the newest checkpoint lacks that many bytes of space; the exit status."""
+    size = (run_folder / "checkpoints" / "batch-00000012" / "state_dict.pth").stat().st_size
+    with no_file_larger_than(size - missing):
+        more = ["--config", "hyperparameters.training.max_length.batches=16"]
+        return train.main(["--resume", str(run_folder), *more])
+
+
+class TestFullDisk:
+    """torch's writer, in C++, raises a RuntimeError that says nothing of a disk."""
+
+    def test_while_the_weights_are_written_leaves_the_checkpoint_before(
+        self, run_folder: Path
+    ) -> None:
+        before = training.digest(training.checkpoint(run_folder, 12))
+        with suppress(RuntimeError):
+            assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
+        checkpoints = run_folder / "checkpoints"
+        assert complete_checkpoints(checkpoints)[-1].name == "batch-00000012"
+        assert not list(checkpoints.glob(".*"))
+        assert training.digest(training.checkpoint(run_folder, 12)) == before
+        training.resume(run_folder)
+        assert complete_checkpoints(checkpoints)[-1].name == "batch-00000016"
+
+    def test_while_the_weights_are_written_is_one_clear_error(
+        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
+        message = capfd.readouterr().err
+        assert "batch-00000016: could not be saved" in message
+        assert "intact" in message
+
+    def test_while_the_last_bytes_are_written_is_an_error_all_the_same(
+        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The end of the file is in a buffer that the writer flushes, without a look, as it closes.
+
+        What is cut off is the table of contents: such a file cannot be loaded.
+        """
+        assert train_to_16_on_a_full_disk(run_folder, 1) == 2
+        assert "batch-00000016: could not be saved" in capfd.readouterr().err
+        newest = complete_checkpoints(run_folder / "checkpoints")[-1]
+        assert newest.name == "batch-00000012"
+
+
+class KilledError(Exception):
+    """The process ends here, without a word to anybody."""
+
+
+def test_kill_while_a_checkpoint_is_deleted_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one to be deleted is that after 4 batches; the kill comes after its weights."""
+    delete = shutil.rmtree
+
+    def killed(path: Path, *arguments: Any, **options: Any) -> None:
+        if "batch-00000004" in path.name and (path / "metadata.json").exists():
+            (path / "state_dict.pth").unlink()
+            raise KilledError
+        delete(path, *arguments, **options)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KilledError):
+            training.run_small("mlp/amp.yaml", tmp_path)
+    saved = complete_checkpoints(tmp_path / "checkpoints")
+    assert saved
+    assert all((path / "state_dict.pth").exists() for path in saved)
+
+
+def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+    """See `tests.killed_rounds`."""
+    process = training.start("-m", "tests.killed_rounds", str(tmp_path))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert output.count("\nround ") == 20
+    assert "the end is the same" in output
