@@ -18,7 +18,7 @@ run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_config
 	@$(RUN) -m trials.train $(CONFIG)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist loadfile
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \

@@ -24,7 +24,13 @@ from trials.mlp import MLPTrial
 from trials.precision import Precision
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
-SOUND = {"loss": 1.0, "loss_scale_log2": 16.0, "consecutive_skips": 0, "skip_ratio": 0.0}
+SOUND = {
+    "loss": 1.0,
+    "loss_scale_log2": 16.0,
+    "consecutive_skips": 0,
+    "applied_steps": 100,
+    "skipped_steps": 0,
+}
 SINGLE = Searcher("validation_loss", smaller_is_better=True)
 
 
@@ -43,7 +49,7 @@ class TestTrouble:
         ("changed", "words"),
         [
             ({"consecutive_skips": 4}, "4 optimizer steps in a row were skipped, more than"),
-            ({"skip_ratio": 0.51}, "51% of the optimizer steps"),
+            ({"applied_steps": 49, "skipped_steps": 51}, "51% of the optimizer steps"),
             ({"consecutive_skips": 1, "loss_scale_log2": 1.0}, "at its floor 2"),
         ],
     )
@@ -58,7 +64,8 @@ class TestTrouble:
         "changed",
         [
             {"consecutive_skips": 3},
-            {"skip_ratio": 0.5},
+            {"applied_steps": 50, "skipped_steps": 50},
+            {"applied_steps": 0, "skipped_steps": 9},  # too few to judge
             {"loss_scale_log2": 1.0},  # at the floor, but the step was applied
             {"loss": math.nan},  # of one batch whose step was skipped
         ],
@@ -212,15 +219,15 @@ class TestRun:
     def test_that_overflows_ends_with_cause_and_checkpoint(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Batches 5 and 6 are skipped: the whole report. The weights are those after batch 4."""
+        """Six of ten steps, the fewest to judge, are skipped; the weights are those of batch 4."""
         arguments = training.arguments("mlp/amp.yaml")
         assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 2
         message = capfd.readouterr().err
-        assert "no retry can help: 100% of the optimizer steps" in message
+        assert "no retry can help: 60% of the optimizer steps" in message
         assert "not finite in samples [2]" in message
         newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
-        assert newest.name == "batch-00000006"
-        weights = training.checkpoint(tmp_path, 6)["models_state_dict"][0]
+        assert newest.name == "batch-00000010"
+        weights = training.checkpoint(tmp_path, 10)["models_state_dict"][0]
         assert all(torch.isfinite(value).all() for value in weights.values())
 
     @pytest.mark.usefixtures("poisoned")

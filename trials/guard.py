@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 # string where it wants a number).
 _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
+# Optimizer steps that max_skip_ratio is judged over, at least.
+MIN_STEPS_TO_JUDGE = 10
+
 
 class GuardError(RuntimeError):
     """The run no longer trains.
@@ -69,6 +72,7 @@ class Guard(pytorch.PyTorchCallback):
         self._searcher = searcher
         self._statistics = RunningStatistics(model)
         self._newest_batch: Any = None
+        self._looked_at = (0, 0)  # applied and skipped steps at the last look at their ratio
 
     def watch(self, batch: Batch) -> Batch:
         """Keep the newest batch, and hand it on."""
@@ -77,6 +81,8 @@ class Guard(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         self._statistics.remember()
+        applied = int(self._amp.applied_steps)
+        self._looked_at = (applied, self._amp.attempted_steps - applied)
 
     def on_training_workload_end(
         self, avg_metrics: dict[str, Any], batch_metrics: dict[str, Any]
@@ -137,11 +143,21 @@ class Guard(pytorch.PyTorchCallback):
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
             )
-        if metrics["skip_ratio"] > settings.max_skip_ratio:
+        skip_ratio = self._skip_ratio(metrics)
+        if skip_ratio > settings.max_skip_ratio:
             yield (
-                f"{metrics['skip_ratio']:.0%} of the optimizer steps of a report were skipped, "
+                f"{skip_ratio:.0%} of the optimizer steps since the last look were skipped, "
                 f"more than max_skip_ratio {settings.max_skip_ratio:.0%}"
             )
+
+    def _skip_ratio(self, metrics: dict[str, Any]) -> float:
+        """Over whole reports, as many as it takes to see ten steps: one skip of one is no trend."""
+        counts = (metrics["applied_steps"], metrics["skipped_steps"])
+        applied, skipped = (now - then for now, then in zip(counts, self._looked_at, strict=True))
+        if applied + skipped < MIN_STEPS_TO_JUDGE:
+            return 0.0
+        self._looked_at = counts
+        return float(skipped / (applied + skipped))
 
     def _scales_the_loss(self) -> bool:
         return self._amp.settings.precision is Precision.AMP_FP16

@@ -65,7 +65,10 @@ class RunFolder:
 
     def describe(self, config: Mapping[str, Any], experiment: Experiment[Hparams]) -> None:
         """Write what was run and on what."""
-        self.config.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        # A resume writes it again, and needs it the next time: never half of it.
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        os.replace(partial, self.config)
         resolved = yaml.safe_dump(_plain(experiment), sort_keys=False)
         (self.path / "resolved.yaml").write_text(resolved)
         environment = json.dumps(_environment(), indent=2)
