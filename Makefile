@@ -14,7 +14,7 @@ works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 1
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/bf16.yaml]
+run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/fp32.yaml]
 	@$(RUN) -m trials.train $(CONFIG)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
