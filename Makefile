@@ -44,5 +44,5 @@ $(ENV)/ready: pyproject.toml $(CONSTRAINTS)
 	@echo "setting up $(ENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(ENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
-	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) -r pyproject.toml --extra dev
+	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) -r pyproject.toml --all-extras
 	@touch $@

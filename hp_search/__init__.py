@@ -1,0 +1,1 @@
+"""Searches for the initial loss scale, on a cluster or without one."""

@@ -1,0 +1,1 @@
+"""Pictures of what was measured, from local runs or a Determined master."""
