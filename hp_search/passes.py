@@ -96,26 +96,32 @@ class Observation:
 
 
 def predict(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -> Prediction:
-    """One bfloat16 forward and backward of each batch.
+    """One bfloat16 forward and backward of each batch, over all slots; same on every rank.
 
     Raises:
         LossScaleError: if a loss is not finite, or no backward makes a 16-bit tensor.
     """
     recorder = BackwardRecorder(context.models)
+    finite = True
     for batch in batches:
         with recorder.recording():
-            gradients = batch.backward(torch.bfloat16)
-        if not gradients.loss_is_finite:
-            raise LossScaleError(
-                "the loss is not finite, although bfloat16 has the range of float32: look at the "
-                "data and the parameters, not at the loss scale"
-            )
-    if not (modules := recorder.histograms()):
+            finite &= batch.backward(torch.bfloat16).loss_is_finite
+    slots = context.distributed.allgather((finite, recorder.histograms(), recorder.largest()))
+    if not all(finite for finite, _, _ in slots):
+        raise LossScaleError(
+            "the loss is not finite, although bfloat16 has the range of float32: look at the "
+            "data and the parameters, not at the loss scale"
+        )
+    modules: dict[str, Histogram] = {}
+    for _, histograms, _ in slots:
+        for name, histogram in histograms.items():
+            modules[name] = modules.get(name, Histogram.empty()) + histogram
+    if not modules:
         raise LossScaleError(
             "no backward makes a 16-bit gradient: nothing here runs under float16 autocast. "
             "`python -m trials.audit CONFIG` shows what is computed in what"
         )
-    return Prediction(modules, recorder.largest())
+    return Prediction(modules, max(largest for _, _, largest in slots))
 
 
 def observe(
@@ -124,23 +130,34 @@ def observe(
     scale_log2: float,
     prediction: Prediction,
 ) -> Observation:
-    """One float16 forward and backward of each batch at a loss scale of 2^scale_log2.
+    """One float16 forward and backward of each batch, over all slots; same on every rank.
 
     Args:
         context: The trial's context.
         batches: The batches of `prediction`.
-        scale_log2: Any power that float32 can store.
+        scale_log2: The loss scale is 2 to that power.
         prediction: Tells which zeros are no underflow.
     """
     recorder = BackwardRecorder(context.models)
-    losses, gradients = [], []
+    loss_is_finite, gradients_are_finite = True, True
     for batch in batches:
         with recorder.recording():
-            found = batch.backward(torch.float16, scale_log2)
-        losses.append(found.loss_is_finite)
-        gradients.append(found.are_finite)
-    before, after = prediction.total, sum(recorder.histograms().values(), Histogram.empty())
-    flushed = max(0, after.zeros - before.zeros) / before.nonzero if before.nonzero else 0.0
-    largest = recorder.largest()
-    headroom = math.log2(_FIRST_INFINITE / largest) if 0 < largest < math.inf else -math.inf
-    return Observation(scale_log2, all(losses), not all(gradients), flushed, headroom)
+            gradients = batch.backward(torch.float16, scale_log2)
+        loss_is_finite &= gradients.loss_is_finite
+        gradients_are_finite &= gradients.are_finite
+    zeros = sum(histogram.zeros for histogram in recorder.histograms().values())
+    here = (loss_is_finite, gradients_are_finite, zeros, recorder.largest())
+    losses, finite, all_zeros, largest = zip(*context.distributed.allgather(here), strict=True)
+    before = prediction.total
+    flushed = max(0, sum(all_zeros) - before.zeros) / before.nonzero if before.nonzero else 0.0
+    return Observation(
+        scale_log2=scale_log2,
+        loss_is_finite=all(losses),
+        overflow=not all(finite),
+        flushed_share=flushed,
+        headroom_bits=_headroom(max(largest)),
+    )
+
+
+def _headroom(largest: float) -> float:
+    return math.log2(_FIRST_INFINITE / largest) if 0 < largest < math.inf else -math.inf

@@ -92,20 +92,19 @@ def score_batches(
     """
     prediction = predict(context, batches)
     seen = observe(context, batches, scale_log2, prediction)
-    if any(context.distributed.allgather(seen.overflow)):
-        found = _score_of_overflow(context, batches, seen, prediction)
-    else:
-        error = sum(_gradient_error(batch, scale_log2) for batch in batches) / len(batches)
-        away = abs(seen.headroom_bits - _WANTED_HEADROOM)
-        found = Score(
-            loss_scale_score=error + _HEADROOM_WEIGHT * away,
-            gradient_error=error,
-            headroom_bits=seen.headroom_bits,
-            flushed_share=seen.flushed_share,
-            overflow=0.0,
-            halvings=0.0,
-        )
-    return _of_all_ranks(context.distributed.allgather(found))
+    if seen.overflow:
+        return _score_of_overflow(context, batches, seen, prediction)
+    errors = [_gradient_error(batch, scale_log2) for batch in batches]
+    slots = context.distributed.allgather(sum(errors) / len(errors))
+    error = sum(slots) / len(slots)
+    return Score(
+        loss_scale_score=error + _HEADROOM_WEIGHT * abs(seen.headroom_bits - _WANTED_HEADROOM),
+        gradient_error=error,
+        headroom_bits=seen.headroom_bits,
+        flushed_share=seen.flushed_share,
+        overflow=0.0,
+        halvings=0.0,
+    )
 
 
 def _score_of_overflow(
@@ -114,12 +113,11 @@ def _score_of_overflow(
     seen: Observation,
     prediction: Prediction,
 ) -> Score:
-    everywhere = context.distributed.allgather
-    if not all(everywhere(observe(context, batches, 0, prediction).loss_is_finite)):
+    if not observe(context, batches, 0, prediction).loss_is_finite:
         raise det.InvalidHP(f"no loss scale helps: {batches[0].cause()}")
     scale = seen.scale_log2
     halvings = max(1, math.ceil(scale - prediction.headroom_log2))
-    while any(everywhere(observe(context, batches, scale - halvings, prediction).overflow)):
+    while observe(context, batches, scale - halvings, prediction).overflow:
         if halvings > _MOST_HALVINGS:
             raise det.InvalidHP(f"no loss scale helps: {batches[0].cause()}")
         halvings += 1
@@ -142,17 +140,3 @@ def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:
         difference = (gradient.double() / 2.0**scale_log2 - reference.double()).norm()
         errors.append(torch.where(norm > 0, (difference / norm).clamp(max=1.0), norm))
     return float(torch.stack(errors).mean())
-
-
-def _of_all_ranks(scores: Sequence[Score]) -> Score:
-    """The worst rank decides about overflow; shares and errors are means."""
-    slots = len(scores)
-    error = sum(s.gradient_error for s in scores) / slots
-    return Score(
-        loss_scale_score=max(s.loss_scale_score for s in scores),
-        gradient_error=error,
-        headroom_bits=min(s.headroom_bits for s in scores),
-        flushed_share=sum(s.flushed_share for s in scores) / slots,
-        overflow=max(s.overflow for s in scores),
-        halvings=max(s.halvings for s in scores),
-    )
