@@ -22,6 +22,7 @@ from hp_search.histogram import Histogram, exponent_counts
 
 # Where the loss is computed, as a rule.
 OUTSIDE = "(outside the model)"
+WHOLE_MODEL = "(the model)"
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -166,5 +167,5 @@ def _module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         prefix = f"model {number}: " if len(models) > 1 else ""
         for name, module in inner.named_modules():
-            names.setdefault(module, prefix + (name or "(the model)"))
+            names.setdefault(module, prefix + (name or WHOLE_MODEL))
     return names
