@@ -57,7 +57,7 @@ class FrozenBatch:
     Args:
         trial: The trial.
         context: Its context, with an enabled `GradScaler`.
-        batch: What Determined's loop gave.
+        batch: What Determined's loop gave to `train_batch`.
         train: The trial's `train_batch`, on this batch.
     """
 
@@ -70,13 +70,13 @@ class FrozenBatch:
     ) -> None:
         self._trial = trial
         self._context = context
-        self._batch = batch
+        self.batch = batch
         self._train = train
 
     @property
     def samples(self) -> int:
         """Of this batch, on this slot."""
-        return int(self._trial.get_batch_length(self._batch))
+        return int(self._trial.get_batch_length(self.batch))
 
     def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
         """Forward, loss and backward, without a step.
@@ -113,7 +113,7 @@ class FrozenBatch:
             with self._frozen(1.0):
                 self._train()
 
-        causes = (find_cause(model, self._batch, train) for model in self._context.models)
+        causes = (find_cause(model, self.batch, train) for model in self._context.models)
         return next((cause for cause in causes if cause), "its source was not found")
 
     @contextmanager
