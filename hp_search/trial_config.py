@@ -31,10 +31,9 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
     Raises:
         ConfigError: if the experiment is missing, outside the context, or itself a search.
     """
-    changes = dict(sampled)
+    changes = round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
     hyperparameters = _laid_over(base["hyperparameters"], changes)
-    _round_init_scale(hyperparameters, search)
     data = _laid_over(base.get("data") or {}, search.get("data") or {})
     return {**search, "data": data, "hyperparameters": hyperparameters}
 
@@ -66,21 +65,31 @@ def _laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
-        sections = isinstance(below, Mapping) and isinstance(value, Mapping)
-        if sections and not _LENGTH_UNITS.issuperset(value):
-            merged[key] = _laid_over(below, value)
-        else:
-            merged[key] = value
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        is_length = both and value and _LENGTH_UNITS.issuperset(value)
+        merged[key] = _laid_over(below or {}, value) if both and not is_length else value
     return merged
 
 
-def _round_init_scale(hyperparameters: dict[str, Any], search: Mapping[str, Any]) -> None:
-    """Make a sampled scale a power of two: multiplying by one is exact, and so is its inverse."""
-    space: Any = search.get("hyperparameters")
+def round_init_scale(
+    hyperparameters: Mapping[str, Any], search: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`hyperparameters` with a sampled scale made a power of two.
+
+    Multiplying by one is exact, and so is its inverse. A scale that the search lists or fixes is
+    used as it is.
+    """
+    space = _init_scale(search.get("hyperparameters"))
+    is_range = isinstance(space, Mapping) and space.get("type") not in ("categorical", "const")
+    scale = _init_scale(hyperparameters)
+    if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
+        return dict(hyperparameters)
+    amp = {**hyperparameters["amp"], "init_scale": 2.0 ** round(math.log2(scale))}
+    return {**hyperparameters, "amp": amp}
+
+
+def _init_scale(hyperparameters: Any) -> Any:
     for key in ("amp", "init_scale"):
-        space = space.get(key) if isinstance(space, Mapping) else None
-    if not isinstance(space, Mapping) or space.get("type") in ("categorical", "const"):
-        return
-    sampled = hyperparameters["amp"]["init_scale"]
-    if isinstance(sampled, (int, float)) and sampled > 0:
-        hyperparameters["amp"]["init_scale"] = 2.0 ** round(math.log2(sampled))
+        is_section = isinstance(hyperparameters, Mapping)
+        hyperparameters = hyperparameters.get(key) if is_section else None
+    return hyperparameters

@@ -30,9 +30,8 @@ from trials.checkpoint import (
     allow_numpy_random_state,
     controlled_by,
 )
-from trials.fit import fit
+from trials.fit import Prepare, fit, prepare_nothing
 from trials.guard import GuardError
-from trials.hparams import Hparams
 from trials.islands import IslandError
 from trials.loading import DataError
 from trials.local.folder import RunFolder
@@ -74,22 +73,12 @@ def exit_status(run: Callable[[], int], *also: type[Exception]) -> int:
         return 2
 
 
-def _nothing(
-    context: pytorch.PyTorchTrialContext, config: experiment.Experiment[Hparams]
-) -> None: ...
-
-
-def train_on_cluster(
-    info: det.ClusterInfo,
-    prepare: Callable[[pytorch.PyTorchTrialContext, experiment.Experiment[Hparams]], None] = (
-        _nothing
-    ),
-) -> int:
+def train_on_cluster(info: det.ClusterInfo, prepare: Prepare = prepare_nothing) -> int:
     """Train the trial that this task of a cluster is for.
 
     Args:
         info: Says which; its configuration and hyperparameters are the experiment.
-        prepare: Called before the trial is made, with its context and its experiment.
+        prepare: Called before the trial is made.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = info.trial.hparams
