@@ -30,7 +30,6 @@ _DIAGNOSIS = (
     ("headroom_bits", "headroom", "{:.2f}"),
     ("halvings", "halvings", "{:.0f}"),
     ("flushed_share", "flushed", "{:.2%}"),
-    ("validation_accuracy", "accuracy", "{:.4f}"),
     ("skipped_steps", "skipped", "{:.0f}"),
 )
 _ENDED = ("complete", "stopped", "failed")
@@ -114,25 +113,27 @@ class Board:
         return f"trial {trial.number:>3}  {values}  {result}"
 
     def _table(self, study: SearchStudy, ranked: list[SearchTrial], title: str) -> Table:
-        """Best first; a scale that was rounded is shown as it was used."""
+        """Best first, a scale as it was used; `after` is the batches, or why there is no value."""
         valueless = [trial for trial in study.trials if trial.value is None]
         rows = [*ranked, *(trial for trial in valueless if trial.state != "waiting")]
-        numbers = [{**trial.training, **trial.metrics} for trial in rows]
+        numbers = [{**_steps(trial), **trial.metrics} for trial in rows]
         shown = [row for row in _DIAGNOSIS if any(row[0] in found for found in numbers)]
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         titles = [name.rpartition(".")[2] for name in params]
-        for column in ("trial", *titles, study.metric, *(title for _, title, _ in shown), ""):
-            table.add_column(column, justify="right", no_wrap=True)
+        for column in ("trial", *titles, study.metric, *(title for _, title, _ in shown), "after"):
+            table.add_column(column, justify="right", overflow="fold")
         for trial, found in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
             table.add_row(
                 str(trial.number),
                 *(_short(trial.params.get(name)) for name in params),
                 _short(trial.value),
                 *(text.format(found[name]) if name in found else "" for name, _, text in shown),
-                "" if trial.state == "complete" else trial.state,
+                trial.state if trial.value is None else f"{trial.history[-1][0]}",
             )
         if len(rows) > _MOST_ROWS:
             table.caption = f"{len(rows) - _MOST_ROWS} more in the study"
@@ -140,6 +141,11 @@ class Board:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _steps(trial: SearchTrial) -> dict[str, float]:
+    """Of its training metrics, those that say what its loss scale cost."""
+    return {name: value for name, value in trial.training.items() if name == "skipped_steps"}
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

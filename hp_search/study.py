@@ -154,17 +154,20 @@ def load_study(file: Path) -> optuna.study.Study:
     if not file.is_file():
         raise StudyError(f"{file}: there is no such file; a search leaves one in its folder")
     # Optuna would create its tables in any database.
-    query = "SELECT value_json FROM study_user_attributes WHERE key = ?"
+    query = (
+        "SELECT study_name, value_json FROM studies "
+        "JOIN study_user_attributes USING (study_id) WHERE key = ?"
+    )
     try:
         with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as opened:
             found = opened.execute(query, (_FORMAT_KEY,)).fetchall()
     except sqlite3.Error as error:
         raise StudyError(f"{file}: is not a study: {error}") from error
-    if found != [(str(_FORMAT),)]:
+    if [value for _, value in found] != [str(_FORMAT)]:
         raise StudyError(
             f"{file}: is not a study that `python -m hp_search.local` of this version has made"
         )
-    return optuna.load_study(study_name=None, storage=_storage(file))
+    return optuna.load_study(study_name=found[0][0], storage=_storage(file))
 
 
 def _storage(file: Path) -> optuna.storages.RDBStorage:

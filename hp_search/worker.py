@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import signal
 import sys
 from multiprocessing import forkserver
@@ -42,7 +43,7 @@ class Worker:
         self.slot = slot
         self.connection, theirs = _processes.Pipe()
         # Not a daemon: those may not start loader processes.
-        self.process = _processes.Process(target=_serve, args=(theirs, slot, workers))
+        self.process = _processes.Process(target=_serve, args=(theirs, slot, workers, os.getcwd()))
         self.process.start()
         theirs.close()
 
@@ -74,9 +75,10 @@ class Worker:
         return self.process.exitcode
 
 
-def _serve(connection: Connection, slot: int, workers: int) -> None:
+def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
     # Ctrl-C reaches every process of the terminal: the search decides what becomes of the trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.chdir(directory)  # the one of this moment; multiprocessing goes to the one of its import
     runner = importlib.import_module(_RUNNER)
     runner.share_machine(slot, workers)
 
