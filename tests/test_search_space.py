@@ -32,7 +32,10 @@ class TestGrid:
                 {"type": "log", "base": 2.0, "minval": 8, "maxval": 24, "count": 5},
                 [256, 4096, 65536, 1048576, 16777216],
             ),
-            ({"type": "log", "base": 10.0, "minval": -4, "maxval": -2, "count": 3}, [1e-4, 1e-3, 0.01]),
+            (
+                {"type": "log", "base": 10.0, "minval": -4, "maxval": -2, "count": 3},
+                [1e-4, 1e-3, 0.01],
+            ),
             ({"type": "log", "base": 2.0, "minval": 0, "maxval": 9, "count": 1}, [2**4.5]),
             ({"type": "log", "base": 0.5, "minval": 0, "maxval": 2, "count": 3}, [1, 0.5, 0.25]),
             ({"type": "double", "minval": -1, "maxval": 1, "count": 3}, [-1, 0, 1]),
@@ -121,9 +124,7 @@ class TestNesting:
 
 
 def test_log_is_drawn_uniformly_in_the_exponent() -> None:
-    (axis,) = space(
-        {"x": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}}, grid=False
-    ).axes
+    (axis,) = space({"x": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}}, grid=False).axes
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     drawn = sorted(math.log2(study.ask({"x": axis.distribution}).params["x"]) for _ in range(400))
     # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded by one honest sample in a thousand.
