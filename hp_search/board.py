@@ -121,9 +121,7 @@ class Board:
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
-        table = Table(
-            title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         titles = [name.rpartition(".")[2] for name in params]
         for column in ("trial", *titles, study.metric, *(title for _, title, _ in shown), "after"):
             table.add_column(column, justify="right", overflow="fold")

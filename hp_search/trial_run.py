@@ -17,7 +17,6 @@ from typing import Any
 
 import determined as det
 import torch
-from determined import core
 from rich.console import Console
 
 from hp_search.frozen import LossScaleError
@@ -26,14 +25,14 @@ from hp_search.scale_metrics import batches_to_score, report_flushed_share, scor
 from hp_search.searcher import Work, check_lengths, read_work
 from hp_search.trial_config import compose
 from trials.checkpoint import CheckpointError
-from trials.experiment import Experiment, load_trial_class, parse, read_yaml
+from trials.experiment import Experiment, parse, read_yaml
 from trials.hparams import Hparams
-from trials.local.checkpoints import LocalCheckpoints
+from trials.local.alone import trial_alone
 from trials.local.display import Display
 from trials.local.folder import RunFolder
 from trials.local.logs import logging_to
 from trials.local.processes import StopOnSignal
-from trials.local.run import Resume, trial_context
+from trials.local.run import Resume
 from trials.local.run import train as train_here
 from trials.train import USER_ERRORS
 
@@ -147,15 +146,11 @@ def _score(
 ) -> None:
     batches = batches_to_score(experiment)
     folder.describe(config, experiment)
-    alone = core.DummyDistributedContext()
-    core_context = core.Context(
-        checkpoint=LocalCheckpoints(alone, folder.checkpoints, None),
-        distributed=alone,
-        train=core.DummyTrainContext(folder.tensorboard),
-    )
-    with _nowhere() as console, logging_to(folder.log, console), core_context:
-        context = trial_context(core_context, config, experiment, 0)
-        trial = load_trial_class(experiment.hparams.trial)(context, experiment)
+    with (
+        _nowhere() as console,
+        logging_to(folder.log, console),
+        trial_alone(config, experiment) as (trial, context),
+    ):
         metrics = scored(trial, context, experiment, batches)
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, finite(metrics)))

@@ -75,7 +75,6 @@ class TestRandom:
         studies = []
         for name, workers in (("one", 1), ("two", 2)):
             (tmp_path / name).mkdir()
-        for name, workers in (("one", 1), ("two", 2)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(tmp_path / name)
                 studies.append(
@@ -193,7 +192,8 @@ class TestKilledSearch:
         )
 
     def wait_for_a_result(self, directory: Path) -> Path:
-        for _ in range(1200):
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
             time.sleep(0.05)
             for folder in directory.glob("runs/*/*"):
                 try:
@@ -201,14 +201,14 @@ class TestKilledSearch:
                         return folder
                 except StudyError:
                     continue
-        raise AssertionError("no trial ended within a minute")
+        raise AssertionError("no trial ended within five minutes")
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
     def test_goes_on_where_it_was(self, number: int, tmp_path: Path) -> None:
         search = self.start(tmp_path)
         folder = self.wait_for_a_result(tmp_path)
         search.send_signal(number)
-        shown, _ = search.communicate(timeout=60)
+        shown, _ = search.communicate(timeout=300)
         before = read_study(folder)
         if number == signal.SIGINT:
             assert search.returncode == 0

@@ -76,18 +76,19 @@ class TestGrid:
         assert space({"a": 1}).grid() == [{}]
 
 
-class TestNesting:
-    GIVEN = {
-        "amp": {"init_scale": {"type": "double", "minval": 0, "maxval": 1}, "precision": "x"},
-        "fixed": {"type": "const", "val": [1, 2]},
-        "empty": {},
-        "listed": [{"type": "int"}],  # the platform takes a list as it is
-        "nothing": None,
-        "choice": {"type": "categorical", "vals": [{"deep": 1}, [2]]},
-    }
+NESTED: dict[str, Any] = {
+    "amp": {"init_scale": {"type": "double", "minval": 0, "maxval": 1}, "precision": "x"},
+    "fixed": {"type": "const", "val": [1, 2]},
+    "empty": {},
+    "listed": [{"type": "int"}],  # the platform takes a list as it is
+    "nothing": None,
+    "choice": {"type": "categorical", "vals": [{"deep": 1}, [2]]},
+}
 
+
+class TestNesting:
     def test_a_trial_gets_constants_and_its_point(self) -> None:
-        found = space(self.GIVEN, grid=False)
+        found = space(NESTED, grid=False)
         point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}'}
         hyperparameters = found.nested(point)
         assert hyperparameters == {
