@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import determined as det
 import numpy as np
 import torch
 from determined import pytorch
@@ -157,17 +158,22 @@ def in_training(
 
     Raises:
         LossScaleError: if the trial has no enabled `GradScaler`.
+        determined.InvalidHP: if `work` does.
     """
     wrapped_scaler(context)
     train_batch = trial.train_batch
     frozen: list[FrozenBatch] = []
     results: list[T] = []
+    invalid: list[det.InvalidHP] = []
 
     def take(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         train = partial(train_batch, batch, epoch_idx, batch_idx)
         frozen.append(FrozenBatch(trial, context, batch, train))
         if len(frozen) == batches:
-            results.append(work(frozen))
+            try:
+                results.append(work(frozen))
+            except det.InvalidHP as error:  # in the loop, Determined would save a checkpoint first
+                invalid.append(error)
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)
         return {
             "batch_samples": 0.0
@@ -180,6 +186,8 @@ def in_training(
             latest_checkpoint=latest_checkpoint,
             checkpoint_policy="none",
         )
+    if invalid:
+        raise invalid[0]
     return results[0]
 
 
