@@ -53,6 +53,7 @@ class Case:
         self.hparams = self.experiment.hparams
         assert self.hparams.max_grad_norm is not None
         self.max_grad_norm: float = self.hparams.max_grad_norm
+        self.autocast_dtype = self.hparams.amp.precision.autocast_dtype
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def loader(self) -> pytorch.DataLoader:
@@ -85,11 +86,11 @@ class Case:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, batches)
 
     def autocast(self) -> torch.autocast:
-        dtype = self.hparams.amp.precision.autocast_dtype
+        dtype = self.autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def scaler(self) -> torch.amp.GradScaler:
-        enabled = self.hparams.amp.precision.autocast_dtype is torch.float16
+        enabled = self.autocast_dtype is torch.float16
         return torch.amp.GradScaler(self.device.type, enabled=enabled)
 
     @contextmanager
