@@ -80,7 +80,7 @@ class TestPrediction:
                 )
                 assert at.overflow
                 if below.overflow:
-                    # A kernel that adds up in float16 overflowed inside, which torch 2.3 has for
+                    # A kernel that adds up in float16 overflowed inside, as torch has them for
                     # convolutions on a CPU: its result, as seen one bit lower, would have fitted.
                     seen = observe(found.context, batches, first - 2, predicted)
                     assert not seen.overflow
