@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,71 @@ from determined import core, pytorch
 
 from trials.checkpoint import CheckpointError
 from trials.experiment import load_trial_class, parse
-from trials.local.alone import core_context_alone, trial_alone
+from trials.local.alone import core_context_alone
 from trials.local.run import Resume
 from trials.settings import ConfigError
 
 # The entrypoint of a trial that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:\w+")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What Determined and the trial's constructor need to know.
+
+    Args:
+        name: Of the experiment.
+        seed: Of parameters and data.
+        hyperparameters: As the trial gets them.
+        aggregation_frequency: Batches per optimizer step.
+        make: Makes the trial in a context.
+    """
+
+    name: str
+    seed: int
+    hyperparameters: dict[str, Any]
+    aggregation_frequency: int
+    make: Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
+
+
+def described(
+    config: Mapping[str, Any],
+    source: str,
+    trial_path: str | None = None,
+    *,
+    completed_by_master: bool = False,
+) -> Described:
+    """The trial that an experiment configuration names.
+
+    Args:
+        config: The configuration. That of a user's own trial may hold any hyperparameters.
+        source: Where it comes from, for the error message.
+        trial_path: `module:Class`; by default `hyperparameters.trial`, else the entrypoint.
+        completed_by_master: Whether a master has filled in its defaults.
+
+    Raises:
+        ConfigError: if the configuration is wrong or names no trial.
+    """
+    path = trial_path or _trial_path(config, source)
+    try:
+        trial_class = load_trial_class(path)
+    except ValueError as error:
+        raise ConfigError(source, [f"trial: {error}; allowed: module:Class"]) from error
+    name = str(config.get("name", source))
+    if not hasattr(trial_class, "Hparams"):
+        seed = int(config.get("reproducibility", {}).get("experiment_seed", 0))
+        frequency = int(config.get("optimizations", {}).get("aggregation_frequency", 1))
+        return Described(name, seed, _values(config, source), frequency, trial_class)
+    hyperparameters = {**config.get("hyperparameters", {}), "trial": path}
+    config = {**config, "hyperparameters": hyperparameters}
+    experiment = parse(config, source, completed_by_master=completed_by_master)
+    return Described(
+        name,
+        experiment.seed,
+        hyperparameters,
+        experiment.hparams.aggregation_frequency,
+        lambda context: trial_class(context, experiment),
+    )
 
 
 @dataclass(frozen=True)
@@ -46,35 +105,24 @@ def opened(
     trial_path: str | None = None,
     checkpoint: Path | None = None,
 ) -> Iterator[Opened]:
-    """Make the trial that an experiment configuration names.
+    """Make the trial that an experiment configuration names, in one process on this machine.
 
     Args:
-        config: The configuration. That of a user's own trial may hold any hyperparameters.
-        source: Where it comes from, for the error message.
-        trial_path: `module:Class`; by default `hyperparameters.trial`, else the entrypoint.
+        config: See `described`.
+        source: See `described`.
+        trial_path: See `described`.
         checkpoint: A checkpoint to start from, or a run folder, whose newest is taken.
 
     Raises:
         ConfigError: if the configuration is wrong or names no trial.
         CheckpointError: if there is no checkpoint.
     """
-    path = trial_path or _trial_path(config, source)
+    description = described(config, source, trial_path)
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
-    start = None if folder is None else folder.name
-    parent = None if folder is None else folder.parent
-    try:
-        trial_class = load_trial_class(path)
-    except ValueError as error:
-        raise ConfigError(source, [f"trial: {error}; allowed: module:Class"]) from error
-    if hasattr(trial_class, "Hparams"):
-        hyperparameters = {**config.get("hyperparameters", {}), "trial": path}
-        config = {**config, "hyperparameters": hyperparameters}
-        with trial_alone(config, parse(config, source), parent) as (trial, context):
-            yield Opened(trial, context, start)
-    else:
-        with core_context_alone(parent) as core_context:
-            context = _plain_context(core_context, config, source)
-            yield Opened(trial_class(context), context, start)
+    parent, name = (None, None) if folder is None else (folder.parent, folder.name)
+    with core_context_alone(parent) as core_context:
+        context = _context(core_context, config, description)
+        yield Opened(description.make(context), context, name)
 
 
 def _trial_path(config: Mapping[str, Any], source: str) -> str:
@@ -101,34 +149,40 @@ def _checkpoint_folder(path: Path) -> Path:
     )
 
 
-def _plain_context(
-    core_context: core.Context, config: Mapping[str, Any], source: str
+def _context(
+    core_context: core.Context, config: Mapping[str, Any], description: Described
 ) -> pytorch.PyTorchTrialContext:
-    """The context of a trial whose hyperparameters are nobody's business but its own."""
-    seed = int(config.get("reproducibility", {}).get("experiment_seed", 0))
+    """What `pytorch.init` makes on a cluster, seeds included."""
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
-        set_seed(seed)
-    frequency = int(config.get("optimizations", {}).get("aggregation_frequency", 1))
-    problems: list[str] = []
-    hyperparameters = _values(config.get("hyperparameters", {}), "hyperparameters", problems)
-    if problems:
-        raise ConfigError(source, problems)
+        set_seed(description.seed)
     return pytorch.PyTorchTrialContext(
         core_context=core_context,
-        trial_seed=seed,
-        hparams=hyperparameters,
+        trial_seed=description.seed,
+        hparams=description.hyperparameters,
         slots_per_trial=1,
         num_gpus=torch.cuda.device_count(),
         exp_conf=dict(config),
-        aggregation_frequency=frequency,
+        aggregation_frequency=description.aggregation_frequency,
         steps_completed=0,
         managed_training=True,
         debug_enabled=False,
     )
 
 
-def _values(given: Mapping[str, Any], path: str, problems: list[str]) -> dict[str, Any]:
-    """Hyperparameters as a trial gets them: constants only."""
+def _values(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Hyperparameters as a trial gets them: constants only.
+
+    Raises:
+        ConfigError: naming every one that is a range to search.
+    """
+    problems: list[str] = []
+    values = _constants(config.get("hyperparameters", {}), "hyperparameters", problems)
+    if problems:
+        raise ConfigError(source, problems)
+    return values
+
+
+def _constants(given: Mapping[str, Any], path: str, problems: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in given.items():
         kind = value.get("type") if isinstance(value, Mapping) else None
@@ -140,7 +194,7 @@ def _values(given: Mapping[str, Any], path: str, problems: list[str]) -> dict[st
                 f"--config {path}.{key}=VALUE"
             )
         elif isinstance(value, Mapping):
-            values[key] = _values(value, f"{path}.{key}", problems)
+            values[key] = _constants(value, f"{path}.{key}", problems)
         else:
             values[key] = value
     return values
