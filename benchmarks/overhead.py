@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import math
+import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
         "precision": options.precision,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "rounds": options.rounds,
         "batches_per_round": BATCHES_PER_ROUND,
         "date": datetime.date.today().isoformat(),
