@@ -13,7 +13,7 @@ import pytest
 import torch
 from determined import core, pytorch
 
-from hp_search import score_trial, train_trial
+from hp_search import find_trial, score_trial, train_trial
 from hp_search.trials import SearchPlan
 from tests import searching
 from trials.local import alone
@@ -27,6 +27,7 @@ class Master(core.DummyTrainContext):
     def __init__(self, tensorboard: Path) -> None:
         super().__init__(tensorboard)
         self.validations: list[tuple[int, dict[str, Any]]] = []
+        self.others: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.early_exits: list[core.EarlyExitReason] = []
 
     def _report_trial_metrics(
@@ -38,6 +39,8 @@ class Master(core.DummyTrainContext):
     ) -> None:
         if group == "validation":
             self.validations.append((steps_completed, metrics))
+        else:
+            self.others.setdefault(group, []).append((steps_completed, metrics))
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         self._report_trial_metrics("validation", steps_completed, metrics)
@@ -56,11 +59,14 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
     def run(main: Callable[[], int], search: str, *overrides: str, seed: int = 1) -> Master:
         config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
-        plan = SearchPlan(config)
+        sampled = config["hyperparameters"]
+        if config["searcher"]["name"] != "single":
+            plan = SearchPlan(config)
+            sampled = plan.space.nested(next(plan.space.probes()))
         trial = SimpleNamespace(
             _config=config,
             _steps_completed=0,
-            hparams=plan.space.nested(next(plan.space.probes())),
+            hparams=sampled,
             trial_seed=seed,
         )
         info = SimpleNamespace(task_type="TRIAL", latest_checkpoint=None, trial=trial)
@@ -107,6 +113,21 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
     assert metrics["init_scale_log2"] == 4.0
     assert {"loss_scale_score", "headroom_bits", "flushed_share"} <= metrics.keys()
     assert one == two
+
+
+def test_finder_reports_window_choice_and_curves(
+    task: Task, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master = task(find_trial.main, "find_loss_scale.yaml")
+    ((batches, metrics),) = master.validations
+    assert batches == 4
+    assert metrics["init_scale_log2"] == metrics["window_top_log2"] - 1
+    assert metrics["window_bits"] > 0
+    scales, shares = zip(*master.others["loss_scale"], strict=True)
+    assert scales == tuple(range(1, scales[-1] + 1))
+    for scale, share in zip(scales, shares, strict=True):
+        assert (share["overflow_share"] > 0) == (scale > metrics["window_top_log2"])
+    assert "verdict: default is fine" in capsys.readouterr().out
 
 
 def test_trial_that_no_scale_can_train_is_invalid(task: Task) -> None:
