@@ -72,6 +72,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         partial.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
+        self._reports.saved(complete_checkpoints(self._folder))
 
     def _prune(self) -> None:
         saved = complete_checkpoints(self._folder)

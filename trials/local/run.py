@@ -24,7 +24,7 @@ from trials.local.display import Display
 from trials.local.folder import RunFolder
 from trials.local.logs import logging_to
 from trials.local.processes import StopOnSignal, process_group
-from trials.local.reports import LocalReports
+from trials.local.reports import Follower, LocalReports
 from trials.settings import ConfigError
 
 
@@ -96,6 +96,7 @@ def train(
     experiment: Experiment[Hparams],
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
+    follow: Callable[[RunFolder], Follower] = lambda folder: Follower(),
 ) -> RunFolder:
     """Train, or go on training, until the end or until a signal asks to stop.
 
@@ -104,6 +105,7 @@ def train(
         experiment: The same, parsed.
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
+        follow: Makes what is told of everything the folder receives; called by the chief only.
 
     Returns:
         The run folder.
@@ -119,11 +121,12 @@ def train(
         folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
         console = Console(quiet=not chief)
         display = Display(experiment.name, console)
-        reports = None
+        reports, follower = None, Follower()
         if chief:
             folder.forget_metrics_after(first_batch)
             folder.describe(config, experiment)
-            reports = LocalReports(folder, display, experiment)
+            follower = follow(folder)
+            reports = LocalReports(folder, display, experiment, follower)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
@@ -133,7 +136,10 @@ def train(
         with logging_to(folder.log, console), core_context:
             context = trial_context(core_context, config, experiment, first_batch)
             trial = load_trial_class(experiment.hparams.trial)(context, experiment)
-            with controlled_by(partial(LocalController, experiment, display, first_batch)):
+            with (
+                controlled_by(partial(LocalController, experiment, display, first_batch)),
+                follower.following(lambda: stop.requested),
+            ):
                 start = resume.checkpoint if resume else None
                 # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
                 fit(trial, context, experiment, start, CheckpointPolicy.ALL)

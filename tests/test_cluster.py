@@ -1,0 +1,206 @@
+"""What this repository promises on a Determined cluster, on a real one: `make test-cluster`.
+
+Needs DET_MASTER and a login (`det user login`, or DET_USER and DET_PASS); any cluster will do. The
+experiments are small, carry a label of their own, and are deleted at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from determined.experimental import client
+
+from tests.cluster import Cluster, Run, container_of, docker, wait_until
+from tests.training import ROOT
+from trials.local.master import MasterError
+
+pytestmark = pytest.mark.cluster
+
+CONFIGS = sorted((ROOT / "experiment_configs").rglob("*.yaml"))
+
+# What makes a trial small enough for a CPU. One that is not here runs with short lengths only.
+SMALL = {
+    "trials.mlp:MLPTrial": (
+        "data.image_size=8",
+        "hyperparameters.hidden_features=32",
+        "hyperparameters.global_batch_size=32",
+    ),
+    "trials.resnet50:ResNet50Trial": (
+        "data.dataset=synthetic",
+        "data.samples=20",
+        "hyperparameters.global_batch_size=4",
+        "hyperparameters.warmup_steps=0",
+    ),
+}
+# Of each unit that a YAML may give its lengths in.
+SHORT = {"batches": 30, "epochs": 1}
+
+# Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
+LENGTH = 160
+PERIOD = 20
+DISTURBED = (
+    *SMALL["trials.mlp:MLPTrial"],
+    "hyperparameters.lr_schedule=cosine",
+    "hyperparameters.warmup_steps=10",
+    "hyperparameters.amp.growth_interval=40",
+    f"hyperparameters.training.max_length.batches={LENGTH}",
+    f"hyperparameters.training.validation_period.batches={PERIOD}",
+    f"hyperparameters.training.checkpoint_period.batches={PERIOD}",
+    "hyperparameters.training.reporting_period.batches=2",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    address = os.environ.get("DET_MASTER")
+    if not address:
+        pytest.skip("needs a Determined cluster: set DET_MASTER and log in")
+    try:
+        cluster = Cluster(address)
+    except MasterError as error:
+        pytest.skip(f"needs a Determined cluster: {error}")
+    yield cluster
+    try:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{cluster.table()}")
+    finally:
+        cluster.clean_up()
+
+
+@pytest.fixture(scope="module")
+def runs(cluster: Cluster) -> dict[Path, Run]:
+    """All at once: the cluster runs as many at a time as it has slots for."""
+    room = cluster.slots
+    return {
+        path: cluster.create(path.relative_to(ROOT), *shortened(path))
+        for path in CONFIGS
+        if slots(path) <= room
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> Run:
+    return long_run(cluster)
+
+
+def long_run(cluster: Cluster) -> Run:
+    """One that lasts long enough to be disturbed."""
+    return cluster.create("experiment_configs/mlp/amp.yaml", *DISTURBED)
+
+
+def shortened(path: Path) -> list[str]:
+    """Overrides that make the experiment of a YAML small."""
+    hparams = yaml.safe_load(path.read_text())["hyperparameters"]
+    lengths = [
+        f"hyperparameters.training.{name}.{unit}={SHORT[unit]}"
+        for name in ("max_length", "validation_period", "checkpoint_period")
+        for unit in hparams["training"][name]
+    ]
+    return [
+        *SMALL.get(hparams["trial"], ()),
+        *lengths,
+        "hyperparameters.training.reporting_period.batches=5",
+    ]
+
+
+def slots(path: Path) -> int:
+    resources = yaml.safe_load(path.read_text()).get("resources", {})
+    return int(resources.get("slots_per_trial", 1))
+
+
+class TestEveryExperiment:
+    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+    def test_completes_and_reports(self, path: Path, runs: dict[Path, Run]) -> None:
+        if path not in runs:
+            pytest.skip(f"needs {slots(path)} slots, more than this cluster has")
+        run = runs[path].completed()
+        assert run.restarts() == 0
+        training = run.metrics("training")
+        assert training[0]["audit_share"] > 0.5
+        assert training[-1]["applied_steps"] > 0
+        metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
+        assert math.isfinite(run.metrics("validation")[-1][metric])
+        assert run.newest_checkpoint().metadata
+
+    def test_two_slots_train_as_one(self, runs: dict[Path, Run]) -> None:
+        """The same samples in the same steps, each rank's gradients rounded to float16 apart.
+
+        A product of a half batch differs from its half of the whole by 2^-11 relative; Adam turns
+        that into as much of a step of 1e-3, 30 times, and the loss of 2.3 follows within 1e-2.
+        """
+        folder = ROOT / "experiment_configs" / "mlp"
+        one, two = folder / "amp.yaml", folder / "amp_2slots.yaml"
+        if two not in runs:
+            pytest.skip("needs 2 slots, more than this cluster has")
+        for name, group in (("loss", "training"), ("validation_loss", "validation")):
+            alone = [report[name] for report in runs[one].completed().metrics(group)]
+            together = [report[name] for report in runs[two].completed().metrics(group)]
+            assert together == pytest.approx(alone, abs=1e-2)
+            assert alone[-1] < alone[0] or group == "validation"
+        assert (
+            "batch_samples" in runs[two].metrics("training")[-1]
+        )  # of two ranks, see TrainingMetrics
+
+
+class TestDisturbedTrial:
+    """Whatever stops a trial, it ends with the weights of one that was left alone."""
+
+    @staticmethod
+    def assert_same(run: Run, undisturbed: Run, folder: Path) -> None:
+        assert run.completed().batches() == LENGTH
+        assert [m["batches"] for m in run.metrics("training")] == [
+            m["batches"] for m in undisturbed.completed().metrics("training")
+        ]
+        assert run.digest(folder) == undisturbed.digest(folder)
+
+    @staticmethod
+    def wait_for_checkpoint(run: Run) -> None:
+        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 600)
+        assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
+
+    def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 600)
+        run.det("pause")
+        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        assert run.state is client.ExperimentState.PAUSED
+        assert run.newest_checkpoint_batches() < LENGTH
+        run.det("activate")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_killed_and_continued(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        run.det("kill")
+        assert run.wait() is client.ExperimentState.CANCELED
+        run.det("continue")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_container_killed(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        """Needs the Docker of the agent; the platform starts the trial again by itself."""
+        if docker("info") is None:
+            pytest.skip("needs the Docker that runs the containers, on this machine")
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        container = container_of(run.trial)
+        if container is None:
+            pytest.skip("the trial's container is not on this machine")
+        assert docker("kill", container) is not None
+        self.assert_same(run, undisturbed, tmp_path)
+        assert run.restarts() == 1
+
+
+class TestGuard:
+    def test_abort_is_not_retried(self, cluster: Cluster) -> None:
+        path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
+        run = cluster.create(
+            path.relative_to(ROOT), *shortened(path), "hyperparameters.learning_rate=1.0e+6"
+        )
+        assert run.wait() is client.ExperimentState.ERROR
+        assert "no retry can help: " in run.log()
+        assert run.restarts() == 0
