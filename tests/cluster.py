@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from determined.common.api import bindings
+from determined.common.api import bindings, errors
 from determined.experimental import client
 
 from tests.training import ROOT, digest
@@ -174,7 +174,7 @@ class Cluster:
             run.wait(120)
             try:
                 run.experiment.delete()
-            except Exception:
+            except errors.BadRequestException:
                 run.experiment.archive()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +17,9 @@ import pytest
 import yaml
 from determined.experimental import client
 
+from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, wait_until
-from tests.training import ROOT
+from tests.training import ROOT, digest
 from trials.local.master import MasterError
 
 pytestmark = pytest.mark.cluster
@@ -32,7 +35,7 @@ SMALL = {
     ),
     "trials.resnet50:ResNet50Trial": (
         "data.dataset=synthetic",
-        "data.samples=20",
+        "data.samples=40",
         "hyperparameters.global_batch_size=4",
         "hyperparameters.warmup_steps=0",
     ),
@@ -193,6 +196,46 @@ class TestDisturbedTrial:
         assert docker("kill", container) is not None
         self.assert_same(run, undisturbed, tmp_path)
         assert run.restarts() == 1
+
+
+class TestDetachedRun:
+    OVERRIDES = (
+        *training.SMALL,
+        "hyperparameters.training.max_length.batches=600",
+        "hyperparameters.training.validation_period.batches=50",
+        "hyperparameters.training.checkpoint_period.batches=50",
+        "hyperparameters.training.reporting_period.batches=10",
+    )
+
+    def train(self, *arguments: str) -> subprocess.Popen[str]:
+        return training.start("-m", "trials.train", *arguments)
+
+    def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        command = training.arguments("mlp/amp.yaml", *self.OVERRIDES)
+        process = self.train(*command, "--run-folder", str(folder), "--report-to", cluster.address)
+        wait_until((folder / "metrics.jsonl").exists, "the first report")
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        number = re.search(r"/det/experiments/(\d+)", said)
+        assert number, said
+        run = cluster.adopt(int(number[1]))
+        assert run.state is client.ExperimentState.PAUSED
+        assert 0 < run.batches() < 600
+
+        again = self.train("--resume", str(folder), "--report-to", cluster.address)
+        said, _ = again.communicate(timeout=300)
+        assert again.returncode == 0, said
+        assert f"/det/experiments/{run.id}" in said
+        assert run.state is client.ExperimentState.COMPLETED
+        reports = training.metrics(folder)
+        for group in ("training", "validation"):
+            of_group = [line for line in reports if line["group"] == group]
+            assert [{**m, "group": group} for m in run.metrics(group)] == of_group
+
+        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone", *self.OVERRIDES)
+        assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
 
 
 class TestGuard:

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from determined.common.api import errors
-
 from trials.local.master import is_away
 
 logger = logging.getLogger(__name__)
@@ -17,6 +15,9 @@ logger = logging.getLogger(__name__)
 IDLE = 60.0  # seconds without a call after which `idle` is called
 RETRY = 5.0  # seconds between two attempts at a server that is away
 PATIENCE = 20.0  # seconds that the end waits for what is left
+
+_AWAY = "is away"
+_REFUSES = "refuses what it is sent"
 
 
 class Outbox:
@@ -33,7 +34,7 @@ class Outbox:
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._closed = threading.Event()
         self._delivered = True
-        self._warned = False
+        self._warned: set[str] = set()
 
     def put(self, call: Callable[[], object]) -> None:
         """Have this called after everything put before."""
@@ -71,18 +72,19 @@ class Outbox:
         while not self._closed.is_set():
             try:
                 call()
-            except (errors.BadRequestException, OSError) as error:
+            except Exception as error:  # whatever it is, the run goes on
                 self._warn(error)
                 if not is_away(error):
                     return False
                 self._closed.wait(RETRY)
             else:
-                self._warned = False
+                self._warned.discard(_AWAY)
                 return True
         return False
 
     def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            does = "is away" if is_away(error) else "refuses what it is sent"
-            logger.warning("%s %s, the run goes on: %s", self._server, does, error)
+        trouble = _AWAY if is_away(error) else _REFUSES
+        if trouble not in self._warned:
+            self._warned.add(trouble)
+            said = str(error) or type(error).__name__
+            logger.warning("%s %s, the run goes on: %s", self._server, trouble, said)
