@@ -12,19 +12,21 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from determined.experimental import client
 
 from tests import training
-from tests.cluster import Cluster, Run, container_of, docker, wait_until
+from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
 from tests.training import ROOT, digest
 from trials.local.master import MasterError
 
 pytestmark = pytest.mark.cluster
 
 CONFIGS = sorted((ROOT / "experiment_configs").rglob("*.yaml"))
+SEARCHES = sorted((ROOT / "hp_search").glob("*.yaml"))
 
 # What makes a trial small enough for a CPU. One that is not here runs with short lengths only.
 SMALL = {
@@ -42,6 +44,17 @@ SMALL = {
 }
 # Of each unit that a YAML may give its lengths in.
 SHORT = {"batches": 30, "epochs": 1}
+
+# The trials of a search are those of mlp/amp.yaml.
+OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
+# Trials are compared after 2, 8 and 32 batches.
+ASHA = (
+    "searcher.max_time=32",
+    "hyperparameters.training.max_length.batches=32",
+    "hyperparameters.training.checkpoint_period.batches=32",
+    "hyperparameters.training.validation_period.batches=2",
+    "hyperparameters.training.reporting_period.batches=2",
+)
 
 # Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
 LENGTH = 160
@@ -94,6 +107,35 @@ def undisturbed(cluster: Cluster) -> Run:
 def long_run(cluster: Cluster) -> Run:
     """One that lasts long enough to be disturbed."""
     return cluster.create("experiment_configs/mlp/amp.yaml", *DISTURBED)
+
+
+@pytest.fixture(scope="module")
+def searches(cluster: Cluster) -> dict[Path, Run]:
+    return {path: cluster.create(path.relative_to(ROOT), *small_search(path)) for path in SEARCHES}
+
+
+def small_search(path: Path) -> list[str]:
+    """Overrides that leave a few short trials of a search."""
+    config = yaml.safe_load(path.read_text())
+    changes = [*OF_A_SEARCH]
+    if config["searcher"]["name"] == "grid":
+        changes += [
+            f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
+        ]
+    else:
+        changes.append("searcher.max_trials=4")
+    if "max_time" in config["searcher"]:
+        changes += ASHA
+    return changes
+
+
+def counted(hparams: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of all ranges that a grid divides."""
+    for key, value in hparams.items():
+        if isinstance(value, dict) and "count" in value:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict):
+            yield from counted(value, f"{prefix}{key}.")
 
 
 def shortened(path: Path) -> list[str]:
@@ -196,6 +238,37 @@ class TestDisturbedTrial:
         assert docker("kill", container) is not None
         self.assert_same(run, undisturbed, tmp_path)
         assert run.restarts() == 1
+
+
+class TestSearch:
+    @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+    def test_completes_and_scores_every_trial(self, path: Path, searches: dict[Path, Run]) -> None:
+        run = searches[path].completed()
+        metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
+        assert len(run.trials) >= 3
+        for trial in run.trials:
+            assert all(math.isfinite(report[metric]) for report in metrics(trial, "validation"))
+
+    def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
+        for path, run in searches.items():
+            if "max_time" in yaml.safe_load(path.read_text())["searcher"]:
+                lengths = [
+                    max(report["batches"] for report in metrics(trial, "validation"))
+                    for trial in run.completed().trials
+                ]
+                assert min(lengths) < max(lengths) == 32
+
+    def test_asha_survives_a_loss_that_is_not_finite(self, cluster: Cluster) -> None:
+        """Learning rates up to 1e38: from 1e18 on, the weights' products overflow float32."""
+        path = ROOT / "hp_search" / "loss_scale_asha.yaml"
+        run = cluster.create(
+            path.relative_to(ROOT),
+            *small_search(path),
+            "hyperparameters.learning_rate.minval=-30",
+            "hyperparameters.learning_rate.maxval=38",
+        ).completed()
+        assert re.search(r"validation_loss is (nan|inf)|steps .* were skipped", run.log())
+        assert any(metrics(trial, "validation") for trial in run.trials)
 
 
 class TestDetachedRun:
