@@ -42,7 +42,6 @@ class Run:
         self.id = number
         self.experiment = cluster.client.get_experiment(number)
 
-    @property
     def state(self) -> client.ExperimentState:
         self.experiment.reload()
         state = self.experiment.state
@@ -51,8 +50,8 @@ class Run:
 
     def wait(self, limit: float = 600) -> client.ExperimentState:
         """Its last state."""
-        wait_until(lambda: self.state in ENDED, f"experiment {self.id} to end", limit)
-        return self.state
+        wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
+        return self.state()
 
     def completed(self) -> Run:
         """Wait for it; the end of its log explains anything but success."""
@@ -155,7 +154,7 @@ class Cluster:
         """What ran, a line each."""
         lines = [f"{'id':>5} {'experiment':24} {'state':10} {'trials':>6} {'s':>5} last validation"]
         for run in self.runs:
-            state, made = run.state, bindings.get_GetExperiment(self.session, experimentId=run.id)
+            state, made = run.state(), bindings.get_GetExperiment(self.session, experimentId=run.id)
             seconds = _seconds(made.experiment.startTime, made.experiment.endTime)
             last = [m for trial in run.trials for m in metrics(trial, "validation")[-1:]]
             best = min((m["validation_loss"] for m in last if "validation_loss" in m), default=None)
@@ -168,7 +167,7 @@ class Cluster:
     def clean_up(self) -> None:
         """End and delete what was made; where the user may not delete, archive."""
         for run in self.runs:
-            if run.state not in ENDED:
+            if run.state() not in ENDED:
                 run.experiment.kill()
         for run in self.runs:
             run.wait(120)

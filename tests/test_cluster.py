@@ -213,7 +213,7 @@ class TestDisturbedTrial:
         wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 600)
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
-        assert run.state is client.ExperimentState.PAUSED
+        assert run.state() is client.ExperimentState.PAUSED
         assert run.newest_checkpoint_batches() < LENGTH
         run.det("activate")
         self.assert_same(run, undisturbed, tmp_path)
@@ -294,14 +294,14 @@ class TestDetachedRun:
         number = re.search(r"/det/experiments/(\d+)", said)
         assert number, said
         run = cluster.adopt(int(number[1]))
-        assert run.state is client.ExperimentState.PAUSED
+        assert run.state() is client.ExperimentState.PAUSED
         assert 0 < run.batches() < 600
 
         again = self.train("--resume", str(folder), "--report-to", cluster.address)
         said, _ = again.communicate(timeout=300)
         assert again.returncode == 0, said
         assert f"/det/experiments/{run.id}" in said
-        assert run.state is client.ExperimentState.COMPLETED
+        assert run.state() is client.ExperimentState.COMPLETED
         reports = training.metrics(folder)
         for group in ("training", "validation"):
             of_group = [line for line in reports if line["group"] == group]
