@@ -48,7 +48,7 @@ class Run:
         assert state is not None
         return state
 
-    def wait(self, limit: float = 600) -> client.ExperimentState:
+    def wait(self, limit: float = 900) -> client.ExperimentState:
         """Its last state."""
         wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
         return self.state()

@@ -82,7 +82,7 @@ class OneWeightTrial(pytorch.PyTorchTrial):
         (x,) = batch  # (B, 1)
         with self.amp.autocast():
             loss = self.model(x).float().mean()
-        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
         if self.amp.is_update_batch(batch_idx):
             self.context.step_optimizer(
                 self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler

@@ -277,6 +277,59 @@ def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class
     assert calls[2] == calls[1] != calls[0]
 
 
+class NotesTheLastStep(OneWeightTrial):
+    """Keeps an average of the weight by the flag alone, as one does that must not synchronise."""
+
+    def __init__(self, context: Any, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        self.applied: list[bool] = []
+        self.average = torch.zeros(1, 1)
+
+    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+        reported = super().train_on(batch, batch_idx)
+        self.applied.append(bool(self.amp.last_step_applied))
+        weight = next(self.model.parameters()).detach()
+        self.average.lerp_(weight, 0.5 * self.amp.last_step_applied)
+        return reported
+
+
+class TestLastStepApplied:
+    def test_gates_an_average_of_the_weights(self, folder: Path) -> None:
+        """W is 0.5, 0.5 (skipped), 0: the average 0.25, still 0.25, then 0.125."""
+        made = run(Recipe([ONE, INF, ONE]), folder, NotesTheLastStep)
+        trial: Any = made.trial
+        assert trial.applied == [True, False, True]
+        assert trial.average.item() == 0.125
+        assert made.reports[-1]["applied_steps"] == 2
+
+    @pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
+    def test_is_always_true_where_no_loss_is_scaled(self, folder: Path, amp: AmpSettings) -> None:
+        made = run(Recipe([ONE, ONE], amp), folder, NotesTheLastStep)
+        trial: Any = made.trial
+        assert trial.applied == [True, True]
+        assert made.reports[-1]["applied_steps"] == 2
+        assert made.reports[-1]["consecutive_skips"] == 0
+
+    def test_is_false_before_the_first_step_that_could_be_skipped(self) -> None:
+        context: Any = Context()
+        assert not MixedPrecision(context, AMP).last_step_applied
+
+
+class TestShareOfStep:
+    def test_is_the_loss_itself_in_a_window_of_one_batch(self) -> None:
+        context: Any = Context()
+        loss = torch.tensor(3.0, requires_grad=True)
+        assert MixedPrecision(context, AMP).share_of_step(loss) is loss
+
+    def test_shares_of_a_window_add_up_to_the_mean(self) -> None:
+        context: Any = Context()
+        amp = MixedPrecision(context, AMP, aggregation_frequency=4)
+        losses = torch.tensor([1.0, 2.0, 4.0, 9.0], requires_grad=True)
+        sum(amp.share_of_step(loss) for loss in losses).backward()  # type: ignore[union-attr]
+        assert losses.grad is not None
+        assert losses.grad.tolist() == [0.25] * 4
+
+
 AT_IMPORT = dict(vars(torch))
 
 

@@ -29,6 +29,7 @@ from trials.audit import (
 )
 from trials.audit import __main__ as command
 from trials.experiment import Experiment
+from trials.local.alone import trial_alone
 from trials.mlp import MLPTrial
 from trials.precision import DeviceSupport, Precision
 
@@ -361,7 +362,7 @@ class TestAudited:
 
         def trained(audits: list[Audit] | None) -> str:
             arguments = options(config, *small, trial="ThreeBatchesTrial")
-            with command._trial_here(*parsed(arguments)) as (trial, context):
+            with trial_alone(*parsed(arguments)) as (trial, context):
                 assert isinstance(trial, MLPTrial)
                 if audits is not None:
                     precision = trial.hparams.amp.precision

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from trials.loading import (
     EpochSampler,
     Sample,
     batches_per_epoch,
+    timed,
     to_device,
     training_loader,
     validation_loader,
@@ -174,3 +176,21 @@ def test_only_colour_images_become_channels_last(channels: int, channels_last: b
     assert torch.equal(moved_labels, labels)
     # Strides of (N, C, H, W): by pixel and then channel, or as they were.
     assert moved.stride() == ((60, 1, 15, 3) if channels_last else (20, 20, 5, 1))
+
+
+def test_timed_loader_starts_before_its_first_batch_is_asked_for() -> None:
+    """Its workers can load while a checkpoint is restored, as with a loader that is not timed."""
+    started: list[str] = []
+
+    class Batches:
+        def __iter__(self) -> Iterator[int]:
+            started.append("started")
+            return iter([1, 2])
+
+    waits: list[float] = []
+    loader: Any = SimpleNamespace(get_data_loader=Batches)
+    batches = iter(timed(loader, waits.append).get_data_loader())
+    assert started == ["started"]
+    assert list(batches) == [1, 2]
+    assert len(waits) == 2
+    assert min(waits) >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from trials.monitor import (
     HEADROOM_PERIOD,
     WARMUP_BATCHES,
     ClassificationMetrics,
+    DeviceSum,
     Stopwatch,
     TrainingMetrics,
 )
@@ -178,3 +180,50 @@ def test_stopwatch_runs_from_start_to_stop() -> None:
     assert stopwatch.seconds() > 0
     stopwatch.stop()
     assert stopwatch.seconds() == 0
+
+
+class TestDeviceSum:
+    @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+    def test_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
+        """Whole numbers: exact in float32 and in float64. The weight changes on the way."""
+        values, weights = range(1, count + 1), [3 if n % 50 else 7 for n in range(count)]
+        total = DeviceSum(torch.device("cpu"))
+        for value, weight in zip(values, weights, strict=True):
+            total.add(torch.tensor(float(value)), weight)
+        expected = sum(v * w for v, w in zip(values, weights, strict=True))
+        assert total.total().item() == expected
+        assert total.total().item() == expected  # asking changes nothing
+        assert total.total().dtype is torch.float64
+
+    def test_is_added_up_in_double_precision(self) -> None:
+        """2^24 + 1 is no float32."""
+        total = DeviceSum(torch.device("cpu"))
+        for value in (2.0**24, 1.0):
+            total.add(torch.tensor(value))
+        assert total.total().item() == 2**24 + 1
+
+    def test_keeps_a_bounded_number_of_tensors(self) -> None:
+        total = DeviceSum(torch.device("cpu"))
+        values = [torch.ones(()) for _ in range(1000)]
+        references = [weakref.ref(value) for value in values]
+        while values:
+            total.add(values.pop())
+        assert sum(reference() is not None for reference in references) <= 64
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
+        finite, plain = (DeviceSum(torch.device("cpu"), finite_only=only) for only in (True, False))
+        for value in (1.0, bad, 2.0):
+            finite.add(torch.tensor(value))
+            plain.add(torch.tensor(value))
+        assert finite.total().item() == 3
+        assert not math.isfinite(plain.total().item())
+
+    def test_reset_forgets_what_waits_and_what_is_summed(self) -> None:
+        total = DeviceSum(torch.device("cpu"))
+        total.add(torch.tensor(1.0))
+        total.total()
+        total.add(torch.tensor(2.0))
+        total.reset()
+        total.add(torch.tensor(4.0))
+        assert total.total().item() == 4

@@ -209,6 +209,14 @@ class UnfusedAdam(torch.optim.Adam):
         super().__init__(parameters, **{**settings, "fused": False})
 
 
+class SaysFused(torch.optim.Adam):
+    """Fused in name: its rate is on the device, as that of a fused one."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.defaults["fused"] = True
+
+
 def copy_as_determined_does(batch: Sequence[torch.Tensor], device: torch.device) -> loading.Batch:
     """Planted: it waits for every tensor."""
     images, labels = batch
@@ -235,7 +243,7 @@ PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
 @needs_fake_cuda
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_sync_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a constant rate: an optimizer that is not fused refuses one on the device."""
+    """With a constant rate: the schedule of an optimizer that is not fused reads too."""
     place, planted, per_batch = PLANTED[name]
     monkeypatch.setattr(place, planted)
     constant = ("hyperparameters.lr_schedule=constant", "hyperparameters.warmup_steps=0")
@@ -251,6 +259,7 @@ def test_trial_itself_asks_for_no_values(
 ) -> None:
     """On the CPU, and so with every torch; without the step, whose optimizer is not fused there."""
     monkeypatch.setattr(torch.amp.GradScaler, "step", lambda scaler, optimizer: None)
+    monkeypatch.setattr(torch.optim, "Adam", SaysFused)
     syncs = Syncs("cpu")
     with syncs:
         train(

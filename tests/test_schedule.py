@@ -63,27 +63,38 @@ def test_learning_rates_of_a_short_run(
     assert rates == pytest.approx(expected, rel=0, abs=peak * _TOLERANCE)
 
 
-def sgd_of_two_groups(lr: float) -> torch.optim.SGD:
+def sgd_of_two_groups(lr: float, says_fused: bool = False) -> torch.optim.SGD:
+    """Not every torch has a fused one for a CPU; the plain one takes a rate on the device too."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
-    return torch.optim.SGD(groups, lr=lr)
+    optimizer = torch.optim.SGD(groups, lr=lr)
+    optimizer.defaults["fused"] = says_fused
+    return optimizer
 
 
-def test_every_group_uses_exactly_the_rate_of_the_next_step() -> None:
+FUSED_OR_NOT = pytest.mark.parametrize(
+    ("fused", "kind"), [(True, torch.Tensor), (False, float)], ids=["fused", "unfused"]
+)
+
+
+@FUSED_OR_NOT
+def test_every_group_uses_exactly_the_rate_of_the_next_step(fused: bool, kind: type) -> None:
     rates = learning_rates(LRSchedule.COSINE, 0.3, 2, 7)
-    optimizer = sgd_of_two_groups(lr=99.0)
+    optimizer = sgd_of_two_groups(99.0, fused)
     schedule = AppliedStepSchedule(optimizer, rates, _CPU)
     for applied in (0, 1, 1, 2, 6, 3):  # a skipped step applies none, a resume may go anywhere
-        schedule.move_to(torch.tensor([applied]))
+        schedule.move_to(torch.tensor(applied))
         assert [float(group["lr"]) for group in optimizer.param_groups] == [rates[applied]] * 2
+        assert {type(group["lr"]) for group in optimizer.param_groups} == {kind}
 
 
-def test_optimizer_steps_by_the_scheduled_rate() -> None:
+@FUSED_OR_NOT
+def test_optimizer_steps_by_the_scheduled_rate(fused: bool, kind: type) -> None:
     """SGD on gradient 1 moves a weight by the rate; float32 weights make it the float32 rate."""
     rates = learning_rates(LRSchedule.COSINE, 0.3, 2, 7)
-    optimizer = sgd_of_two_groups(lr=99.0)
+    optimizer = sgd_of_two_groups(99.0, fused)
     schedule = AppliedStepSchedule(optimizer, rates, _CPU)
     for applied, rate in enumerate(rates):
-        schedule.move_to(torch.tensor([applied]))
+        schedule.move_to(torch.tensor(applied))
         for group in optimizer.param_groups:
             (weight,) = group["params"]
             weight.data.zero_()
@@ -93,11 +104,14 @@ def test_optimizer_steps_by_the_scheduled_rate() -> None:
             assert group["params"][0].item() == -np.float32(rate)
 
 
+@FUSED_OR_NOT
 @pytest.mark.parametrize("applied", [7, 8, 1000])
-def test_schedule_stays_on_its_last_rate_past_the_end(applied: int) -> None:
+def test_schedule_stays_on_its_last_rate_past_the_end(
+    applied: int, fused: bool, kind: type
+) -> None:
     rates = learning_rates(LRSchedule.COSINE, 0.3, 2, 7)
-    optimizer = sgd_of_two_groups(lr=99.0)
-    AppliedStepSchedule(optimizer, rates, _CPU).move_to(torch.tensor([applied]))
+    optimizer = sgd_of_two_groups(99.0, fused)
+    AppliedStepSchedule(optimizer, rates, _CPU).move_to(torch.tensor(applied))
     assert [float(group["lr"]) for group in optimizer.param_groups] == [rates[6]] * 2
 
 
@@ -107,6 +121,6 @@ def test_schedule_stays_on_its_last_rate_past_the_end(applied: int) -> None:
 )
 def test_constant_rate_stays_the_optimizers_own_float(rates: list[float]) -> None:
     optimizer = sgd_of_two_groups(lr=0.3)
-    AppliedStepSchedule(optimizer, rates, _CPU).move_to(torch.tensor([3]))
+    AppliedStepSchedule(optimizer, rates, _CPU).move_to(torch.tensor(3))
     assert [group["lr"] for group in optimizer.param_groups] == [0.3, 0.3]
     assert {type(group["lr"]) for group in optimizer.param_groups} == {float}

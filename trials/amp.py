@@ -135,6 +135,9 @@ class MixedPrecision(pytorch.PyTorchCallback):
         scaler: Enabled for `amp_fp16` alone; otherwise every call on it passes through.
         applied_steps: Optimizer steps applied so far, (), int64, on the device.
         attempted_steps: Optimizer steps applied or skipped so far.
+        last_step_applied: Whether the newest step was applied, (), bool, on the device; written by
+            `count_step`. What must stand still on a skipped step, such as an average of the
+            weights, can be gated by it without a synchronisation.
         fused: Give this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
 
@@ -158,7 +161,12 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self.scaler = make_scaler(settings, self.device.type)
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
+        # One object for all batches: to make one costs as much as to enter it, with torch 2.3 on a
+        # machine without CUDA twenty times as much.
+        self._training_autocast = self._autocast(settings.precision.autocast_dtype)
         self.attempted_steps = 0
+        # Without a scaler nothing is ever skipped, and nobody writes to it again.
+        self.last_step_applied = torch.tensor(not self.scaler.is_enabled(), device=self.device)
         self.applied_steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._last_applied = torch.zeros((), dtype=torch.int64, device=self.device)
         self._one = torch.ones((), device=self.device)
@@ -177,8 +185,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For forward and loss of a training batch; never for the backward."""
-        return self._autocast(self.settings.precision.autocast_dtype)
+        """For forward and loss of a training batch; never for the backward.
+
+        It is the same object every time: do not enter it again within itself.
+        """
+        return self._training_autocast
 
     def eval_autocast(self) -> AbstractContextManager[Any]:
         """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
@@ -201,6 +212,18 @@ class MixedPrecision(pytorch.PyTorchCallback):
         finally:
             self._steps = True
 
+    def share_of_step(self, loss: torch.Tensor) -> torch.Tensor:
+        """What one batch adds to the loss of its step, which is the mean over its window.
+
+        Args:
+            loss: Mean loss of the batch, ().
+
+        Returns:
+            `loss / aggregation_frequency`, and for 1 the loss itself: a division by 1 and its
+            backward cost more time on the host than all counters together.
+        """
+        return loss / self.aggregation_frequency if self.aggregation_frequency > 1 else loss
+
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
         return self.scaler.scale(self._one)
@@ -213,24 +236,27 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def count_step(self) -> None:
         """Note what the `scaler.update()` just before made of the step. No synchronisation."""
         self.attempted_steps += 1
-        scale = self.loss_scale()
-        applied = scale >= self._scale_before
-        self.applied_steps.add_(applied)
-        self._last_applied.masked_fill_(applied, self.attempted_steps)
-        torch.clamp(scale, min=self.settings.min_scale, out=self._scale_before)
-        self.scaler.update(self._scale_before)
+        if self.scaler.is_enabled():
+            scale = self.loss_scale()
+            torch.ge(scale, self._scale_before, out=self.last_step_applied)
+            self._last_applied.masked_fill_(self.last_step_applied, self.attempted_steps)
+            self._scale_before = scale.clamp_(min=self.settings.min_scale)
+            self.scaler.update(self._scale_before)
+        self.applied_steps.add_(self.last_step_applied)
         if self._schedule is not None:
             self._schedule.move_to(self.applied_steps)
 
     def consecutive_skips(self) -> torch.Tensor:
         """Steps skipped since the last applied one, (), int64, on the device."""
-        return self.attempted_steps - self._last_applied
+        if self.scaler.is_enabled():
+            return self.attempted_steps - self._last_applied
+        return torch.zeros_like(self._last_applied)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "attempted_steps": self.attempted_steps,
             "applied_steps": int(self.applied_steps),
-            "last_applied": int(self._last_applied),
+            "last_applied": self.attempted_steps - int(self.consecutive_skips()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

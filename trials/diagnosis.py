@@ -31,7 +31,7 @@ def find_cause(model: nn.Module, batch: Any, backward: Callable[[], object]) -> 
         None if everything is finite.
     """
     watch = _Watch(model)
-    with _undisturbed(model), watch.listening():
+    with undisturbed(model), watch.listening():
         backward()
         gradients = [
             name
@@ -88,7 +88,7 @@ class _Watch:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put gradients, buffers and random state back afterwards."""
     gradients = [parameter.grad for parameter in model.parameters()]
     buffers = [buffer.clone() for buffer in model.buffers()]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from determined import pytorch
 
 from trials.audit import AuditMetrics, audited
 from trials.experiment import CheckpointPolicy, Experiment
 from trials.hparams import Hparams
+
+# Work on the context of a trial before the trial is made.
+Prepare = Callable[[pytorch.PyTorchTrialContext, Experiment[Hparams]], None]
+
+
+def prepare_nothing(context: pytorch.PyTorchTrialContext, experiment: Experiment[Hparams]) -> None:
+    """Leave the context as it is."""
 
 
 def fit(

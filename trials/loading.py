@@ -142,7 +142,10 @@ class _Timed:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        # Now, not with the first batch: Determined starts the workers before it restores a state.
+        return self._time(iter(self._loader))
+
+    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             start = time.perf_counter()
             batch = next(batches, None)

@@ -93,7 +93,7 @@ class MLPTrial(pytorch.PyTorchTrial):
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype
             loss = functional.cross_entropy(logits, labels)  # (), float32: autocast promotes it
-        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
         if self.amp.is_update_batch(batch_idx):
             self.context.step_optimizer(
                 self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler

@@ -52,8 +52,8 @@ class TrainingMetrics(pytorch.MetricReducer):
     def __init__(self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision) -> None:
         self._amp = amp
         self._slots: int = context.distributed.size
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
-        self._norm_sum = torch.zeros((), dtype=torch.float64, device=amp.device)
+        self._loss_sum = DeviceSum(amp.device)
+        self._norm_sum = DeviceSum(amp.device, finite_only=True)
         self._largest_gradient = torch.zeros((), device=amp.device)
         self._has_norm = False
         self._has_headroom = False
@@ -77,7 +77,7 @@ class TrainingMetrics(pytorch.MetricReducer):
             there are several (an empty dict is an IndexError on the chief), and costs time for
             each; so it gets one plain number then, and none otherwise.
         """
-        self._loss_sum.add_(loss.detach(), alpha=samples)
+        self._loss_sum.add(loss.detach(), samples)
         self._samples += samples
         self._batches_of_process += 1
         if self._stopwatch.running:
@@ -89,7 +89,7 @@ class TrainingMetrics(pytorch.MetricReducer):
     def add_grad_norm(self, norm: torch.Tensor) -> None:
         """Count the gradient norm of one step, (), on the device; ignored if not finite."""
         self._has_norm = True
-        self._norm_sum.add_(torch.nan_to_num(norm, nan=0.0, posinf=0.0))
+        self._norm_sum.add(norm)
 
     def add_scaled_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Look at the gradients of one step before they are unscaled, on every tenth step.
@@ -111,8 +111,8 @@ class TrainingMetrics(pytorch.MetricReducer):
 
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
-        self._loss_sum.zero_()
-        self._norm_sum.zero_()
+        self._loss_sum.reset()
+        self._norm_sum.reset()
         self._largest_gradient.zero_()
         self._has_headroom = False
         self._waited = 0.0
@@ -129,8 +129,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         amp = self._amp
         seconds = self._stopwatch.seconds()
         on_device = (
-            self._loss_sum,
-            self._norm_sum,
+            self._loss_sum.total(),
+            self._norm_sum.total(),
             amp.loss_scale(),
             amp.applied_steps,
             self._applied_before,
@@ -180,6 +180,46 @@ class TrainingMetrics(pytorch.MetricReducer):
             metrics["samples_per_second"] = speed
             metrics["data_wait_share"] = min(1.0, max(s["data_wait_share"] for s in slots))
         return metrics
+
+
+class DeviceSum:
+    """A float64 sum of many small device tensors, added up a handful at a time.
+
+    Adding each on its own costs the host several kernels per batch; to keep it costs nothing.
+
+    Args:
+        device: Where the sum is.
+        finite_only: Leave out what is not finite.
+    """
+
+    _HANDFUL = 64
+
+    def __init__(self, device: torch.device, *, finite_only: bool = False) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._finite_only = finite_only
+        self._waiting: list[torch.Tensor] = []
+        self._weight = 1
+
+    def add(self, value: torch.Tensor, weight: int = 1) -> None:
+        """Count `weight` times a tensor, (), that nobody changes any more. No synchronisation."""
+        if weight != self._weight or len(self._waiting) == self._HANDFUL:
+            self.total()
+            self._weight = weight
+        self._waiting.append(value)
+
+    def total(self) -> torch.Tensor:
+        """The sum, (), float64, on the device. No synchronisation."""
+        if self._waiting:
+            values = torch.stack(self._waiting).double()
+            if self._finite_only:
+                values = torch.nan_to_num(values, nan=0.0, posinf=0.0)
+            self._sum.add_(values.sum(), alpha=self._weight)
+            self._waiting.clear()
+        return self._sum
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._sum.zero_()
 
 
 class ClassificationMetrics(pytorch.MetricReducer):

@@ -98,7 +98,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
             loss = functional.cross_entropy(  # (), float32: autocast promotes it
                 logits, labels, label_smoothing=self.hparams.label_smoothing
             )
-        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
         if self.amp.is_update_batch(batch_idx):
             self.context.step_optimizer(
                 self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler

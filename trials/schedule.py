@@ -3,7 +3,7 @@
 A step that GradScaler skips leaves the weights alone, so the schedule must not move either. Asking
 on the host whether a step was skipped costs a device synchronisation, and torch's schedulers count
 on the host. Here the whole schedule is a table on the device and the count of applied steps is its
-index: one small kernel per step, no synchronisation, right for fused optimizers too
+index: two small kernels per step, no synchronisation, right for fused optimizers too
 (https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
 """
 
@@ -52,13 +52,14 @@ def learning_rates(
 
 
 class AppliedStepSchedule:
-    """Keeps every parameter group's learning rate at entry `applied_steps` of a table.
+    """Keeps every parameter group's learning rate at entry `applied_steps` of a list.
 
-    A constant rate needs no table: the optimizer then keeps its plain float.
+    A fused optimizer reads its rate on the device, so there the list is a table. Any other makes
+    the host wait for `found_inf` in `scaler.step` anyway, and computes with numbers: it gets one. A
+    constant rate needs neither, the optimizer keeps its own number.
 
     Args:
-        optimizer: Its groups share one rate. On CUDA it must be fused, which reads the rate on the
-            device.
+        optimizer: Its groups share one rate.
         rates: The rate of every step, from `learning_rates`.
         device: Where the optimizer's parameters are.
     """
@@ -67,22 +68,36 @@ class AppliedStepSchedule:
         self, optimizer: torch.optim.Optimizer, rates: list[float], device: torch.device
     ) -> None:
         self._optimizer = optimizer
+        self._rates = rates
         self._constant = min(rates) == max(rates)
-        # CUDA's fused kernels read a float32; on a CPU the rate is a Python float in all but name.
+        self._fused = bool(optimizer.defaults.get("fused"))
+        # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
         dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._table = torch.tensor(rates, dtype=dtype, device=device)
+        # Kernels write to a whole tensor; its only element, the same memory, is the number in it.
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self._rate = self._table[:1].clone()
+        self._index_number, self._rate_number = self._index[0], self._rate[0]
 
     def move_to(self, applied_steps: torch.Tensor) -> None:
         """Use the rate of the next step.
 
         Args:
-            applied_steps: Steps applied so far, (), int64, on the device. No synchronisation.
+            applied_steps: Steps applied so far, (), int64, on the device. No synchronisation if the
+                optimizer is fused.
         """
         if self._constant:
             return
-        # Past the end only if the run is longer than it said: stay on the last rate.
-        index = applied_steps.clamp(max=len(self._table) - 1).view(1)
-        torch.index_select(self._table, 0, index, out=self._rate)
+        rate = self._on_device(applied_steps) if self._fused else self._on_host(applied_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate[0]
+            group["lr"] = rate
+
+    # Past the end only if the run is longer than it said: stay on the last rate.
+
+    def _on_device(self, applied_steps: torch.Tensor) -> torch.Tensor:
+        torch.clamp(applied_steps, max=len(self._rates) - 1, out=self._index_number)
+        torch.index_select(self._table, 0, self._index, out=self._rate)
+        return self._rate_number
+
+    def _on_host(self, applied_steps: torch.Tensor) -> float:
+        return self._rates[min(int(applied_steps), len(self._rates) - 1)]

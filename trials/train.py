@@ -15,7 +15,7 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from trials.checkpoint import (
     allow_numpy_random_state,
     controlled_by,
 )
-from trials.fit import fit
+from trials.fit import Prepare, fit, prepare_nothing
 from trials.guard import GuardError
 from trials.islands import IslandError
 from trials.loading import DataError
@@ -59,19 +59,32 @@ USER_ERRORS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 when the training completed or was stopped by a signal."""
-    allow_numpy_random_state()
     info = det.get_cluster_info()
+    if info is not None and info.task_type == "TRIAL":
+        return exit_status(lambda: train_on_cluster(info))
+    given = sys.argv[1:] if arguments is None else arguments
+    return exit_status(lambda: _train_on_this_machine(given))
+
+
+def exit_status(run: Callable[[], int], *also: type[Exception]) -> int:
+    """What `run` returns; or 2, with what a user can mend said without a traceback."""
+    mendable: tuple[type[Exception], ...] = (*USER_ERRORS, *also)
+    allow_numpy_random_state()
     try:
-        if info is not None and info.task_type == "TRIAL":
-            return _train_on_cluster(info)
-        return _train_on_this_machine(sys.argv[1:] if arguments is None else arguments)
-    except USER_ERRORS as error:
+        return run()
+    except mendable as error:
         # The YAMLs have a log policy on these words: the cluster does not start the trial again.
         print(f"no retry can help: {error}", file=sys.stderr, flush=True)
         return 2
 
 
-def _train_on_cluster(info: det.ClusterInfo) -> int:
+def train_on_cluster(info: det.ClusterInfo, prepare: Prepare = prepare_nothing) -> int:
+    """Train the trial that this task of a cluster is for.
+
+    Args:
+        info: Says which; its configuration and hyperparameters are the experiment.
+        prepare: Called before the trial is made.
+    """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams = info.trial.hparams
     config = experiment.parse(
@@ -79,6 +92,7 @@ def _train_on_cluster(info: det.ClusterInfo) -> int:
     )
     frequency = config.hparams.aggregation_frequency
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+        prepare(context, config)
         trial = experiment.load_trial_class(config.hparams.trial)(context, config)
         with controlled_by(SafeController):
             policy = config.platform.checkpoint_policy
@@ -106,7 +120,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
         print(f"shown at {trial.address}", flush=True)
         return trial
 
-    train_here(raw, config, choose_folder, resume, follow)
+    train_here(raw, config, choose_folder, resume, follow=follow)
     return 0
 
 

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from determined import core, pytorch
+from determined import pytorch
 
 from trials.audit import Audit, AuditError, audited
-from trials.experiment import Experiment, load_trial_class, parse, read_yaml
+from trials.experiment import Experiment, parse, read_yaml
 from trials.hparams import Hparams
-from trials.local.checkpoints import LocalCheckpoints
-from trials.local.run import trial_context
+from trials.local.alone import trial_alone
 from trials.train import USER_ERRORS, with_overrides
 
 
@@ -39,26 +35,10 @@ def audit_here(config: Mapping[str, Any], experiment: Experiment[Hparams]) -> Au
         done.append(audit)
         raise pytorch._ShouldExit(skip_exit_checkpoint=True)
 
-    with _trial_here(config, experiment) as (trial, context):
+    with trial_alone(config, experiment) as (trial, context):
         audited(trial, context.device, experiment.hparams.amp.precision, stop)
         pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
     return done[0]
-
-
-@contextmanager
-def _trial_here(
-    config: Mapping[str, Any], experiment: Experiment[Hparams]
-) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
-    alone = core.DummyDistributedContext()
-    with tempfile.TemporaryDirectory() as folder:
-        core_context = core.Context(
-            checkpoint=LocalCheckpoints(alone, Path(folder), None),
-            distributed=alone,
-            train=core.DummyTrainContext(Path(folder)),
-        )
-        with core_context:
-            context = trial_context(core_context, config, experiment, first_batch=0)
-            yield load_trial_class(experiment.hparams.trial)(context, experiment), context
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

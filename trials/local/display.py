@@ -49,11 +49,14 @@ class Display:
     Args:
         title: What is running.
         console: Where to; None shows nothing, for the ranks that do not report.
+
+    Attributes:
+        console: The same.
     """
 
     def __init__(self, title: str, console: Console | None) -> None:
         self._title = title
-        self._console = console or Console(quiet=True)
+        self.console = console or Console(quiet=True)
         self._latest: dict[str, Any] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -62,7 +65,7 @@ class Display:
             TextColumn("batches"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=self._console,
+            console=self.console,
             transient=True,
         )
 
@@ -82,7 +85,7 @@ class Display:
         self._latest.update(metrics)
         self._update(completed=batches)
         shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
-        self._console.print(f"{group[:5]} {batches:>6}  " + "  ".join(shown), highlight=False)
+        self.console.print(f"{group[:5]} {batches:>6}  " + "  ".join(shown), highlight=False)
 
     def close(self, state: str, folder: Path) -> None:
         """The table of a run that has ended."""
@@ -92,8 +95,8 @@ class Display:
         for title, name, text in _CLOSING:
             if name in self._latest:
                 table.add_row(title, text.format(self._latest[name]))
-        self._console.print(table)
-        self._console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        self.console.print(table)
+        self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
 
     def _update(self, **changes: Any) -> None:
         for task in self._progress.task_ids:

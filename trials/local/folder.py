@@ -52,16 +52,8 @@ class RunFolder:
 
     @staticmethod
     def new(root: Path, name: str) -> RunFolder:
-        """A fresh folder `root/name/TIME`."""
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-            path = root / name / (stamp + suffix)
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return RunFolder(path)
-        raise FileExistsError(f"{root / name}: a thousand runs in one second")
+        """The folder of a run that starts now."""
+        return RunFolder(fresh_folder(root, name))
 
     def describe(self, config: Mapping[str, Any], experiment: Experiment[Hparams]) -> None:
         """Write what was run and on what."""
@@ -95,6 +87,19 @@ class RunFolder:
         partial = self.metrics.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics)
+
+
+def fresh_folder(root: Path, name: str) -> Path:
+    """A new folder `root/name/TIME`."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
+        path = root / name / (stamp + suffix)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{root / name}: a thousand runs in one second")
 
 
 def _environment() -> dict[str, Any]:

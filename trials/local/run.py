@@ -17,7 +17,7 @@ from rich.console import Console
 
 from trials.checkpoint import CheckpointError, SafeController, controlled_by, patched
 from trials.experiment import CheckpointPolicy, Experiment, indivisible_batch, load_trial_class
-from trials.fit import fit
+from trials.fit import Prepare, fit, prepare_nothing
 from trials.hparams import Hparams
 from trials.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 from trials.local.display import Display
@@ -96,7 +96,10 @@ def train(
     experiment: Experiment[Hparams],
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
+    *,
     follow: Callable[[RunFolder], Follower] = lambda folder: Follower(),
+    show: Callable[[StopOnSignal], Display] | None = None,
+    prepare: Prepare = prepare_nothing,
 ) -> RunFolder:
     """Train, or go on training, until the end or until a signal asks to stop.
 
@@ -106,6 +109,8 @@ def train(
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
         follow: Makes what is told of everything the folder receives; called by the chief only.
+        show: Makes what is told of the run, and may ask it to stop; by default the terminal.
+        prepare: Called before the trial is made.
 
     Returns:
         The run folder.
@@ -119,8 +124,9 @@ def train(
     with process_group() as processes, StopOnSignal(processes).listening() as stop:
         chief = processes.rank == 0
         folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
-        console = Console(quiet=not chief)
-        display = Display(experiment.name, console)
+        display = Display(experiment.name, Console(quiet=not chief))
+        if show is not None:
+            display = show(stop)
         reports, follower = None, Follower()
         if chief:
             folder.forget_metrics_after(first_batch)
@@ -133,13 +139,12 @@ def train(
             preempt=stop,
             train=reports or core.DummyTrainContext(folder.tensorboard),
         )
-        with logging_to(folder.log, console), core_context:
+        followed = follower.following(lambda: stop.requested)
+        with logging_to(folder.log, display.console), core_context, followed:
             context = trial_context(core_context, config, experiment, first_batch)
+            prepare(context, experiment)
             trial = load_trial_class(experiment.hparams.trial)(context, experiment)
-            with (
-                controlled_by(partial(LocalController, experiment, display, first_batch)),
-                follower.following(lambda: stop.requested),
-            ):
+            with controlled_by(partial(LocalController, experiment, display, first_batch)):
                 start = resume.checkpoint if resume else None
                 # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
                 fit(trial, context, experiment, start, CheckpointPolicy.ALL)

@@ -1,0 +1,1 @@
+"""Measurements of speed, memory and loss scale, each by one command."""

@@ -1,0 +1,246 @@
+"""The loops that `benchmarks.overhead` compares: the same model on the same batches."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from determined import core, pytorch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.turns import BATCHES_PER_TURN, Turns
+from trials import data, loading
+from trials.experiment import CheckpointPolicy, Experiment, parse, read_yaml
+from trials.fit import fit
+from trials.local.checkpoints import LocalCheckpoints
+from trials.local.run import trial_context
+from trials.mlp import MLPHparams, MLPTrial
+from trials.schedule import LRSchedule
+from trials.train import with_overrides
+
+BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
+
+
+class Case:
+    """What all loops of one comparison train: a 64-64-10 MLP in batches of 8.
+
+    Args:
+        precision: `amp.precision`.
+        schedule: `lr_schedule`.
+        batches: Length of the run.
+    """
+
+    def __init__(self, precision: str, schedule: str, batches: int) -> None:
+        overrides = (
+            f"hyperparameters.amp.precision={precision}",
+            f"hyperparameters.lr_schedule={schedule}",
+            *(
+                f"hyperparameters.training.{name}.batches={batches}"
+                for name in ("max_length", "validation_period", "checkpoint_period")
+            ),
+            "data.image_size=8",
+            "hyperparameters.hidden_features=64",
+            "hyperparameters.global_batch_size=8",
+        )
+        self.config: Mapping[str, Any] = with_overrides(read_yaml(BASE), overrides)
+        self.experiment = cast("Experiment[MLPHparams]", parse(self.config, BASE))
+        self.hparams = self.experiment.hparams
+        assert self.hparams.max_grad_norm is not None
+        self.max_grad_norm: float = self.hparams.max_grad_norm
+        self.autocast_dtype = self.hparams.amp.precision.autocast_dtype
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def loader(self) -> pytorch.DataLoader:
+        seed, settings = self.experiment.seed, self.experiment.data
+        images, _ = data.load(settings, seed)
+        return loading.training_loader(
+            images, self.hparams.global_batch_size, seed, settings.workers
+        )
+
+    def model(self) -> nn.Module:
+        width, settings = self.hparams.hidden_features, self.experiment.data
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(settings.channels * settings.image_size**2, width),
+            nn.ReLU(),
+            nn.Linear(width, settings.classes),
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The one of `MLPTrial`."""
+        fused = self.device.type == "cuda"
+        return torch.optim.Adam(model.parameters(), lr=self.hparams.learning_rate, fused=fused)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """One of PyTorch, or None for a constant rate."""
+        if self.hparams.lr_schedule is LRSchedule.CONSTANT:
+            return None
+        batches = self.hparams.training.max_length.batches
+        assert batches is not None
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, batches)
+
+    def autocast(self) -> torch.autocast:
+        dtype = self.autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        enabled = self.autocast_dtype is torch.float16
+        return torch.amp.GradScaler(self.device.type, enabled=enabled)
+
+    @contextmanager
+    def context(self) -> Iterator[pytorch.PyTorchTrialContext]:
+        """Determined's, seeded; it leaves nothing behind and its reports go nowhere."""
+        alone = core.DummyDistributedContext()
+        with tempfile.TemporaryDirectory() as folder:
+            core_context = core.Context(
+                checkpoint=LocalCheckpoints(alone, Path(folder), None),
+                distributed=alone,
+                train=NoReports(Path(folder)),
+            )
+            with core_context:
+                yield trial_context(core_context, self.config, self.experiment, first_batch=0)
+
+
+class NoReports(core.DummyTrainContext):
+    """Without the debug line with every metric of every batch that Determined formats locally."""
+
+    def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
+        return
+
+
+def bare(case: Case, turns: Turns) -> nn.Module:
+    """PyTorch's own recipe (https://docs.pytorch.org/docs/stable/notes/amp_examples.html)."""
+    return _train_bare(case, turns, case.loader().get_data_loader(repeat=True))
+
+
+def bare_in_memory(case: Case, turns: Turns) -> nn.Module:
+    """The same without the loader."""
+    batches = case.loader().get_data_loader(repeat=True)
+    few = list(itertools.islice(batches, BATCHES_PER_TURN))
+    return _train_bare(case, turns, itertools.cycle(few))
+
+
+def _train_bare(case: Case, turns: Turns, batches: Iterable[loading.Batch]) -> nn.Module:
+    torch.manual_seed(case.experiment.seed)
+    model = case.model().to(case.device)
+    optimizer, scaler = case.optimizer(model), case.scaler()
+    scheduler, parameters = case.scheduler(optimizer), list(model.parameters())
+    for images, labels in batches:
+        turns.batch_begins()
+        if turns.over:
+            break
+        with case.autocast():
+            logits = model(images.to(case.device, non_blocking=True))
+            loss = functional.cross_entropy(logits, labels.to(case.device, non_blocking=True))
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, case.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    return model
+
+
+class StockTrial(pytorch.PyTorchTrial):
+    """Native AMP as in Determined's own examples: the loss is a metric of every batch."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
+        self.context = context
+        self.case = case
+        self.scaler = case.scaler()
+        if self.scaler.is_enabled():
+            self.scaler = context.wrap_scaler(self.scaler)
+        self.model = context.wrap_model(case.model())
+        self.optimizer = context.wrap_optimizer(case.optimizer(self.model))
+        scheduler = case.scheduler(self.optimizer)
+        if scheduler:
+            every_step = pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
+            context.wrap_lr_scheduler(scheduler, every_step)
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, torch.Tensor]:
+        images, labels = cast("loading.Batch", batch)
+        with self.case.autocast():
+            loss = functional.cross_entropy(self.model(images), labels)
+        self.context.backward(self.scaler.scale(loss))
+        self.context.step_optimizer(
+            self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
+        )
+        self.scaler.update()
+        return {"loss": loss}
+
+    def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(parameters, self.case.max_grad_norm)
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        return {}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return self.case.loader()
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return self.case.loader()
+
+
+class SilentTrial(StockTrial):
+    """The same, but it reports nothing: what is left is Determined's loop itself."""
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, torch.Tensor]:
+        super().train_batch(batch, epoch_idx, batch_idx)
+        return {}
+
+
+def stock(case: Case, turns: Turns) -> nn.Module:
+    """A trial as in Determined's examples, in its loop."""
+    return _train_stock(StockTrial, case, turns)
+
+
+def silent(case: Case, turns: Turns) -> nn.Module:
+    """The same trial, which reports nothing."""
+    return _train_stock(SilentTrial, case, turns)
+
+
+def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.Module:
+    training = case.hparams.training
+    with case.context() as context:
+        trial = trial_class(context, case)
+        _take_turns(trial, turns)
+        pytorch.Trainer(trial, context).fit(
+            max_length=training.max_length.unit(),
+            reporting_period=training.reporting_period.unit(),
+            checkpoint_policy="none",
+        )
+        return trial.model
+
+
+def ours(case: Case, turns: Turns) -> nn.Module:
+    """`trials.mlp`, audit, guard, counters and reports included, in Determined's loop."""
+    with case.context() as context:
+        trial = MLPTrial(context, case.experiment)
+        _take_turns(trial, turns)
+        fit(trial, context, case.experiment, None, CheckpointPolicy.NONE)
+        return trial.model
+
+
+def _take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
+    train_batch = trial.train_batch
+
+    def in_turn(*arguments: Any, **named: Any) -> Any:
+        turns.batch_begins()
+        if turns.over:
+            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        return train_batch(*arguments, **named)
+
+    trial.train_batch = in_turn  # type: ignore[method-assign]  # of this object

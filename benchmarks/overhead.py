@@ -1,0 +1,172 @@
+"""What Determined's loop and this repository's recipe add to a bare PyTorch AMP loop.
+
+    python -m benchmarks.overhead [--precision amp_fp16] [--rounds 40]
+
+All loops train the same model on the same batches of the same loader, in one process and by turns,
+so that what else the machine does hits all alike; a round is 100 batches of each with one report.
+The step is tiny on purpose: what is left is what the host does around the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import determined
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks import loops
+from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
+from trials.checkpoint import SafeController, controlled_by
+from trials.precision import Precision
+from trials.schedule import LRSchedule
+
+RESULTS = Path(__file__).parent / "results"
+BATCHES_PER_ROUND = 100  # one report of the default period
+TURNS_PER_ROUND = BATCHES_PER_ROUND // BATCHES_PER_TURN
+
+LOOPS: dict[str, Callable[[loops.Case, Turns], nn.Module]] = {
+    "bare PyTorch loop": loops.bare,
+    "the same, batches in memory": loops.bare_in_memory,
+    "Determined, no metrics": loops.silent,
+    "Determined, loss as a metric": loops.stock,
+    "this repository": loops.ours,
+}
+REFERENCE = "bare PyTorch loop"
+
+
+def measure(precision: str, schedule: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU microseconds per batch of every loop, a pair for each 100 batches."""
+    turns_each = (rounds + 1) * TURNS_PER_ROUND
+    case = loops.Case(precision, schedule, turns_each * BATCHES_PER_TURN + 1)
+    with controlled_by(SafeController):
+        turns = by_turns({name: partial(loop, case) for name, loop in LOOPS.items()}, turns_each)
+    return {name: _rounds(each.times)[1:] for name, each in turns.items()}
+
+
+def _rounds(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    starts = range(0, len(times), TURNS_PER_ROUND)
+    groups = [times[start : start + TURNS_PER_ROUND] for start in starts]
+    scale = 1e6 / BATCHES_PER_ROUND
+    return [
+        (sum(w for w, _ in group) * scale, sum(c for _, c in group) * scale) for group in groups
+    ]
+
+
+def summary(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """Medians over the quarter of the rounds that took the least CPU time, all loops together.
+
+    In the others something else kept the machine busy. By the time of one loop alone they must not
+    be chosen: it would look better than the rest. What a loop adds is taken within each round.
+    """
+    bare = [cpu for _, cpu in found[REFERENCE]]
+    together = [sum(cpu for _, cpu in each) for each in zip(*found.values(), strict=True)]
+    quiet = sorted(range(len(bare)), key=together.__getitem__)[: math.ceil(len(bare) / 4)]
+    rows = {}
+    for name, times in found.items():
+        added = [times[turn][1] - bare[turn] for turn in quiet]
+        low, middle, high = _quartiles(added)
+        rows[name] = {
+            "wall_us": statistics.median(times[turn][0] for turn in quiet),
+            "cpu_us": statistics.median(times[turn][1] for turn in quiet),
+            "added_cpu_us": middle,
+            "added_cpu_us_low": low,
+            "added_cpu_us_high": high,
+            "cpu_ratio": statistics.median(times[turn][1] / bare[turn] for turn in quiet),
+        }
+    return rows
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table that `docs/amp.md` quotes."""
+    lines = [
+        "| loop | learning rate | CPU time of a batch | over the bare loop (quartiles) | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for schedule, rows in result["schedules"].items():
+        lines += [
+            f"| {name} | {schedule} | {row['cpu_us']:.0f} us | {row['added_cpu_us']:+.0f} us "
+            f"({row['added_cpu_us_low']:+.0f} to {row['added_cpu_us_high']:+.0f}) "
+            f"| {row['cpu_ratio']:.2f} |"
+            for name, row in rows.items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description="Measure what the loops cost."
+    )
+    parser.add_argument(
+        "--precision", choices=[p.value for p in Precision], default=Precision.AMP_FP16.value
+    )
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results go")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
+        "precision": options.precision,
+        "rounds": options.rounds,
+        "batches_per_round": BATCHES_PER_ROUND,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "determined": determined.__version__,
+        "schedules": {
+            schedule.value: summary(measure(options.precision, schedule.value, options.rounds))
+            for schedule in LRSchedule
+        },
+    }
+    options.folder.mkdir(parents=True, exist_ok=True)
+    stem = options.folder / f"overhead_{device}"
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(result))
+    _show(result)
+
+
+def _show(result: dict[str, Any]) -> None:
+    for schedule, rows in result["schedules"].items():
+        table = Table(title=f"{result['precision']}, {schedule} learning rate, us per batch")
+        for column in ("loop", "wall", "CPU", "over the bare loop", "quartiles", "ratio"):
+            table.add_column(column, justify="left" if column == "loop" else "right")
+        for name, row in rows.items():
+            low, high = row["added_cpu_us_low"], row["added_cpu_us_high"]
+            table.add_row(
+                name,
+                f"{row['wall_us']:.0f}",
+                f"{row['cpu_us']:.0f}",
+                f"{row['added_cpu_us']:+.0f}",
+                f"{low:+.0f} to {high:+.0f}",
+                f"{row['cpu_ratio']:.2f}",
+            )
+        Console().print(table)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Lets several training loops run in one process by turns, so that noise hits all of them alike.
+
+On a busy machine the speed of a core changes from one second to the next. Loops that run one after
+the other are measured at different speeds; these change places every few batches.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+BATCHES_PER_TURN = 20
+
+
+class Turns:
+    """The turns of one loop, in a thread of its own that runs only while it has the turn.
+
+    Attributes:
+        times: Wall and CPU seconds of each turn, `BATCHES_PER_TURN` batches.
+        over: The loop is to end: set when `batch_begins` returns.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.over = False
+        self._batch = 0
+        self._started = (0.0, 0.0)
+        self._error: BaseException | None = None
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def batch_begins(self) -> None:
+        """Called by the loop when it has a batch: ends a turn and waits for the next one."""
+        if self._batch % BATCHES_PER_TURN == 0:
+            if self._batch:
+                now = _now()
+                self.times.append((now[0] - self._started[0], now[1] - self._started[1]))
+            self._done.release()
+            self._go.acquire()
+            self._started = _now()
+        self._batch += 1
+
+    @contextmanager
+    def of(self, loop: Callable[[Turns], object]) -> Iterator[None]:
+        """Start `loop` and let it come to its first batch; end it on leaving."""
+        thread = threading.Thread(target=self._run, args=(loop,))
+        thread.start()
+        try:
+            self._wait()
+            yield
+        finally:
+            self.over = True
+            self._go.release()
+            thread.join()
+
+    def take(self) -> None:
+        """One turn of the loop; raises what the loop raises."""
+        self._go.release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._error:
+            raise self._error
+
+    def _run(self, loop: Callable[[Turns], object]) -> None:
+        try:
+            loop(self)
+        except BaseException as error:  # raised again by the thread that waits for the turn
+            self._error = error
+        finally:
+            self._done.release()
+
+
+def by_turns(loops: dict[str, Callable[[Turns], object]], rounds: int) -> dict[str, Turns]:
+    """Give each loop `rounds` turns, in an order that is reversed after every round."""
+    turns = {name: Turns() for name in loops}
+    with ExitStack() as running:
+        for name, loop in loops.items():
+            running.enter_context(turns[name].of(loop))
+        order = list(loops)
+        for _ in range(rounds):
+            for name in order:
+                turns[name].take()
+            order.reverse()
+    return turns
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()

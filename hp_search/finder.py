@@ -1,0 +1,202 @@
+"""Find the initial loss scale in one pass over a few batches.
+
+    python -m hp_search.finder experiment_configs/mlp/amp.yaml
+    python -m hp_search.finder CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
+                               [--write NEW.yaml] [--json FILE] [--plot FILE.png]
+
+The trial is any of this repository, or a `PyTorchTrial` of your own: `--trial module:Class`. It
+needs a wrapped `GradScaler` and float16 autocast, and is started but not trained. One forward and
+backward per batch in bfloat16 predicts overflow and underflow at every power of two; as many in
+float16 verify the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from determined import pytorch
+from rich.console import Console
+
+from hp_search.advice import (
+    Run,
+    as_json,
+    module_table,
+    scale_table,
+    sentences,
+    shown_scales,
+    yaml_changes,
+    yaml_lines,
+)
+from hp_search.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
+from hp_search.opened import opened
+from hp_search.passes import observe
+from hp_search.verdict import Finding, find
+from hp_search.written import write_copy
+from trials.amp import MixedPrecision
+from trials.experiment import read_yaml
+from trials.precision import DeviceSupport
+from trials.settings import ConfigError
+from trials.train import USER_ERRORS, with_overrides
+
+
+def look(
+    name: str,
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    batches: int,
+    *,
+    latest_checkpoint: str | None = None,
+    sweep: bool = False,
+) -> tuple[Finding, Run]:
+    """Find the initial loss scale of a trial; with this the trial has been used up.
+
+    Args:
+        name: Of the experiment.
+        trial: The trial.
+        context: Its context.
+        batches: Training batches to look at.
+        latest_checkpoint: Where to start from, in the context's checkpoint storage.
+        sweep: Measure every scale that is shown in float16, too.
+
+    Raises:
+        LossScaleError: if there is no loss scale to look for.
+    """
+    init_scale, growth_interval = _scaler_settings(context)
+
+    def work(frozen: Sequence[FrozenBatch]) -> tuple[Finding, Run]:
+        finding = find(context, frozen)
+        if sweep:
+            finding = _measured_everywhere(context, frozen, finding)
+        samples = sum(context.distributed.allgather(sum(batch.samples for batch in frozen)))
+        device = DeviceSupport.of(context.device).name
+        floor = _min_scale(trial)
+        run = Run(
+            name=name,
+            device=device,
+            torch=torch.__version__,
+            date=datetime.now(timezone.utc).date().isoformat(),
+            batches=len(frozen),
+            samples=samples,
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            min_scale=floor,
+        )
+        return finding, run
+
+    return in_training(trial, context, batches, work, latest_checkpoint)
+
+
+def _scaler_settings(context: pytorch.PyTorchTrialContext) -> tuple[float, int]:
+    scaler = wrapped_scaler(context)
+    return float(scaler.get_scale()), int(scaler.get_growth_interval())
+
+
+def _min_scale(trial: pytorch.PyTorchTrial) -> float:
+    amp = getattr(trial, "amp", None)
+    return amp.settings.min_scale if isinstance(amp, MixedPrecision) else 0.0
+
+
+def _measured_everywhere(
+    context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch], finding: Finding
+) -> Finding:
+    scales = set(shown_scales(finding)) - {int(seen.scale_log2) for seen in finding.verified}
+    more = [observe(context, batches, scale, finding.prediction) for scale in sorted(scales)]
+    return dataclasses.replace(finding, verified=(*more, *finding.verified))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 with a finding, 2 where there is none to be had."""
+    options = _options(arguments)
+    try:
+        config = with_overrides(read_yaml(options.config), options.overrides)
+        _check_targets(options)
+        with opened(config, options.config, options.trial, options.checkpoint) as found:
+            finding, run = look(
+                str(config.get("name", options.config)),
+                found.trial,
+                found.context,
+                options.batches,
+                latest_checkpoint=found.latest_checkpoint,
+                sweep=options.sweep,
+            )
+        show(finding, run, Console())
+        _save(finding, run, options)
+    except (*USER_ERRORS, LossScaleError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(finding: Finding, run: Run, console: Console) -> None:
+    """Print tables, verdict and the lines to paste."""
+    console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
+    console.print(scale_table(finding))
+    console.print(module_table(finding))
+    for sentence in sentences(finding, run):
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    lines = yaml_lines(yaml_changes(finding, run))
+    console.print(f"\n{lines}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(as_json(finding, run), indent=1) + "\n")
+    if options.write:
+        write_copy(Path(options.config), options.write, yaml_changes(finding, run))
+        print(f"written: {options.write}")
+
+
+def _check_targets(options: argparse.Namespace) -> None:
+    """Before the work, not after it."""
+    problems = [
+        f"got {target}, whose folder does not exist"
+        for target in (options.json, options.write)
+        if target is not None and not target.parent.is_dir()
+    ]
+    if options.write is not None and options.write.exists():
+        problems.append(f"--write: {options.write} exists; allowed: a new file")
+    if options.batches < 1:
+        problems.append(f"--batches: got {options.batches}; allowed: 1 or more")
+    if problems:
+        raise ConfigError("command line", problems)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m hp_search.finder", description="Find the initial loss scale in one pass."
+    )
+    parser.add_argument("config", help="experiment YAML")
+    parser.add_argument(
+        "--batches", type=int, default=4, help="training batches to look at (default: 4)"
+    )
+    parser.add_argument(
+        "--trial", metavar="MODULE:CLASS", help="the trial, if the YAML does not name it"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="measure every scale that is shown in float16, too"
+    )
+    parser.add_argument("--write", type=Path, metavar="NEW.yaml", help="the YAML with the answer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    parser.add_argument(
+        "--config",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one value of the YAML, as `det experiment create --config` does",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Small trials looked at as the finder does, for the tests of `hp_search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from determined import pytorch
+
+from benchmarks import small_trials
+from benchmarks.small_trials import SmallTrial
+from hp_search.frozen import FrozenBatch, in_training
+from hp_search.opened import opened
+from trials.checkpoint import patched
+
+T = TypeVar("T")
+Trial = type[SmallTrial]
+Context = pytorch.PyTorchTrialContext
+
+ALL = list(small_trials.LEARNING_RATES)
+
+
+def config(trial: Trial, **hyperparameters: float) -> dict[str, Any]:
+    made = small_trials.config(trial)
+    made["hyperparameters"].update(global_batch_size=16, **hyperparameters)
+    return made
+
+
+def looked_at(
+    trial: Trial,
+    work: Callable[[SmallTrial, Context, Sequence[FrozenBatch]], T],
+    *,
+    batches: int = 2,
+    steps: int = 0,
+    **hyperparameters: float,
+) -> T:
+    """`work` on the first batches of a trial, after some real steps on them."""
+    with opened(config(trial, **hyperparameters), trial.__name__) as found:
+        small, context = found.trial, found.context
+        assert isinstance(small, SmallTrial)
+
+        def after_steps(frozen: Sequence[FrozenBatch]) -> T:
+            for step in range(steps):
+                trial.train_batch(small, frozen[step % batches].batch, 0, step)
+            return work(small, context, frozen)
+
+        return in_training(small, context, batches, after_steps)
+
+
+def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
+    """Of a real training from the first batch on."""
+    with opened(config(trial, init_scale=init_scale), trial.__name__) as found:
+        assert isinstance(found.trial, SmallTrial)
+        train(found.trial, steps)
+        return found.trial.skipped_steps
+
+
+def train(trial: SmallTrial, steps: int) -> None:
+    """Determined's loop, without the checkpoint at its end."""
+    train_batch = trial.train_batch
+
+    def train_until(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics = train_batch(batch, epoch_idx, batch_idx)
+        if batch_idx + 1 == steps:
+            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        return metrics
+
+    with patched(trial, "train_batch", train_until):
+        pytorch.Trainer(trial, trial.context).fit(max_length=pytorch.Batch(2**20))

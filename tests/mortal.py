@@ -1,0 +1,36 @@
+"""A trial whose process can be made to die or to fail, once or always, for tests of searches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from trials.mlp import MLPTrial
+
+# A file of this name in the current directory says what happens at the 5th batch.
+ORDER = Path("order")
+
+
+class MortalTrial(MLPTrial):
+    """As its base, until there is an order."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        if batch_idx == 4 and ORDER.exists():
+            order = ORDER.read_text()
+            if order == "die once":
+                ORDER.unlink()
+            if order.startswith("die"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("as ordered")
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class OverflowingTrial(MLPTrial):
+    """The forward overflows in float16, whatever the loss scale."""
+
+    def __init__(self, context: Any, config: Any = None) -> None:
+        super().__init__(context, config)
+        for parameter in self.model.parameters():
+            parameter.data.mul_(1.0e6)

@@ -1,0 +1,63 @@
+"""Small searches for the tests: a tiny MLP, scored or trained on a few batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hp_search import local
+from hp_search.study import SearchStudy, read_study
+from hp_search.trials import SearchPlan
+from tests.training import ROOT, SMALL
+from trials.experiment import read_yaml
+from trials.train import with_overrides
+
+THREE_SCALES = (
+    "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",
+    "hyperparameters.training.max_length.batches=2",
+)
+# Trains 8 batches; the brackets are 3 trials with rungs 2 and 8, and one that is never stopped.
+SHORT_ASHA = (
+    "searcher.max_trials=4",
+    "searcher.max_time=8",
+    "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "
+    "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
+)
+
+
+def write(directory: Path, search: str, *overrides: str) -> Path:
+    """A search YAML of the repository, changed, beside a small experiment to search over."""
+    experiment = with_overrides(read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), SMALL)
+    (directory / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+    changes = ("hyperparameters.experiment=experiment.yaml", *overrides)
+    config = with_overrides(read_yaml(str(ROOT / "hp_search" / search)), changes)
+    path = directory / "search.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def load(directory: Path, search: str, *overrides: str) -> dict[str, Any]:
+    """The same as a configuration."""
+    found = yaml.safe_load(write(directory, search, *overrides).read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def only_folder(directory: Path) -> Path:
+    """The folder of the one search that was run in `directory`."""
+    (folder,) = directory.glob("runs/*/*")
+    return folder
+
+
+def run(directory: Path, search: str, *overrides: str, workers: int = 1) -> SearchStudy:
+    """Search in this process and its workers; the current directory has to be `directory`."""
+    path = write(directory, search, *overrides)
+    assert local.main([path.name, "--workers", str(workers)]) == 0
+    return read_study(only_folder(directory))
+
+
+def plan(config: dict[str, Any]) -> SearchPlan:
+    """What a search asks for."""
+    return SearchPlan(config)

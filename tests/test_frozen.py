@@ -1,0 +1,200 @@
+"""`hp_search.frozen`: a batch can be passed through a trial any number of times; nothing moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+
+from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
+from hp_search.frozen import (
+    FrozenBatch,
+    LossScaleError,
+    float16_as,
+    in_training,
+    wrapped_scaler,
+)
+from hp_search.opened import opened
+from tests.loss_scale import Context, config, looked_at, train
+from tests.training import ROOT, SMALL, digest
+from trials.experiment import read_yaml
+from trials.mlp import MLPTrial
+from trials.train import with_overrides
+
+Batches = Sequence[FrozenBatch]
+
+
+def state(trial: Any) -> str:
+    """Everything that a step, a forward or a backward can move."""
+    gradients = [parameter.grad for parameter in trial.model.parameters()]
+    numpys = np.random.get_state(legacy=False)
+    return digest(
+        [
+            trial.model.state_dict(),
+            trial.optimizer.state_dict(),
+            trial.scaler.state_dict(),
+            gradients,
+            torch.random.get_rng_state(),
+            [random.getstate(), str(numpys["state"])],
+        ]
+    )
+
+
+class TestNothingMoves:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+    @pytest.mark.parametrize("trial", [BatchNormCNN, PreNormTransformer])
+    def test_of_a_users_trial(self, trial: type[SmallTrial], dtype: torch.dtype | None) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            before = state(small)
+            batches[0].backward(dtype, 10)
+            assert state(small) == before
+            trial.train_batch(small, batches[0].batch, 0, 0)  # the control: a step does move it
+            assert state(small) != before
+
+        looked_at(trial, work, steps=1)  # so that there are gradients to keep
+
+    def test_of_ours(self) -> None:
+        raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
+        with opened(with_overrides(raw, SMALL), "test") as found:
+            trial = found.trial
+            assert isinstance(trial, MLPTrial)
+
+            def work(batches: Batches) -> None:
+                counts = trial.amp.state_dict()
+                before = state(trial)
+                batches[0].backward(torch.float16, 30)
+                assert state(trial) == before
+                assert trial.amp.state_dict() == counts
+
+            in_training(trial, found.context, 1, work)
+
+    def test_passes_are_identical_dropout_included(self) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            first, again = (batches[0].backward(torch.bfloat16).parameters for _ in range(2))
+            other = batches[1].backward(torch.bfloat16).parameters
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+        looked_at(PreNormTransformer, work)
+
+    def test_hosts_random_numbers_are_put_back(self) -> None:
+        class Noisy(SummedLoss):
+            def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+                return super().loss(images, labels) * (1 + random.random() + np.random.rand())
+
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            first, again = (batches[0].backward(None).parameters for _ in range(2))
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+        with opened(config(SummedLoss), "test") as found:
+            trial = Noisy(_another_context(found.context))
+            in_training(
+                trial, trial.context, 1, lambda batches: work(trial, trial.context, batches)
+            )
+
+
+def _another_context(context: Context) -> Context:
+    """The same once more: a context takes one scaler."""
+    return pytorch.PyTorchTrialContext(
+        core_context=context._core,
+        trial_seed=0,
+        hparams=context.get_hparams(),
+        slots_per_trial=1,
+        num_gpus=0,
+        exp_conf=context.get_experiment_config(),
+        aggregation_frequency=1,
+        steps_completed=0,
+        managed_training=True,
+        debug_enabled=False,
+    )
+
+
+class TestGradients:
+    def test_scale_moves_the_exponent_only(self) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            plain = batches[0].backward(torch.bfloat16, 0).parameters
+            scaled = batches[0].backward(torch.bfloat16, 20).parameters
+            for one, other in zip(plain, scaled, strict=True):
+                assert torch.equal(one * 2.0**20, other)
+
+        looked_at(SummedLoss, work)
+
+    def test_overflow_is_what_the_scaler_would_find(self) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            assert batches[0].backward(torch.float16, 0).are_finite
+            overflowed = batches[0].backward(torch.float16, 16)
+            assert not overflowed.are_finite
+            assert overflowed.loss_is_finite
+
+        looked_at(SummedLoss, work)
+
+    def test_batches_are_those_of_the_training_in_order(self) -> None:
+        seen: list[torch.Tensor] = []
+
+        class Seeing(SummedLoss):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+                seen.append(batch[1])
+                return super().train_batch(batch, epoch_idx, batch_idx)
+
+        with opened(config(SummedLoss), "test") as found:
+            trial = Seeing(_another_context(found.context))
+            train(trial, 3)
+
+        def labels(small: SmallTrial, context: Context, batches: Batches) -> list[torch.Tensor]:
+            return [frozen.batch[1] for frozen in batches]
+
+        taken = looked_at(SummedLoss, labels, batches=3)
+        assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
+
+
+class TestFloat16As:
+    def test_regions_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
+        layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
+        region = torch.autocast("cpu", torch.float16)  # made before, used again after
+
+        def computed() -> torch.dtype:
+            with region:
+                return layer(inputs).dtype  # type: ignore[no-any-return]
+
+        with float16_as(torch.bfloat16):
+            assert computed() == torch.bfloat16
+        with float16_as(None):
+            assert computed() == torch.float32
+        assert computed() == torch.float16
+
+    def test_other_regions_are_left_alone(self) -> None:
+        layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
+        with float16_as(None):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert layer(inputs).dtype == torch.bfloat16
+            with torch.autocast("cpu", torch.float16, enabled=False):
+                assert layer(inputs).dtype == torch.float32
+
+
+class TestErrors:
+    @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+    def test_precision_without_a_scaler(self, precision: str) -> None:
+        name = {"fp32": "fp32", "amp_bf16": "bf16"}[precision]
+        raw = read_yaml(str(ROOT / f"experiment_configs/mlp/{name}.yaml"))
+        config = with_overrides(raw, SMALL)
+        with opened(config, "test") as found, pytest.raises(LossScaleError, match="scales no loss"):
+            wrapped_scaler(found.context)
+
+    def test_trial_that_goes_around_the_context(self) -> None:
+        class Around(SummedLoss):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+                self.scaler.scale(self.loss(*batch)).backward()
+                return {}
+
+        with opened(config(SummedLoss), "test") as found:
+            trial = Around(_another_context(found.context))
+            with pytest.raises(LossScaleError, match=r"does not call context\.backward"):
+                in_training(
+                    trial, trial.context, 1, lambda batches: batches[0].backward(torch.bfloat16)
+                )

@@ -1,0 +1,143 @@
+"""`hp_search.recorder`: which values of a backward are recorded, and for which module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from hp_search.histogram import Histogram
+from hp_search.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder
+
+BF16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    """Two blocks and a head; the first ReLU is a function, so it belongs to the model."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first = nn.Linear(8, 16)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = functional.relu(self.first(inputs))
+        if self.checkpointed:
+            hidden = checkpoint(self.block, hidden, use_reentrant=False)
+        else:
+            hidden = self.block(hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:
+    recorder = BackwardRecorder([model])
+    torch.manual_seed(1)
+    inputs = torch.randn(5, 8)
+    with recorder.recording():
+        with torch.autocast("cpu", dtype):
+            loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
+        loss.backward()  # type: ignore[no-untyped-call]
+    return recorder.histograms()
+
+
+def net(*, checkpointed: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(checkpointed=checkpointed)
+
+
+class TestModules:
+    def test_every_gradient_is_recorded_with_the_module_whose_forward_it_is_of(self) -> None:
+        found = recorded(net())
+        assert list(found) == [
+            OUTSIDE,
+            "head",
+            "block.2",
+            "block.1",
+            "block.0",
+            WHOLE_MODEL,
+            "first",
+        ]
+        # Of the head: input (5, 16), weight (4, 16), bias (4,), each in bfloat16.
+        assert found["head"].nonzero + found["head"].zeros == 5 * 16 + 4 * 16 + 4
+        # Its input's gradient is nobody's, so it is not computed for the first layer.
+        assert found["first"].nonzero + found["first"].zeros == 16 * 8 + 16
+
+    def test_recomputed_forwards_are_left_out(self) -> None:
+        plain, checkpointed = recorded(net()), recorded(net(checkpointed=True))
+        assert {n: h.by_power() for n, h in plain.items()} == {
+            n: h.by_power() for n, h in checkpointed.items()
+        }
+
+    def test_two_models_are_told_apart(self) -> None:
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        recorder = BackwardRecorder(models)
+        with recorder.recording():
+            with torch.autocast("cpu", BF16):
+                output = models[1](models[0](torch.ones(1, 2)))
+            output.float().sum().backward()
+        assert set(recorder.histograms()) == {
+            OUTSIDE,
+            f"model 0: {WHOLE_MODEL}",
+            f"model 1: {WHOLE_MODEL}",
+        }
+
+
+class TestValues:
+    def test_float32_is_not_recorded(self) -> None:
+        assert recorded(net(), torch.float16)  # the control
+        model = net()
+        recorder = BackwardRecorder([model])
+        with recorder.recording():
+            model(torch.randn(5, 8)).sum().backward()
+        assert recorder.histograms() == {}
+        assert recorder.largest() == 0.0
+
+    def test_values_are_those_of_the_gradients(self) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        recorder = BackwardRecorder([model])
+        inputs = torch.tensor([[1.0, 2.0, 4.0]])
+        with recorder.recording():
+            with torch.autocast("cpu", BF16):
+                loss = (model(inputs).float() * torch.tensor([[1.0, 1024.0]])).sum()
+            loss.backward()
+        # Weight: the outer product of (1, 1024) and (1, 2, 4).
+        weights = recorder.histograms()[WHOLE_MODEL].by_power()
+        assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
+        assert recorder.largest() == 4096.0
+
+    def test_memory_that_was_not_written_is_not_read(self) -> None:
+        class Careless(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                torch.empty(1000, dtype=BF16)
+                return gradients[0]
+
+        apply: Callable[[torch.Tensor], torch.Tensor] = Careless.apply
+        recorder = BackwardRecorder([])
+        value = torch.ones(3, requires_grad=True)
+        with recorder.recording():
+            apply(value).sum().backward()  # type: ignore[no-untyped-call]
+        assert recorder.histograms() == {}
+
+    def test_recording_changes_no_gradient(self) -> None:
+        watched, plain = net(), net()
+        recorded(watched)
+        torch.manual_seed(1)
+        inputs = torch.randn(5, 8)
+        with torch.autocast("cpu", BF16):
+            loss = functional.cross_entropy(plain(inputs), torch.arange(5) % 4)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)

@@ -1,0 +1,303 @@
+"""A search without a cluster, end to end: in workers that are forked, killed and picked up."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+import yaml
+
+from hp_search import local
+from hp_search.study import FILE_NAME, SearchStudy, StudyError, read_study
+from tests import searching, training
+from tests.mortal import ORDER
+
+MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def results(study: SearchStudy) -> list[object]:
+    """What has to be the same whoever ran it, and how often it was interrupted."""
+    return [
+        (trial.number, trial.state, trial.params, trial.seed, trial.value, timeless(trial.history))
+        for trial in study.trials
+    ]
+
+
+def timeless(history: object) -> object:
+    return json.loads(json.dumps(history))
+
+
+class TestGrid:
+    def test_scores_every_point_once_and_finds_the_best(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        study = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, workers=2)
+        assert [trial.params["amp.init_scale"] for trial in study.trials] == [2**24, 2**14, 2**4]
+        assert {trial.state for trial in study.trials} == {"complete"}
+        assert [trial.metrics["init_scale_log2"] for trial in study.ranked()] == [14, 4, 24]
+        highest, best, _ = study.trials
+        assert highest.metrics["overflow"] == 1
+        assert best.value == best.metrics["loss_scale_score"] < 1 < (highest.value or 0)
+        assert best.used == {"amp": {"init_scale": 2.0**14}}
+        assert [batches for batches, _ in best.history] == [2]
+        shown = capsys.readouterr().out
+        assert "best:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n" in shown
+        written = yaml.safe_load((best.folder / "config.yaml").read_text())
+        assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
+
+    def test_invalid_trial_has_its_reason_and_is_not_replaced(self, tmp_path: Path) -> None:
+        study = searching.run(
+            tmp_path,
+            "loss_scale_grid.yaml",
+            *searching.THREE_SCALES,
+            "hyperparameters.trial=tests.mortal:OverflowingTrial",
+        )
+        assert [trial.state for trial in study.trials] == ["failed"] * 3
+        assert all("no loss scale helps" in (trial.reason or "") for trial in study.trials)
+
+
+class TestRandom:
+    def test_depends_on_the_seed_alone(self, tmp_path: Path) -> None:
+        studies = []
+        for name, workers in (("one", 1), ("two", 2)):
+            (tmp_path / name).mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path / name)
+                studies.append(
+                    searching.run(
+                        tmp_path / name,
+                        "loss_scale_random.yaml",
+                        "searcher.max_trials=3",
+                        "hyperparameters.training.max_length.batches=1",
+                        workers=workers,
+                    )
+                )
+        one, two = studies
+        assert results(one) == results(two)
+        assert len({trial.params["amp.init_scale"] for trial in one.trials}) == 3
+        assert len({trial.seed for trial in one.trials}) == 1  # scored on the same batches
+
+
+class TestAsha:
+    @pytest.fixture
+    def whole(self, tmp_path: Path) -> SearchStudy:
+        (tmp_path / "whole").mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path / "whole")
+            return searching.run(
+                tmp_path / "whole", "loss_scale_asha.yaml", *searching.SHORT_ASHA, MORTAL
+            )
+
+    def test_killed_worker_changes_nothing(
+        self, whole: SearchStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ORDER.write_text("die once")
+        study = searching.run(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, MORTAL)
+        assert "its process died with status -9" in capsys.readouterr().out
+        assert not ORDER.exists()
+        assert results(study) == results(whole)
+        killed = study.trials[0]
+        assert (killed.state, [batches for batches, _ in killed.history]) == (
+            "complete",
+            [2, 4, 6, 8],
+        )
+        same = [
+            training.checkpoint(s.trials[0].folder, 8)["models_state_dict"] for s in (study, whole)
+        ]
+        assert training.digest(same[0]) == training.digest(same[1])
+
+    def test_trials_train_report_and_stop(self, whole: SearchStudy) -> None:
+        states = [trial.state for trial in whole.trials]
+        assert states.count("complete") >= 2
+        assert "stopped" in states
+        assert len({trial.seed for trial in whole.trials}) == 4
+        for trial in whole.trials:
+            assert {"flushed_share", "init_scale_log2", "validation_loss"} <= trial.metrics.keys()
+            assert "skipped_steps" in trial.training
+            assert trial.history[-1][0] == (8 if trial.state == "complete" else 2)
+
+
+def test_worker_that_always_dies_costs_its_trial_only(tmp_path: Path) -> None:
+    ORDER.write_text("die always")
+    study = searching.run(
+        tmp_path,
+        "loss_scale_asha.yaml",
+        *searching.SHORT_ASHA,
+        MORTAL,
+        "max_restarts=1",
+        "searcher.max_trials=1",
+    )
+    (trial,) = study.trials
+    assert trial.state == "failed"
+    assert "its process died 2 times, the last time with status -9" in (trial.reason or "")
+
+
+def test_three_failures_alike_end_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ORDER.write_text("fail")
+    path = searching.write(
+        tmp_path,
+        "loss_scale_asha.yaml",
+        *searching.SHORT_ASHA,
+        MORTAL,
+        "searcher.name=random",
+        "searcher.time_metric=null",
+        "searcher.max_time=null",
+    )
+    config = yaml.safe_load(path.read_text())
+    for key in ("time_metric", "max_time", "divisor", "mode"):
+        del config["searcher"][key]
+    config["searcher"]["max_trials"] = 9
+    path.write_text(yaml.safe_dump(config))
+    assert local.main([path.name]) == 2
+    assert "the last 3 trials failed alike: RuntimeError: as ordered" in capsys.readouterr().err
+    study = read_study(searching.only_folder(tmp_path))
+    assert [trial.state for trial in study.trials] == ["failed"] * 3
+    assert "as ordered" in (study.trials[0].folder / "log.txt").read_text()
+
+
+class TestKilledSearch:
+    """A process of its own, so that it can be killed with all it has in memory."""
+
+    OVERRIDES = (
+        "hyperparameters.amp.init_scale.count=6",
+        "hyperparameters.training.max_length.batches=2",
+    )
+
+    def start(self, directory: Path) -> subprocess.Popen[str]:
+        path = searching.write(directory, "loss_scale_grid.yaml", *self.OVERRIDES)
+        command = [sys.executable, "-m", "hp_search.local", path.name, "--workers", "2"]
+        return subprocess.Popen(
+            command,
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(training.ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for_a_result(self, directory: Path) -> Path:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            for folder in directory.glob("runs/*/*"):
+                try:
+                    if any(trial.value for trial in read_study(folder).trials):
+                        return folder
+                except StudyError:
+                    continue
+        raise AssertionError("no trial ended within five minutes")
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+    def test_goes_on_where_it_was(self, number: int, tmp_path: Path) -> None:
+        search = self.start(tmp_path)
+        folder = self.wait_for_a_result(tmp_path)
+        search.send_signal(number)
+        shown, _ = search.communicate(timeout=300)
+        before = read_study(folder)
+        if number == signal.SIGINT:
+            assert search.returncode == 0
+            assert f"--resume {folder.relative_to(tmp_path)}" in shown
+            assert "Traceback" not in shown
+        assert any(trial.state in ("waiting", "running") for trial in before.trials)
+        assert local.main(["--resume", str(folder), "--workers", "2"]) == 0
+        after = read_study(folder)
+        assert [trial.state for trial in after.trials] == ["complete"] * 6
+        assert len({trial.params["amp.init_scale"] for trial in after.trials}) == 6
+        done = [trial for trial in before.trials if trial.state == "complete"]
+        assert done
+        assert all(after.trials[trial.number] == trial for trial in done)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("override", "words"),
+        [
+            ("hyperparameters.experiment=no.yaml", "no.yaml is not a file in"),
+            ("hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
+            ("hyperparameters.amp.init_scal=3", "did you mean init_scale?"),
+            ("hyperparameters.amp.init_scale.count=null", "count: missing"),
+            ("searcher.metrics=x", "searcher.metrics: unknown key"),
+            ("reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
+            ("entrypoint=python3 -m trials.train", "entrypoint: got"),
+        ],
+    )
+    def test_is_one_message_and_no_trial(
+        self, override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, override)
+        assert local.main([path.name]) == 2
+        shown = capsys.readouterr().err
+        assert words in shown
+        assert "Traceback" not in shown
+        assert not (tmp_path / "runs").exists()
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            [],
+            ["a.yaml", "--resume", "b"],
+            ["--resume", "b", "--config", "a=1"],
+            ["a", "--workers", "0"],
+        ],
+    )
+    def test_of_the_command_is_said(
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            local.main(arguments)
+        assert stopped.value.code == 2
+        assert "error: " in capsys.readouterr().err
+
+    def test_second_process_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        searching.run(
+            tmp_path, "loss_scale_random.yaml", "searcher.max_trials=1", *searching.THREE_SCALES[1:]
+        )
+        folder = searching.only_folder(tmp_path)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert local.main(["--resume", str(folder)]) == 2
+        assert "another process is running this search" in capsys.readouterr().err
+        assert local.main(["--resume", str(folder)]) == 0
+
+
+class TestForeignStudy:
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(StudyError, match="there is no such file"):
+            read_study(tmp_path)
+
+    def test_not_a_database(self, tmp_path: Path) -> None:
+        (tmp_path / FILE_NAME).write_text("PK")
+        with pytest.raises(StudyError, match="is not a study: file is not a database"):
+            read_study(tmp_path)
+
+    def test_another_database_is_left_untouched(self, tmp_path: Path) -> None:
+        file = tmp_path / "other.db"
+        with sqlite3.connect(file) as other:
+            other.execute("CREATE TABLE mine (x)")
+        before = file.read_bytes()
+        with pytest.raises(StudyError, match="no such table"):
+            read_study(file)
+        assert file.read_bytes() == before
+
+    def test_another_optuna_study(self, tmp_path: Path) -> None:
+        optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")
+        with pytest.raises(StudyError, match="is not a study that"):
+            read_study(tmp_path / "other.db")

@@ -1,0 +1,155 @@
+"""The points of a search are those of the platform's own code, computed by hand here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optuna
+import pytest
+
+from hp_search.space import nest, read_space
+
+
+def space(hyperparameters: Any, *, grid: bool = True) -> Any:
+    problems: list[str] = []
+    found = read_space(hyperparameters, problems, grid=grid)
+    assert problems == []
+    return found
+
+
+def points(**spaces: Any) -> list[Any]:
+    """The grid of one hyperparameter."""
+    (axis,) = space({"x": spaces}).axes
+    return list(axis.grid)
+
+
+class TestGrid:
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            (
+                {"type": "log", "base": 2.0, "minval": 8, "maxval": 24, "count": 5},
+                [256, 4096, 65536, 1048576, 16777216],
+            ),
+            (
+                {"type": "log", "base": 10.0, "minval": -4, "maxval": -2, "count": 3},
+                [1e-4, 1e-3, 0.01],
+            ),
+            ({"type": "log", "base": 2.0, "minval": 0, "maxval": 9, "count": 1}, [2**4.5]),
+            ({"type": "log", "base": 0.5, "minval": 0, "maxval": 2, "count": 3}, [1, 0.5, 0.25]),
+            ({"type": "double", "minval": -1, "maxval": 1, "count": 3}, [-1, 0, 1]),
+            ({"type": "double", "minval": 0, "maxval": 1, "count": 1}, [0.5]),
+            ({"type": "int", "minval": 0, "maxval": 3, "count": 100}, [0, 1, 2, 3]),
+            ({"type": "int", "minval": 0, "maxval": 10, "count": 4}, [0, 3, 7, 10]),
+            ({"type": "int", "minval": 1, "maxval": 4, "count": 1}, [3]),  # 2.5 away from zero
+            ({"type": "int", "minval": -4, "maxval": -1, "count": 1}, [-3]),
+            ({"type": "categorical", "vals": ["b", "a"]}, ["b", "a"]),
+        ],
+    )
+    def test_has_the_points_of_the_platform(self, given: Any, expected: list[Any]) -> None:
+        # Powers of two are exact; Go's pow and C's differ in the last bits of some others.
+        assert points(**given) == (
+            expected if isinstance(expected[0], str) else pytest.approx(expected, rel=1e-15)
+        )
+
+    def test_is_every_combination_and_starts_from_the_end(self) -> None:
+        """Names sorted level by level, the last one fastest; the platform pops from the end."""
+        found = space(
+            {
+                "z": {"type": "int", "minval": 0, "maxval": 1, "count": 2},
+                "amp": {"init_scale": {"type": "categorical", "vals": [1, 2, 4]}},
+                "batch": 32,
+            }
+        )
+        assert [axis.name for axis in found.axes] == ["amp.init_scale", "z"]
+        assert [tuple(point.values()) for point in found.grid()] == [
+            (4, 1),
+            (4, 0),
+            (2, 1),
+            (2, 0),
+            (1, 1),
+            (1, 0),
+        ]
+
+    def test_without_spaces_is_one_point(self) -> None:
+        assert space({"a": 1}).grid() == [{}]
+
+
+NESTED: dict[str, Any] = {
+    "amp": {"init_scale": {"type": "double", "minval": 0, "maxval": 1}, "precision": "x"},
+    "fixed": {"type": "const", "val": [1, 2]},
+    "empty": {},
+    "listed": [{"type": "int"}],  # the platform takes a list as it is
+    "nothing": None,
+    "choice": {"type": "categorical", "vals": [{"deep": 1}, [2]]},
+}
+
+
+class TestNesting:
+    def test_a_trial_gets_constants_and_its_point(self) -> None:
+        found = space(NESTED, grid=False)
+        point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}'}
+        hyperparameters = found.nested(point)
+        assert hyperparameters == {
+            "amp": {"init_scale": 0.25, "precision": "x"},
+            "fixed": [1, 2],
+            "empty": {},
+            "listed": [{"type": "int"}],
+            "nothing": None,
+            "choice": {"deep": 1},
+        }
+        assert nest(found.axes, hyperparameters) == {
+            "amp": {"init_scale": 0.25},
+            "choice": {"deep": 1},
+        }
+
+    def test_true_and_1_stay_apart(self) -> None:
+        found = space({"x": {"type": "categorical", "vals": [1, True]}})
+        assert [found.nested(point)["x"] for point in found.grid()] == [True, 1]
+        assert found.nested(found.grid()[0])["x"] is True
+
+    def test_probes_show_every_end_and_choice(self) -> None:
+        found = space(
+            {
+                "a": {"type": "categorical", "vals": ["x", "y", "z"]},
+                "b": {"type": "log", "base": 2.0, "minval": 0, "maxval": 4},
+            },
+            grid=False,
+        )
+        assert list(found.probes()) == [
+            {"a": "x", "b": 1.0},
+            {"a": "y", "b": 16.0},
+            {"a": "z", "b": 16.0},
+        ]
+
+
+def test_log_is_drawn_uniformly_in_the_exponent() -> None:
+    (axis,) = space({"x": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}}, grid=False).axes
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    drawn = sorted(math.log2(study.ask({"x": axis.distribution}).params["x"]) for _ in range(400))
+    # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded by one honest sample in a thousand.
+    distance = max(abs(u / 24 - (i + 0.5) / 400) for i, u in enumerate(drawn))
+    assert distance < 1.95 / math.sqrt(400)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"type": "logarithmic"}, "hyperparameters.a.x.type: got 'logarithmic'; allowed: const"),
+        ({"type": ["int"]}, "hyperparameters.a.x.type: got ['int']"),
+        ({"type": "log", "minval": 0, "maxval": 1}, "hyperparameters.a.x.base: missing"),
+        ({"type": "log", "base": 2.0, "minval": 0, "maxval": 5000}, "are exponents"),
+        ({"type": "int", "minval": 0.5, "maxval": 1}, "hyperparameters.a.x.minval: got 0.5"),
+        ({"type": "int", "minval": 3, "maxval": 3, "count": 1}, "allowed: less than maxval"),
+        ({"type": "double", "minval": 0, "maxval": 1}, "hyperparameters.a.x.count: missing"),
+        ({"type": "double", "minval": 0, "maxval": 1, "counts": 3}, "did you mean count?"),
+        ({"type": "categorical", "vals": []}, "allowed: a list of values"),
+        ({"type": "categorical", "values": [1]}, "x.values: unknown key"),
+        ({"type": "categorical", "vals": [1, 1]}, "a value twice"),
+    ],
+)
+def test_mistake_is_named(given: Any, words: str) -> None:
+    problems: list[str] = []
+    read_space({"a": {"x": given}}, problems, grid=True)
+    assert words in problems[0]

@@ -1,0 +1,181 @@
+"""A search is laid over its experiment, and a mistake in either is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hp_search import trial_run
+from hp_search.scale_metrics import batches_to_score
+from hp_search.trial_config import compose
+from tests import searching
+from tests.test_configs import TRIALS, flat
+from tests.training import ROOT
+from trials import experiment
+from trials.settings import ConfigError
+
+SEARCHES = sorted((ROOT / "hp_search").glob("loss_scale_*.yaml"))
+SCORED = {"experiment": "experiment.yaml", "amp": {"init_scale": 3000.0}}
+
+
+def composed(directory: Path, sampled: Any, *overrides: str) -> dict[str, Any]:
+    config = searching.load(directory, "loss_scale_random.yaml", *overrides)
+    return compose(config, sampled, directory)
+
+
+class TestCompose:
+    def test_changes_what_the_search_says_and_nothing_else(self, tmp_path: Path) -> None:
+        found = composed(tmp_path, {**SCORED, "training": {"max_length": {"batches": 3}}})
+        base = yaml.safe_load((tmp_path / "experiment.yaml").read_text())
+        assert found["name"] == "loss-scale-random"
+        assert found["searcher"]["name"] == "random"
+        assert found["data"] == base["data"]
+        ours, theirs = flat(found["hyperparameters"]), flat(base["hyperparameters"])
+        assert ours.keys() == theirs.keys()
+        assert {key for key in ours if ours[key] != theirs[key]} == {
+            "amp.init_scale",
+            "training.max_length.batches",
+        }
+
+    def test_data_of_the_search_is_laid_over_too(self, tmp_path: Path) -> None:
+        found = composed(tmp_path, SCORED, "data={channels: 3}")
+        assert found["data"]["channels"] == 3
+        assert found["data"]["dataset"] == "digits"
+
+    def test_a_length_is_replaced_whatever_its_unit(self, tmp_path: Path) -> None:
+        found = composed(tmp_path, {**SCORED, "training": {"max_length": {"epochs": 1}}})
+        assert found["hyperparameters"]["training"]["max_length"] == {"epochs": 1}
+
+    @pytest.mark.parametrize(
+        ("sampled", "used"), [(3000.0, 4096.0), (2896.0, 2048.0), (2897.0, 4096.0), (1, 1.0)]
+    )
+    def test_sampled_scale_becomes_the_nearest_power_of_two(
+        self, sampled: float, used: float, tmp_path: Path
+    ) -> None:
+        found = composed(tmp_path, {**SCORED, "amp": {"init_scale": sampled}})
+        assert found["hyperparameters"]["amp"]["init_scale"] == used
+
+    @pytest.mark.parametrize("space", ["3000.0", "{type: categorical, vals: [3000.0]}"])
+    def test_a_scale_that_is_written_down_is_left_alone(self, space: str, tmp_path: Path) -> None:
+        found = composed(tmp_path, SCORED, f"hyperparameters.amp.init_scale={space}")
+        assert found["hyperparameters"]["amp"]["init_scale"] == 3000.0
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            (None, "hyperparameters.experiment: missing; allowed: the path of an experiment"),
+            (3, "got 3"),
+            ("nowhere.yaml", "nowhere.yaml is not a file in"),
+            ("../outside.yaml", "not a path inside"),
+            ("/etc/hostname", "not a path inside"),
+            ("search.yaml", "is itself a search"),
+            ("empty.yaml", "has no hyperparameters"),
+        ],
+    )
+    def test_experiment_that_cannot_be_used_is_named(
+        self, name: object, words: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "context").mkdir()
+        (tmp_path / "outside.yaml").write_text("hyperparameters: {}")
+        (tmp_path / "context" / "empty.yaml").write_text("name: x")
+        with pytest.raises(ConfigError) as refused:
+            composed(tmp_path / "context", {**SCORED, "experiment": name})
+        assert words in str(refused.value)
+
+
+class TestCheck:
+    """What `hp_search.local` asks of the ends of every range before it starts a trial."""
+
+    def check(self, directory: Path, *overrides: str, **sampled: Any) -> None:
+        config = searching.load(directory, "loss_scale_grid.yaml", *overrides)
+        rest = {"training": config["hyperparameters"]["training"]}
+        trial_run.check(config, {**SCORED, **rest, **sampled})
+
+    @pytest.fixture(autouse=True)
+    def _there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def test_lets_a_sound_trial_pass(self, tmp_path: Path) -> None:
+        self.check(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("overrides", "sampled", "words"),
+        [
+            ((), {"amp": {"init_scal": 1.0}}, "did you mean init_scale?"),
+            ((), {"amp": {"init_scale": 0.25}}, "below min_scale"),
+            (
+                (),
+                {"amp": {"init_scale": 2.0, "precision": "amp_bf16"}},
+                "precision amp_bf16 does not scale the loss",
+            ),
+            ((), {"training": {"max_length": {"epochs": 1}}}, "got epochs; allowed where trials"),
+            (("resources.slots_per_trial=2",), {}, "slots_per_trial: got 2; allowed"),
+        ],
+    )
+    def test_names_what_cannot_be_scored(
+        self, overrides: Any, sampled: Any, words: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError) as refused:
+            self.check(tmp_path, *overrides, **sampled)
+        assert words in str(refused.value)
+
+
+def test_searches_are_exactly_these() -> None:
+    names = {path.name for path in (ROOT / "hp_search").glob("*.yaml")}
+    assert {path.name for path in SEARCHES} == {
+        "loss_scale_asha.yaml",
+        "loss_scale_grid.yaml",
+        "loss_scale_random.yaml",
+    }
+    assert names - {path.name for path in SEARCHES} <= {"find_loss_scale.yaml"}
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+class TestEverySearch:
+    @pytest.mark.parametrize("trial", TRIALS)
+    def test_works_for_every_trial_by_one_key(
+        self, trial: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        config = yaml.safe_load(path.read_text())
+        config["hyperparameters"]["experiment"] = f"experiment_configs/{trial}/amp.yaml"
+        plan = searching.plan(config)
+        probes = list(plan.space.probes())
+        assert len(probes) >= 2
+        for probe in probes:
+            found = trial_run.check(config, plan.space.nested(probe))
+            assert found.hparams.trial.startswith(f"trials.{trial}:")
+
+    def test_header_gives_the_commands_of_this_file(self, path: Path) -> None:
+        header = path.read_text().split("\nname:")[0]
+        assert f"det experiment create hp_search/{path.name} ." in header
+        assert f"-m hp_search.local hp_search/{path.name}" in header
+        assert "--config hyperparameters.experiment=" in header
+
+    def test_name_says_which_file_it_is(self, path: Path) -> None:
+        assert yaml.safe_load(path.read_text())["name"] == path.stem.replace("_", "-")
+
+    def test_range_holds_the_default_scale(self, path: Path) -> None:
+        """So that a search can say that the default was right."""
+        space = yaml.safe_load(path.read_text())["hyperparameters"]["amp"]["init_scale"]
+        assert (space["type"], space["base"]) == ("log", 2.0)
+        assert space["minval"] <= 16 <= space["maxval"]
+
+    def test_user_errors_are_not_retried(self, path: Path) -> None:
+        (policy,) = yaml.safe_load(path.read_text())["log_policies"]
+        assert policy["action"] == "cancel_retries"
+        assert "no retry can help: " in policy["pattern"]
+
+
+def test_grid_has_every_power_of_two_of_its_range() -> None:
+    config = yaml.safe_load((ROOT / "hp_search/loss_scale_grid.yaml").read_text())
+    scales = [point["amp.init_scale"] for point in searching.plan(config).grid]
+    assert scales == [2.0**k for k in reversed(range(25))]
+
+
+def test_scored_batches_are_the_length_of_the_trial(tmp_path: Path) -> None:
+    found = composed(tmp_path, {**SCORED, "training": {"max_length": {"batches": 3}}})
+    assert batches_to_score(experiment.parse(found, "search")) == 3
