@@ -12,7 +12,7 @@ RUN = $(ENV)/bin/python
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard test test-oldest lint format tensorboard clean
+.PHONY: help run search dashboard test test-oldest test-cluster lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,11 +28,14 @@ dashboard: $(ENV)/ready ## open the newest search, also while it runs
 	@$(ENV)/bin/optuna-dashboard --host 127.0.0.1 sqlite:///$(STUDY)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
-	@$(RUN) -m pytest -n 2 --dist loadfile
+	@$(RUN) -m pytest -n 2 --dist loadfile -m "not cluster"
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
 	    PYTHON=$(if $(filter command% environment,$(origin PYTHON)),$(PYTHON),$(call works,python3.10 python3.11))
+
+test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
+	@$(RUN) -m pytest -m cluster -v -rs tests/test_cluster.py
 
 lint: $(ENV)/ready ## ruff and mypy, strict, tests included
 	@$(ENV)/bin/ruff format --check .

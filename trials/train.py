@@ -2,6 +2,7 @@
 
     python -m trials.train CONFIG.yaml [--config KEY=VALUE ...] [--run-folder FOLDER]
     python -m trials.train [CONFIG.yaml] --resume RUN_FOLDER
+    python -m trials.train CONFIG.yaml --report-to MASTER_URL
     torchrun --nproc-per-node 2 -m trials.train CONFIG.yaml
 
 On a cluster it is the entrypoint of every experiment of this repository and takes no argument.
@@ -34,7 +35,10 @@ from trials.fit import Prepare, fit, prepare_nothing
 from trials.guard import GuardError
 from trials.islands import IslandError
 from trials.loading import DataError
+from trials.local.detached import DetachedTrial
 from trials.local.folder import RunFolder
+from trials.local.master import MasterError, log_in
+from trials.local.reports import Follower
 from trials.local.run import Resume
 from trials.local.run import train as train_here
 from trials.precision import PrecisionError
@@ -48,6 +52,7 @@ USER_ERRORS = (
     DataError,
     GuardError,
     IslandError,
+    MasterError,
     PrecisionError,
 )
 
@@ -101,12 +106,21 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     raw = with_overrides(experiment.read_yaml(path), options.overrides)
     config = experiment.parse(raw, path)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
+    chief = os.environ.get("RANK", "0") == "0"
+    session = log_in(options.report_to) if options.report_to and chief else None
 
     def choose_folder() -> RunFolder:
         given = options.resume or options.run_folder
         return RunFolder(Path(given)) if given else RunFolder.new(Path("runs"), config.name)
 
-    train_here(raw, config, choose_folder, resume)
+    def follow(folder: RunFolder) -> Follower:
+        if session is None:
+            return Follower()
+        trial = DetachedTrial(session, folder, raw)
+        print(f"shown at {trial.address}", flush=True)
+        return trial
+
+    train_here(raw, config, choose_folder, resume, follow=follow)
     return 0
 
 
@@ -117,6 +131,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", help="experiment YAML")
     parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on from its newest checkpoint")
     parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
+    parser.add_argument(
+        "--report-to",
+        metavar="MASTER_URL",
+        help="show the run on a Determined cluster, too; log in there with `det user login`",
+    )
     parser.add_argument(
         "--config",
         dest="overrides",

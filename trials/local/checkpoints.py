@@ -73,6 +73,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         _sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
+        self._reports.saved(complete_checkpoints(self._folder))
 
     def _prune(self) -> None:
         saved = complete_checkpoints(self._folder)

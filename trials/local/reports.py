@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from determined import core
@@ -11,6 +14,28 @@ from trials.experiment import Experiment
 from trials.hparams import Hparams
 from trials.local.display import Display
 from trials.local.folder import RunFolder
+
+
+class Follower:
+    """Is told what a run folder receives; this one makes nothing of it."""
+
+    @contextmanager
+    def following(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Follow meanwhile.
+
+        Args:
+            stopped: Whether the run was asked to stop, to be resumed later.
+        """
+        yield
+
+    def reported(self, line: Mapping[str, Any]) -> None:
+        """A line was added to `metrics.jsonl`."""
+
+    def progressed(self, share: float) -> None:
+        """This share of the run is done, 0 to 1."""
+
+    def saved(self, checkpoints: Sequence[Path]) -> None:
+        """These checkpoints are in the folder now."""
 
 
 class LocalReports(core.DummyTrainContext):
@@ -22,14 +47,20 @@ class LocalReports(core.DummyTrainContext):
         folder: Where `metrics.jsonl` and the event files go.
         display: What the user sees.
         experiment: Says which validation metric is the best, and in which direction.
+        follower: Is told of everything.
     """
 
     def __init__(
-        self, folder: RunFolder, display: Display, experiment: Experiment[Hparams]
+        self,
+        folder: RunFolder,
+        display: Display,
+        experiment: Experiment[Hparams],
+        follower: Follower,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
         self._folder = folder
         self._display = display
+        self._follower = follower
         self._metric = experiment.platform.searcher.metric
         self._smaller_is_better = experiment.platform.searcher.smaller_is_better
         self._best: tuple[float, int] | None = None  # value, batches
@@ -52,7 +83,11 @@ class LocalReports(core.DummyTrainContext):
         self._display.status(status)
 
     def report_progress(self, progress: float) -> None:
-        pass  # the display counts batches
+        self._follower.progressed(progress)  # the display counts batches
+
+    def saved(self, checkpoints: Sequence[Path]) -> None:
+        """These checkpoints are in the folder now."""
+        self._follower.saved(checkpoints)
 
     def _report_trial_metrics(
         self,
@@ -64,6 +99,7 @@ class LocalReports(core.DummyTrainContext):
         numbers = {name: _number(value) for name, value in metrics.items()}
         line = {"group": group, **numbers, "batches": steps_completed}
         self._folder.append_metrics(line)
+        self._follower.reported(line)
         self._display.report(group, steps_completed, numbers)
         if group == "validation":
             self._note_validation(steps_completed, numbers)

@@ -24,7 +24,7 @@ from trials.local.display import Display
 from trials.local.folder import RunFolder
 from trials.local.logs import logging_to
 from trials.local.processes import StopOnSignal, process_group
-from trials.local.reports import LocalReports
+from trials.local.reports import Follower, LocalReports
 from trials.settings import ConfigError
 
 
@@ -97,6 +97,7 @@ def train(
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
     *,
+    follow: Callable[[RunFolder], Follower] = lambda folder: Follower(),
     show: Callable[[StopOnSignal], Display] | None = None,
     prepare: Prepare = prepare_nothing,
 ) -> RunFolder:
@@ -107,6 +108,7 @@ def train(
         experiment: The same, parsed.
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
+        follow: Makes what is told of everything the folder receives; called by the chief only.
         show: Makes what is told of the run, and may ask it to stop; by default the terminal.
         prepare: Called before the trial is made.
 
@@ -125,18 +127,20 @@ def train(
         display = Display(experiment.name, Console(quiet=not chief))
         if show is not None:
             display = show(stop)
-        reports = None
+        reports, follower = None, Follower()
         if chief:
             folder.forget_metrics_after(first_batch)
             folder.describe(config, experiment)
-            reports = LocalReports(folder, display, experiment)
+            follower = follow(folder)
+            reports = LocalReports(folder, display, experiment, follower)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
             preempt=stop,
             train=reports or core.DummyTrainContext(folder.tensorboard),
         )
-        with logging_to(folder.log, display.console), core_context:
+        followed = follower.following(lambda: stop.requested)
+        with logging_to(folder.log, display.console), core_context, followed:
             context = trial_context(core_context, config, experiment, first_batch)
             prepare(context, experiment)
             trial = load_trial_class(experiment.hparams.trial)(context, experiment)

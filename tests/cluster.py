@@ -1,0 +1,219 @@
+"""A Determined cluster for the tests: experiments made as users make them, waited for, read."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from determined.common.api import bindings, errors
+from determined.experimental import client
+
+from tests.training import ROOT, digest
+from trials.local.master import log_in
+
+ENDED = (
+    client.ExperimentState.COMPLETED,
+    client.ExperimentState.ERROR,
+    client.ExperimentState.CANCELED,
+)
+
+
+class Run:
+    """One experiment.
+
+    Args:
+        cluster: Where it is.
+        number: Its id.
+    """
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster = cluster
+        self.id = number
+        self.experiment = cluster.client.get_experiment(number)
+
+    def state(self) -> client.ExperimentState:
+        self.experiment.reload()
+        state = self.experiment.state
+        assert state is not None
+        return state
+
+    def wait(self, limit: float = 900) -> client.ExperimentState:
+        """Its last state."""
+        wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
+        return self.state()
+
+    def completed(self) -> Run:
+        """Wait for it; the end of its log explains anything but success."""
+        state = self.wait()
+        assert state is client.ExperimentState.COMPLETED, f"{state}: {self.log()[-3000:]}"
+        return self
+
+    @property
+    def trials(self) -> list[client.Trial]:
+        return list(self.experiment.list_trials())
+
+    @property
+    def trial(self) -> client.Trial:
+        (trial,) = self.trials
+        return trial
+
+    def restarts(self) -> int:
+        """How often the cluster started the trial again by itself."""
+        return bindings.get_GetTrial(self.cluster.session, trialId=self.trial.id).trial.restarts
+
+    def log(self) -> str:
+        return "".join(line for trial in self.trials for line in trial.iter_logs())
+
+    def metrics(self, group: str) -> list[dict[str, Any]]:
+        """The reports of its only trial, in order."""
+        return metrics(self.trial, group)
+
+    def batches(self) -> int:
+        """How far its only trial has reported."""
+        return max((m["batches"] for t in self.trials for m in metrics(t, "training")), default=0)
+
+    def newest_checkpoint_batches(self) -> int:
+        """Batches trained before its newest checkpoint, 0 without one."""
+        saved = [c for trial in self.trials for c in trial.list_checkpoints()]
+        return max((int((c.metadata or {})["steps_completed"]) for c in saved), default=0)
+
+    def newest_checkpoint(self) -> client.Checkpoint:
+        """Of its only trial."""
+        by_batches = client.CheckpointSortBy.BATCH_NUMBER
+        return self.trial.list_checkpoints(by_batches, client.OrderBy.DESCENDING)[0]
+
+    def digest(self, folder: Path) -> str:
+        """One hash of its newest checkpoint: weights, optimizer, scaler, counts, random state."""
+        path = self.newest_checkpoint().download(str(folder / str(self.id)))
+        return digest(torch.load(Path(path) / "state_dict.pth", weights_only=True))
+
+    def det(self, action: str) -> None:
+        """`det experiment ACTION ID`."""
+        self.cluster.det("experiment", action, str(self.id))
+
+
+class Cluster:
+    """A master, what these tests make on it, and its removal.
+
+    Raises:
+        MasterError: if there is no login.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.session = log_in(address)
+        self.client = client.Determined(address)  # with the token of that login
+        self.label = f"determined-amp-test-{uuid.uuid4().hex[:8]}"
+        self.runs: list[Run] = []
+
+    @property
+    def slots(self) -> int:
+        """Slots of all agents that take work."""
+        agents = bindings.get_GetAgents(self.session).agents
+        return sum(len(agent.slots or {}) for agent in agents if agent.enabled)
+
+    def det(self, *arguments: str) -> str:
+        """What the command line says, as a user types it in the root of the repository."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "determined.cli", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "DET_MASTER": self.address},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"det {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def create(self, config: str | Path, *overrides: str) -> Run:
+        """`det experiment create CONFIG . --config KEY=VALUE ...`."""
+        labelled = (*overrides, f"labels=[{self.label}]")
+        options = [word for override in labelled for word in ("--config", override)]
+        said = self.det("experiment", "create", str(config), ".", *options)
+        found = re.search(r"Created experiment (\d+)", said)
+        assert found, said
+        return self.adopt(int(found[1]))
+
+    def adopt(self, number: int) -> Run:
+        """An experiment that was made otherwise; removed with the others."""
+        self.runs.append(Run(self, number))
+        return self.runs[-1]
+
+    def table(self) -> str:
+        """What ran, a line each."""
+        lines = [f"{'id':>5} {'experiment':24} {'state':10} {'trials':>6} {'s':>5} last validation"]
+        for run in self.runs:
+            state, made = run.state(), bindings.get_GetExperiment(self.session, experimentId=run.id)
+            seconds = _seconds(made.experiment.startTime, made.experiment.endTime)
+            last = [m for trial in run.trials for m in metrics(trial, "validation")[-1:]]
+            best = min((m["validation_loss"] for m in last if "validation_loss" in m), default=None)
+            lines.append(
+                f"{run.id:>5} {made.experiment.name:24} {state.name:10} {len(run.trials):>6} "
+                f"{seconds:>5.0f} validation_loss {best}"
+            )
+        return "\n".join(lines)
+
+    def clean_up(self) -> None:
+        """End and delete what was made; where the user may not delete, archive."""
+        for run in self.runs:
+            if run.state() not in ENDED:
+                run.experiment.kill()
+        for run in self.runs:
+            run.wait(120)
+            try:
+                run.experiment.delete()
+            except errors.BadRequestException:
+                run.experiment.archive()
+
+
+def metrics(trial: client.Trial, group: str) -> list[dict[str, Any]]:
+    """The reports of a trial, in order."""
+    reports = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
+    return [{"batches": report.steps_completed, **report.metrics} for report in reports]
+
+
+def _seconds(start: str, end: str | None) -> float:
+    if end is None:
+        return math.nan
+    first, last = (datetime.fromisoformat(time.replace("Z", "+00:00")) for time in (start, end))
+    return (last - first).total_seconds()
+
+
+def wait_until(condition: Callable[[], bool], what: str, limit: float = 300) -> None:
+    """Look once a second.
+
+    Raises:
+        TimeoutError: after `limit` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {limit:.0f} s for {what}")
+        time.sleep(1)
+
+
+def docker(*arguments: str) -> str | None:
+    """What this machine's Docker says; None if there is none or it may not be used."""
+    command = shutil.which("docker")
+    if command is None:
+        return None
+    done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def container_of(trial: client.Trial) -> str | None:
+    """The container in which this machine's Docker runs a trial; None if it does not."""
+    label = '{{.ID}} {{.Label "ai.determined.container.description"}}'
+    lines = (docker("ps", "--format", label) or "").splitlines()
+    return next((line.split()[0] for line in lines if f"-trial-{trial.id}-" in line), None)

@@ -1,0 +1,322 @@
+"""What this repository promises on a Determined cluster, on a real one: `make test-cluster`.
+
+Needs DET_MASTER and a login (`det user login`, or DET_USER and DET_PASS); any cluster will do. The
+experiments are small, carry a label of their own, and are deleted at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from determined.experimental import client
+
+from tests import training
+from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
+from tests.training import ROOT, digest
+from trials.local.master import MasterError
+
+pytestmark = pytest.mark.cluster
+
+CONFIGS = sorted((ROOT / "experiment_configs").rglob("*.yaml"))
+SEARCHES = sorted((ROOT / "hp_search").glob("*.yaml"))
+
+# What makes a trial small enough for a CPU. One that is not here runs with short lengths only.
+SMALL = {
+    "trials.mlp:MLPTrial": (
+        "data.image_size=8",
+        "hyperparameters.hidden_features=32",
+        "hyperparameters.global_batch_size=32",
+    ),
+    "trials.resnet50:ResNet50Trial": (
+        "data.dataset=synthetic",
+        "data.samples=40",
+        "hyperparameters.global_batch_size=4",
+        "hyperparameters.warmup_steps=0",
+    ),
+}
+# Of each unit that a YAML may give its lengths in.
+SHORT = {"batches": 30, "epochs": 1}
+
+# The trials of a search are those of mlp/amp.yaml.
+OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
+# Trials are compared after 2, 8 and 32 batches.
+ASHA = (
+    "searcher.max_time=32",
+    "hyperparameters.training.max_length.batches=32",
+    "hyperparameters.training.checkpoint_period.batches=32",
+    "hyperparameters.training.validation_period.batches=2",
+    "hyperparameters.training.reporting_period.batches=2",
+)
+
+# Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
+LENGTH = 160
+PERIOD = 20
+DISTURBED = (
+    *SMALL["trials.mlp:MLPTrial"],
+    "hyperparameters.lr_schedule=cosine",
+    "hyperparameters.warmup_steps=10",
+    "hyperparameters.amp.growth_interval=40",
+    f"hyperparameters.training.max_length.batches={LENGTH}",
+    f"hyperparameters.training.validation_period.batches={PERIOD}",
+    f"hyperparameters.training.checkpoint_period.batches={PERIOD}",
+    "hyperparameters.training.reporting_period.batches=2",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    address = os.environ.get("DET_MASTER")
+    if not address:
+        pytest.skip("needs a Determined cluster: set DET_MASTER and log in")
+    try:
+        cluster = Cluster(address)
+    except MasterError as error:
+        pytest.skip(f"needs a Determined cluster: {error}")
+    yield cluster
+    try:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{cluster.table()}")
+    finally:
+        cluster.clean_up()
+
+
+@pytest.fixture(scope="module")
+def runs(cluster: Cluster) -> dict[Path, Run]:
+    """All at once: the cluster runs as many at a time as it has slots for."""
+    room = cluster.slots
+    return {
+        path: cluster.create(path.relative_to(ROOT), *shortened(path))
+        for path in CONFIGS
+        if slots(path) <= room
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> Run:
+    return long_run(cluster)
+
+
+def long_run(cluster: Cluster) -> Run:
+    """One that lasts long enough to be disturbed."""
+    return cluster.create("experiment_configs/mlp/amp.yaml", *DISTURBED)
+
+
+@pytest.fixture(scope="module")
+def searches(cluster: Cluster) -> dict[Path, Run]:
+    return {path: cluster.create(path.relative_to(ROOT), *small_search(path)) for path in SEARCHES}
+
+
+def small_search(path: Path) -> list[str]:
+    """Overrides that leave a few short trials of a search."""
+    config = yaml.safe_load(path.read_text())
+    changes = [*OF_A_SEARCH]
+    if config["searcher"]["name"] == "grid":
+        changes += [
+            f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
+        ]
+    else:
+        changes.append("searcher.max_trials=4")
+    if "max_time" in config["searcher"]:
+        changes += ASHA
+    return changes
+
+
+def counted(hparams: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of all ranges that a grid divides."""
+    for key, value in hparams.items():
+        if isinstance(value, dict) and "count" in value:
+            yield f"{prefix}{key}"
+        elif isinstance(value, dict):
+            yield from counted(value, f"{prefix}{key}.")
+
+
+def shortened(path: Path) -> list[str]:
+    """Overrides that make the experiment of a YAML small."""
+    hparams = yaml.safe_load(path.read_text())["hyperparameters"]
+    lengths = [
+        f"hyperparameters.training.{name}.{unit}={SHORT[unit]}"
+        for name in ("max_length", "validation_period", "checkpoint_period")
+        for unit in hparams["training"][name]
+    ]
+    return [
+        *SMALL.get(hparams["trial"], ()),
+        *lengths,
+        "hyperparameters.training.reporting_period.batches=5",
+    ]
+
+
+def slots(path: Path) -> int:
+    resources = yaml.safe_load(path.read_text()).get("resources", {})
+    return int(resources.get("slots_per_trial", 1))
+
+
+class TestEveryExperiment:
+    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+    def test_completes_and_reports(self, path: Path, runs: dict[Path, Run]) -> None:
+        if path not in runs:
+            pytest.skip(f"needs {slots(path)} slots, more than this cluster has")
+        run = runs[path].completed()
+        assert run.restarts() == 0
+        training = run.metrics("training")
+        assert training[0]["audit_share"] > 0.5
+        assert training[-1]["applied_steps"] > 0
+        metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
+        assert math.isfinite(run.metrics("validation")[-1][metric])
+        assert run.newest_checkpoint().metadata
+
+    def test_two_slots_train_as_one(self, runs: dict[Path, Run]) -> None:
+        """The same samples in the same steps, each rank's gradients rounded to float16 apart.
+
+        A product of a half batch differs from its half of the whole by 2^-11 relative; Adam turns
+        that into as much of a step of 1e-3, 30 times, and the loss of 2.3 follows within 1e-2.
+        """
+        folder = ROOT / "experiment_configs" / "mlp"
+        one, two = folder / "amp.yaml", folder / "amp_2slots.yaml"
+        if two not in runs:
+            pytest.skip("needs 2 slots, more than this cluster has")
+        for name, group in (("loss", "training"), ("validation_loss", "validation")):
+            alone = [report[name] for report in runs[one].completed().metrics(group)]
+            together = [report[name] for report in runs[two].completed().metrics(group)]
+            assert together == pytest.approx(alone, abs=1e-2)
+            assert alone[-1] < alone[0] or group == "validation"
+        assert (
+            "batch_samples" in runs[two].metrics("training")[-1]
+        )  # of two ranks, see TrainingMetrics
+
+
+class TestDisturbedTrial:
+    """Whatever stops a trial, it ends with the weights of one that was left alone."""
+
+    @staticmethod
+    def assert_same(run: Run, undisturbed: Run, folder: Path) -> None:
+        assert run.completed().batches() == LENGTH
+        assert [m["batches"] for m in run.metrics("training")] == [
+            m["batches"] for m in undisturbed.completed().metrics("training")
+        ]
+        assert run.digest(folder) == undisturbed.digest(folder)
+
+    @staticmethod
+    def wait_for_checkpoint(run: Run) -> None:
+        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 600)
+        assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
+
+    def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 600)
+        run.det("pause")
+        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        assert run.state() is client.ExperimentState.PAUSED
+        assert run.newest_checkpoint_batches() < LENGTH
+        run.det("activate")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_killed_and_continued(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        run.det("kill")
+        assert run.wait() is client.ExperimentState.CANCELED
+        run.det("continue")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_container_killed(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        """Needs the Docker of the agent; the platform starts the trial again by itself."""
+        if docker("info") is None:
+            pytest.skip("needs the Docker that runs the containers, on this machine")
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        container = container_of(run.trial)
+        if container is None:
+            pytest.skip("the trial's container is not on this machine")
+        assert docker("kill", container) is not None
+        self.assert_same(run, undisturbed, tmp_path)
+        assert run.restarts() == 1
+
+
+class TestSearch:
+    @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
+    def test_completes_and_scores_every_trial(self, path: Path, searches: dict[Path, Run]) -> None:
+        run = searches[path].completed()
+        metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
+        assert len(run.trials) >= 3
+        for trial in run.trials:
+            assert all(math.isfinite(report[metric]) for report in metrics(trial, "validation"))
+
+    def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
+        for path, run in searches.items():
+            if "max_time" in yaml.safe_load(path.read_text())["searcher"]:
+                lengths = [
+                    max(report["batches"] for report in metrics(trial, "validation"))
+                    for trial in run.completed().trials
+                ]
+                assert min(lengths) < max(lengths) == 32
+
+    def test_asha_survives_a_loss_that_is_not_finite(self, cluster: Cluster) -> None:
+        """Learning rates up to 1e38: from 1e18 on, the weights' products overflow float32."""
+        path = ROOT / "hp_search" / "loss_scale_asha.yaml"
+        run = cluster.create(
+            path.relative_to(ROOT),
+            *small_search(path),
+            "hyperparameters.learning_rate.minval=-30",
+            "hyperparameters.learning_rate.maxval=38",
+        ).completed()
+        assert re.search(r"validation_loss is (nan|inf)|steps .* were skipped", run.log())
+        assert any(metrics(trial, "validation") for trial in run.trials)
+
+
+class TestDetachedRun:
+    OVERRIDES = (
+        *training.SMALL,
+        "hyperparameters.training.max_length.batches=600",
+        "hyperparameters.training.validation_period.batches=50",
+        "hyperparameters.training.checkpoint_period.batches=50",
+        "hyperparameters.training.reporting_period.batches=10",
+    )
+
+    def train(self, *arguments: str) -> subprocess.Popen[str]:
+        return training.start("-m", "trials.train", *arguments)
+
+    def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        command = training.arguments("mlp/amp.yaml", *self.OVERRIDES)
+        process = self.train(*command, "--run-folder", str(folder), "--report-to", cluster.address)
+        wait_until((folder / "metrics.jsonl").exists, "the first report")
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        number = re.search(r"/det/experiments/(\d+)", said)
+        assert number, said
+        run = cluster.adopt(int(number[1]))
+        assert run.state() is client.ExperimentState.PAUSED
+        assert 0 < run.batches() < 600
+
+        again = self.train("--resume", str(folder), "--report-to", cluster.address)
+        said, _ = again.communicate(timeout=300)
+        assert again.returncode == 0, said
+        assert f"/det/experiments/{run.id}" in said
+        assert run.state() is client.ExperimentState.COMPLETED
+        reports = training.metrics(folder)
+        for group in ("training", "validation"):
+            of_group = [line for line in reports if line["group"] == group]
+            assert [{**m, "group": group} for m in run.metrics(group)] == of_group
+
+        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone", *self.OVERRIDES)
+        assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
+
+
+class TestGuard:
+    def test_abort_is_not_retried(self, cluster: Cluster) -> None:
+        path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
+        run = cluster.create(
+            path.relative_to(ROOT), *shortened(path), "hyperparameters.learning_rate=1.0e+6"
+        )
+        assert run.wait() is client.ExperimentState.ERROR
+        assert "no retry can help: " in run.log()
+        assert run.restarts() == 0

@@ -1,0 +1,287 @@
+"""A run outside of the cluster that a master shows; `test_cluster.py` has a real master."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import training
+from tests.fake_master import PASSWORD, TOKEN, FakeMaster
+from trials import train
+from trials.local import outbox
+from trials.local.master import MasterError, log_in
+from trials.mlp import MLPTrial
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A user of the fake master, and no trace in the developer's own token store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DET_DEBUG_CONFIG_PATH", str(tmp_path_factory.mktemp("login")))
+        patch.setenv("DET_USER", "tester")
+        patch.setenv("DET_PASS", PASSWORD)
+        patch.setattr(outbox, "RETRY", 0.05)
+        yield
+
+
+@pytest.fixture
+def master() -> Iterator[FakeMaster]:
+    with FakeMaster().serving() as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeMaster, Path]]:
+    """A master, and the folder of a whole run that it shows."""
+    folder = tmp_path_factory.mktemp("shown") / "run"
+    with FakeMaster().serving() as master:
+        assert report_to(master, folder) == 0
+        yield master, folder
+
+
+def report_to(master: FakeMaster, folder: Path, *overrides: str) -> int:
+    arguments = training.arguments("mlp/amp.yaml", *overrides)
+    return train.main([*arguments, "--run-folder", str(folder), "--report-to", master.address])
+
+
+def lines(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """The reports in a run folder as a master lists them."""
+    reports = training.metrics(folder)
+    return [(line.pop("group"), line["batches"], line) for line in reports]
+
+
+def listed(master: FakeMaster) -> list[tuple[str, int, dict[str, Any]]]:
+    return [(group, batches, metrics) for _, group, batches, metrics in master.listed()]
+
+
+class TestDetachedRun:
+    def test_master_has_every_report_of_the_folder(self, shown: tuple[FakeMaster, Path]) -> None:
+        master, folder = shown
+        assert listed(master) == lines(folder)
+        assert {group for group, _, _ in listed(master)} == {"training", "validation"}
+        assert master.states == ["STATE_COMPLETED"]
+
+    def test_experiment_shows_the_whole_configuration(self, shown: tuple[FakeMaster, Path]) -> None:
+        master, folder = shown
+        config = yaml.safe_load(master.config)
+        storage = config.pop("checkpoint_storage")
+        assert config == yaml.safe_load((folder / "config.yaml").read_text())
+        assert storage == {"type": "directory", "container_path": str(folder / "checkpoints")}
+
+    def test_checkpoints_are_listed_and_found_by_their_id(
+        self, shown: tuple[FakeMaster, Path]
+    ) -> None:
+        """Of all that were saved, the folder and so the master keep the last, which is the best."""
+        master, folder = shown
+        states = {c["metadata"]["steps_completed"]: c["state"] for c in master.checkpoints.values()}
+        assert {4, 8, LENGTH} <= states.keys()
+        assert states.pop(LENGTH) == "STATE_COMPLETED"
+        assert set(states.values()) == {"STATE_DELETED"}
+        (kept,) = (c for c in master.checkpoints.values() if c["state"] == "STATE_COMPLETED")
+        found = folder / "checkpoints" / kept["uuid"]
+        assert found.resolve().name == "batch-00000012"
+        for name, size in kept["resources"].items():
+            assert (found / name).stat().st_size == int(size)
+        assert [path.name for path in found.parent.iterdir() if path.is_symlink()] == [kept["uuid"]]
+
+    def test_folder_is_that_of_any_run_and_holds_no_secret(
+        self, shown: tuple[FakeMaster, Path], tmp_path: Path
+    ) -> None:
+        _, folder = shown
+        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone")
+        extra = {path.name for path in folder.iterdir()} - {path.name for path in alone.iterdir()}
+        assert extra == {"detached.json"}
+        assert training.digest(training.checkpoint(folder, LENGTH)) == training.digest(
+            training.checkpoint(alone, LENGTH)
+        )
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            assert TOKEN.encode() not in content
+            assert PASSWORD.encode() not in content
+
+
+class TestResume:
+    def test_goes_on_in_the_same_experiment(
+        self, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Killed in batch 11, after the report of 10 and the checkpoint of 8: 10 comes anew."""
+        folder = tmp_path / "run"
+        fail_in_batch(10, monkeypatch, master, folder)
+        assert master.states == ["STATE_ERROR"]
+        assert "PlannedError: the machine burns" in master.log
+        sent = len(master.reports)
+        training.resume(folder, "--report-to", master.address)
+        assert len(set(master.external_ids)) == 1
+        assert master.states == ["STATE_ERROR", "STATE_COMPLETED"]
+        assert listed(master) == lines(folder)
+        assert {batches for _, _, batches, _ in master.reports[sent:]} == {10, 12}
+
+    def test_sends_what_the_master_lacks(self, master: FakeMaster, tmp_path: Path) -> None:
+        """A run that was trained without a master is shown with all that it has."""
+        folder = training.run_small("mlp/amp.yaml", tmp_path / "run")
+        training.resume(folder, "--report-to", master.address)
+        assert listed(master) == lines(folder)
+        (checkpoint,) = master.checkpoints.values()
+        assert checkpoint["metadata"]["steps_completed"] == LENGTH
+
+
+class TestMasterThatFails:
+    def test_being_away_costs_nothing(
+        self, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def leave(batch_idx: int) -> None:
+            master.away = 2 <= batch_idx < LENGTH - 1
+
+        before_each_batch(leave, monkeypatch)
+        folder = tmp_path / "run"
+        assert report_to(master, folder) == 0
+        assert listed(master) == lines(folder)
+        assert (folder / "log.txt").read_text().count("is away, the run goes on") == 1
+
+    def test_staying_away_ends_in_a_warning_and_a_resume_mends_it(
+        self, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def leave(batch_idx: int) -> None:
+            master.away = batch_idx >= 2
+
+        folder = tmp_path / "run"
+        monkeypatch.setattr(outbox, "PATIENCE", 0.2)
+        with monkeypatch.context() as planted:
+            before_each_batch(leave, planted)
+            assert report_to(master, folder) == 0
+        assert len(listed(master)) < len(lines(folder))
+        assert "lacks a part of this run" in (folder / "log.txt").read_text()
+        master.away = False
+        training.resume(folder, "--report-to", master.address)
+        assert listed(master) == lines(folder)
+
+    def test_refusing_a_report_does_not_end_the_run(
+        self, master: FakeMaster, tmp_path: Path
+    ) -> None:
+        master.refused.add("/trials/8/metrics")
+        folder = tmp_path / "run"
+        assert report_to(master, folder) == 0
+        assert not master.reports
+        log = (folder / "log.txt").read_text()
+        assert log.count("refuses what it is sent, the run goes on: refused for a test") == 1
+        assert "lacks a part of this run" in log
+        assert master.states == ["STATE_COMPLETED"]
+
+    def test_refusing_the_experiment_ends_it_before_training(
+        self, master: FakeMaster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        master.refused.add("/trials")
+        assert report_to(master, tmp_path / "run") == 2
+        assert "the experiment was refused: refused for a test" in capfd.readouterr().err
+        assert not lines(tmp_path / "run")
+
+    def test_damaged_id_is_one_message(
+        self, master: FakeMaster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = training.run_small("mlp/amp.yaml", tmp_path / "run")
+        (folder / "detached.json").write_text('{"external')
+        assert train.main(["--resume", str(folder), "--report-to", master.address]) == 2
+        shown = capfd.readouterr().err
+        assert "detached.json: cannot be read" in shown
+        assert "Traceback" not in shown
+
+
+class TestLogIn:
+    def test_wrong_address_is_one_sentence_and_no_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        arguments = training.arguments("mlp/amp.yaml")
+        assert train.main([*arguments, "--report-to", f"127.0.0.1:{free_port()}"]) == 2
+        shown = capfd.readouterr().err
+        assert "no master answers there" in shown
+        assert "Traceback" not in shown
+        assert not (tmp_path / "runs").exists()
+
+    @pytest.mark.parametrize("address", ["http://me:hush@host:80", "http://", "http://host:eighty"])
+    def test_address_that_is_none_is_refused_and_not_repeated(self, address: str) -> None:
+        with pytest.raises(MasterError, match="http://HOST:PORT") as refused:
+            log_in(address)
+        assert "hush" not in str(refused.value)
+
+    def test_server_that_is_no_master_is_named_so(self, master: FakeMaster) -> None:
+        with pytest.raises(MasterError, match="is not a Determined master"):
+            log_in(f"{master.address}/elsewhere")
+
+    def test_refused_login_says_how_to_log_in(self, master: FakeMaster) -> None:
+        master.forbidden.add("/auth/login")
+        with pytest.raises(MasterError, match="user login USER"):
+            log_in(master.address)
+
+    def test_good_login_gives_a_session(self, master: FakeMaster) -> None:
+        assert log_in(master.address).master == master.address
+
+
+class TestOutbox:
+    def test_keeps_the_order_over_failures(self, caplog: pytest.LogCaptureFixture) -> None:
+        done: list[str] = []
+        failures = iter([ConnectionError("gone"), ConnectionError("gone")])
+
+        def second() -> None:
+            for failure in failures:
+                raise failure
+            done.append("second")
+
+        box = outbox.Outbox("server", idle=lambda: None)
+        with caplog.at_level(logging.WARNING), box.sending():
+            for call in (lambda: done.append("first"), second, lambda: done.append("third")):
+                box.put(call)
+        assert done == ["first", "second", "third"]
+        assert box.all_delivered
+        assert [record.message for record in caplog.records] == [
+            "server is away, the run goes on: gone"
+        ]
+
+    def test_calls_idle_while_nothing_else_happens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(outbox, "IDLE", 0.01)
+        called = threading.Event()
+        with outbox.Outbox("server", idle=called.set).sending():
+            assert called.wait(10)
+
+
+class PlannedError(Exception):
+    """Ends a run in the middle."""
+
+
+def before_each_batch(action: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = MLPTrial.train_batch
+
+    def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        action(batch_idx)
+        return original(trial, batch, epoch_idx, batch_idx)
+
+    monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
+
+
+def fail_in_batch(
+    last: int, monkeypatch: pytest.MonkeyPatch, master: FakeMaster, folder: Path
+) -> None:
+    def fail(batch_idx: int) -> None:
+        if batch_idx == last:
+            raise PlannedError("the machine burns")
+
+    with monkeypatch.context() as planted:
+        before_each_batch(fail, planted)
+        with pytest.raises(PlannedError):
+            report_to(master, folder)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

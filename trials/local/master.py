@@ -1,0 +1,80 @@
+"""Log in to a Determined master from a program, with one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import os
+
+from determined.common import api
+from determined.common.api import authentication, certs, errors
+
+# Seconds to wait for the first answer of an address that may be wrong.
+_FIRST_ANSWER = 10
+
+# What a proxy answers while the master behind it is away.
+_AWAY = (502, 503, 504)
+
+
+class MasterError(RuntimeError):
+    """A master cannot be used: a wrong address, no login, or it refuses."""
+
+
+def log_in(address: str) -> api.Session:
+    """A session with the master at `address`, as the user of `det user login` or of DET_USER.
+
+    Never asks for a password: a program may run where nobody answers.
+
+    Raises:
+        MasterError: if there is no master or the login does not hold.
+    """
+    try:
+        url = api.canonicalize_master_url(address)
+    except ValueError:  # its words would repeat a password
+        raise MasterError(
+            "the master's address is not of the form http://HOST:PORT; it may hold no user, "
+            "password, query or fragment"
+        ) from None
+    _find_master(url)
+    try:
+        # With a password in hand, even an empty one, Determined does not ask for it.
+        password = os.environ.get("DET_PASS", "")
+        return authentication.login_with_cache(url, None, password, certs.default_load(url))
+    except (errors.UnauthenticatedException, errors.ForbiddenException) as error:
+        raise MasterError(
+            f"{url}: the login was refused; log in with `det -m {url} user login USER`, "
+            "or set DET_USER and DET_PASS"
+        ) from error
+    except (errors.BadRequestException, errors.CorruptTokenCacheException, OSError) as error:
+        raise MasterError(f"{url}: the login failed: {_one_line(error)}") from error
+
+
+def _find_master(url: str) -> None:
+    try:
+        session = api.UnauthSession(url, certs.default_load(url), max_retries=0)
+        answer = session.get("/api/v1/master", timeout=_FIRST_ANSWER)
+        is_master = "clusterId" in answer.json()
+    except ValueError:  # not JSON
+        is_master = False
+    except errors.BadRequestException as error:
+        if is_away(error):
+            raise MasterError(f"{url}: no master answers there") from error
+        is_master = False
+    except OSError as error:
+        raise MasterError(
+            f"{url}: no trusted connection; DET_MASTER_CERT_FILE may name its certificate: "
+            f"{_one_line(error)}"
+        ) from error
+    if not is_master:
+        raise MasterError(f"{url}: what answers there is not a Determined master")
+
+
+def is_away(error: Exception) -> bool:
+    """Whether an error of a request means that nobody answered, and it may be sent again."""
+    if isinstance(error, errors.APIException):
+        return error.status_code in _AWAY
+    # Determined turns a timeout into a bare BadRequestException.
+    bare = type(error) is errors.BadRequestException
+    return bare or isinstance(error, (errors.MasterNotFoundException, OSError))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
