@@ -5,17 +5,23 @@ ENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTHON ?= $(call works,python3.12 python3.11 python3.10 python3 python)
 CONFIG ?= experiment_configs/mlp/amp.yaml
+# The newest local search, or the id of an experiment on the master of DET_MASTER.
+STUDY ?= $(patsubst %/study.db,%,$(firstword $(shell ls -t runs/*/*/study.db 2>/dev/null)))
 RUN = $(ENV)/bin/python
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run test test-oldest lint format tensorboard clean
+.PHONY: help run report test test-oldest lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/fp32.yaml]
 	@$(RUN) -m trials.train $(CONFIG)
+
+report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder or experiment id]
+	@test -n "$(STUDY)" || { echo "no search in runs/ yet: python -m hp_search.local SEARCH.yaml makes one; or give STUDY=..." >&2; exit 2; }
+	@$(RUN) -m reports.loss_scale $(STUDY)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@$(RUN) -m pytest -n 2 --dist loadfile

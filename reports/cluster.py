@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from determined.common.api import bindings, errors
-from determined.experimental import client
 
 from reports.sources import ReportError, Row, Search, flat, table
+
+if TYPE_CHECKING:
+    from determined.experimental.client import Determined
 
 MASTER = "DET_MASTER"
 
@@ -27,7 +30,7 @@ def read_experiment(number: int) -> Search:
             "of the master, or give the folder of a local search"
         )
     try:
-        return _read(client.Determined(master), number, f"experiment {number} on {master}")
+        return _read(_connected(master), number, f"experiment {number} on {master}")
     except errors.NotFoundException as error:
         raise ReportError(f"{master} has no experiment {number}: {error}") from error
     except (errors.UnauthenticatedException, errors.ForbiddenException, EOFError) as error:
@@ -42,12 +45,20 @@ def read_experiment(number: int) -> Search:
         errors.BadResponseException,
         bindings.APIHttpError,
         OSError,  # of requests: TLS
-        ValueError,  # what answers is no master: its JSON is none
+        KeyError,  # what answers is no master
+        ValueError,
     ) as error:
         raise ReportError(f"{master} gave no experiment {number}: {error}") from error
 
 
-def _read(determined: client.Determined, number: int, origin: str) -> Search:
+def _connected(master: str) -> Determined:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
+        from determined.experimental.client import Determined  # noqa: PLC0415
+    return Determined(master)
+
+
+def _read(determined: Determined, number: int, origin: str) -> Search:
     experiment = determined.get_experiment(number)
     trials = experiment.list_trials()
     identifiers = [trial.id for trial in trials]
@@ -70,7 +81,7 @@ def _read(determined: client.Determined, number: int, origin: str) -> Search:
 
 
 def _last(
-    determined: client.Determined, trials: list[int], group: str
+    determined: Determined, trials: list[int], group: str
 ) -> dict[int, tuple[int, Mapping[str, float]]]:
     """By trial, the batches trained before its last report of a group, and the numbers in it."""
     found: dict[int, tuple[int, Mapping[str, float]]] = {}

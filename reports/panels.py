@@ -79,11 +79,11 @@ def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
     axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
     axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
     if choice == DEFAULT_LOG2:
-        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.86)
+        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.87)
         return
     if choice is not None:
-        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.86)
-    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.74)
+        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.87)
+    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.77)
 
 
 def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> None:
@@ -227,9 +227,8 @@ def mark_best(axes: Axes, best: Point) -> None:
     axes.annotate(
         f"best {power(best.scale_log2)}",
         (best.scale_log2, best.value),
-        xytext=(-8, 8),
+        xytext=(9, -3),
         textcoords="offset points",
-        ha="right",
         color=INK,
         path_effects=[withStroke(linewidth=3, foreground=PAPER)],
     )
@@ -317,11 +316,7 @@ def _density(module: Module, scale: int, left: int, right: int) -> list[float]:
 
 
 def _name_rows(axes: Axes, rows: Sequence[Module]) -> None:
-    """All names, or as many as fit: those of the widest ranges."""
-    shown = set(range(len(rows)))
-    if len(rows) > _MOST_NAMES:
-        loud = sorted(shown, key=lambda i: -max(rows[i].values_by_log2))[:4]
-        faint = sorted(shown, key=lambda i: min(rows[i].values_by_log2))[:4]
-        shown = {*loud, *faint}
-    axes.set_yticks(sorted(shown), [rows[i].name for i in sorted(shown)])
+    """All names, or as many as fit, evenly."""
+    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
+    axes.set_yticks(list(shown), [rows[i].name for i in shown])
     axes.tick_params(axis="y", length=0)
