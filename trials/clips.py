@@ -55,9 +55,9 @@ class ClipSettings:
     """
 
     dataset: ClipDataset = setting(ClipDataset.MOVING_DIGITS)
-    image_size: int = setting(16, at_least=4)
+    image_size: int = setting(12, at_least=4)
     channels: int = setting(1, at_least=1)
-    frames: int = setting(8, at_least=1)
+    frames: int = setting(6, at_least=1)
     classes: int = setting(10, at_least=1)
     directory: str | None = setting(None)
     workers: int = setting(0, at_least=0)
@@ -83,7 +83,7 @@ class ClipSettings:
             if self.image_size < 12:
                 yield (
                     "image_size",
-                    f"got {self.image_size}, in which no digit of half that side is legible; "
+                    f"got {self.image_size}, in which no digit of two thirds of it is legible; "
                     "allowed: 12 or more",
                 )
 
@@ -115,10 +115,10 @@ def load(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
 
 
 class MovingDigits:
-    """One scanned digit per clip, half as large as the frame, moving in a straight line.
+    """One scanned digit per clip, two thirds as large as the frame, moving in a straight line.
 
-    Position, direction and speed are functions of (seed, epoch, scan). It crosses a sixteenth of
-    the room that it has, up to an eighth, per frame, and bounces at the border.
+    Position, direction and speed are functions of (seed, epoch, scan). Per frame it crosses an
+    eighth of the room that it has, up to a quarter, and bounces at the border.
 
     Args:
         scans: (N, H, W), float32 in [0, 1].
@@ -141,7 +141,7 @@ class MovingDigits:
     ) -> None:
         self._side = settings.image_size
         self._frames = settings.frames
-        digit = settings.image_size // 2
+        digit = settings.image_size * 2 // 3
         if scans.shape[-1] != digit:
             scans = v2.functional.resize(scans[:, None], [digit, digit], antialias=True)[:, 0]
         self._scans = scans
@@ -168,7 +168,7 @@ class MovingDigits:
         draws = torch.from_numpy(uniform_numbers(self._seed, samples, draws=4)).T[..., None]
         start, (angle, speed) = draws[:2] * room, draws[2:]
         angle = angle * (2 * np.pi)
-        velocity = torch.stack([angle.sin(), angle.cos()]) * room * (1 + speed) / 16
+        velocity = torch.stack([angle.sin(), angle.cos()]) * room * (1 + speed) / 8
         straight = start + velocity * torch.arange(self._frames)
         bounced = room - (room - straight.remainder(2 * room)).abs()
         return bounced.float()
