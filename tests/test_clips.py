@@ -50,7 +50,9 @@ class TestMovingDigits:
     def test_digit_moves_in_a_straight_line_and_bounces(self) -> None:
         """Its centre of mass, seen from the clip, against the line it should have followed."""
         room, turns = SIDE - 8, 0
-        made = MovingDigits(torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, moves_on=True)
+        made = MovingDigits(
+            torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, moves_on=True
+        )
         clips, _ = made.__getitems__([Sample(0, index) for index in range(64)])
         grey = (clips[:, 0] + 1) / 2  # (64, F, S, S)
         position = torch.arange(SIDE, dtype=torch.float32)

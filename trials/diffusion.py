@@ -40,7 +40,7 @@ class Conditioning(enum.Enum):
     """What the model is told about a clip: its class, or nothing."""
 
     CLASS = "class"
-    NULL = "null"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class DiffusionSettings:
 
     Args:
         num_train_timesteps: Noise levels.
-        beta_schedule: Their variances, between `beta_start` and `beta_end` unless it is the cosine.
-        beta_start: Variance added at the first timestep.
+        beta_schedule: Their variances.
+        beta_start: Variance added at the first timestep; not of the cosine.
         beta_end: And at the last.
         conditioning: Whether the model learns the classes.
         class_dropout: Share of the training clips whose class is withheld, so that sampling can be
@@ -71,10 +71,18 @@ class DiffusionSettings:
                 f"got {self.beta_start:g}, which is above beta_end {self.beta_end:g}; "
                 "allowed: beta_end or less",
             )
-        if self.conditioning is Conditioning.NULL and self.class_dropout:
+        if self.beta_schedule is BetaSchedule.COSINE:
+            for key in ("beta_start", "beta_end"):
+                if key in given:
+                    yield (
+                        key,
+                        f"given, but beta_schedule {self.beta_schedule.value} has no such end; "
+                        "allowed: beta_schedule linear or scaled_linear, or the key left out",
+                    )
+        if self.conditioning is Conditioning.NONE and self.class_dropout:
             yield (
                 "class_dropout",
-                f"got {self.class_dropout:g}, but conditioning null learns no class; "
+                f"got {self.class_dropout:g}, but conditioning none learns no class; "
                 "allowed with it: 0.0",
             )
 
@@ -117,7 +125,7 @@ class Diffusion:
     def __init__(self, settings: DiffusionSettings, classes: int, device: torch.device) -> None:
         self._timesteps = settings.num_train_timesteps
         self._null_label = classes
-        unconditional = settings.conditioning is Conditioning.NULL
+        unconditional = settings.conditioning is Conditioning.NONE
         self._dropout = 1.0 if unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
         # Left to itself it copies this table to the device in the first batch, and waits.

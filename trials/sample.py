@@ -197,9 +197,9 @@ def _labels(
 ) -> torch.Tensor:
     """The class of each clip: `clips` of every class that is wanted, by default of all."""
     classes = config.data.classes
-    if config.hparams.diffusion.conditioning is Conditioning.NULL:
+    if config.hparams.diffusion.conditioning is Conditioning.NONE:
         if wanted:
-            raise SampleError("--class: given, but this model was trained with conditioning null")
+            raise SampleError("--class: given, but this model was trained with conditioning none")
         return torch.full((clips,), classes)
     for label in wanted or ():
         if not 0 <= label < classes:
