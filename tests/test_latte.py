@@ -88,13 +88,14 @@ def test_resumed_run_ends_as_one_that_was_not_interrupted(
     conditioning: str, tmp_path: Path
 ) -> None:
     """Weights, averages, optimizer, counts, random state; noise and dropped labels with them."""
-    extra = (f"hyperparameters.diffusion.conditioning={conditioning}", *_dropout(conditioning))
+    extra = (
+        "hyperparameters.lr_schedule=constant",  # the cosine depends on the length of the run
+        f"hyperparameters.diffusion.conditioning={conditioning}",
+        *_dropout(conditioning),
+    )
     whole = run_tiny("fp32.yaml", tmp_path / "whole", *extra)
     part = run_tiny("fp32.yaml", tmp_path / "part", *extra, _length(4))
     config = part / "config.yaml"
-    config.write_text(
-        config.read_text().replace("batches: 4\n    validation", "batches: 4\n    validation")
-    )
     raw = yaml.safe_load(config.read_text())
     raw["hyperparameters"]["training"]["max_length"]["batches"] = BATCHES
     config.write_text(yaml.safe_dump(raw))
