@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "latte_learning.json"
 PASSES = 6
 
 
-def baselines(config: experiment.Experiment[LatteHparams]) -> dict[str, float]:
+def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
     """The validation loss, over all timesteps, of predictors of the noise that need no network.
 
     With x_t = sqrt(a) x + sqrt(1 - a) e the best linear prediction of e leaves a v / (a v + 1 - a)

@@ -45,7 +45,7 @@ def gradients(model: Denoiser, precision: Precision) -> list[torch.Tensor]:
         assert noise.dtype == (dtype or torch.float32)
         loss = nn.functional.mse_loss(noise, torch.ones_like(CLIP))
         assert loss.dtype == torch.float32
-    (loss * 1024.0).backward()
+    (loss * 1024.0).backward()  # type: ignore[no-untyped-call]  # torch has no types here
     found = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and bool(gradient.abs().max()) for gradient in found)
     return [gradient for gradient in found if gradient is not None]
@@ -181,7 +181,7 @@ def test_missing_diffusers_is_said_in_one_sentence(
         module.__getattr__ = diffusers  # type: ignore[method-assign]  # as its lazy module does
         monkeypatch.setitem(sys.modules, "diffusers", module)
     else:
-        monkeypatch.setitem(sys.modules, "diffusers", None)  # type: ignore[arg-type]  # as if absent
+        monkeypatch.setitem(sys.modules, "diffusers", None)  # as if absent
     source = Path(denoiser.__file__)
     spec = importlib.util.spec_from_file_location("denoiser_again", source)
     assert spec is not None

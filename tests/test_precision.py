@@ -163,3 +163,23 @@ def test_devices_are_listed_with_what_they_compute(
         "1 x cpu, natively: fp32 yes, tf32 no, amp_fp16 no, amp_bf16 yes",
         "2 x Some GPU, natively: fp32 yes, tf32 no, amp_fp16 yes, amp_bf16 no",
     ]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "advice"),
+    [
+        (("bf16",), "this CPU has them for amp_bf16: use that"),
+        ((), "nor has it for amp_bf16, which more CPUs have: use fp32, or a GPU"),
+    ],
+)
+def test_float16_on_a_cpu_is_pointed_to_what_is_faster(
+    instructions: tuple[str, ...],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pretend_cpu(monkeypatch, *instructions)
+    with caplog.at_level(logging.WARNING, logger="trials.precision"):
+        prepare_backend(Precision.AMP_FP16, _CPU, cudnn_benchmark=False)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(advice)

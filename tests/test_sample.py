@@ -50,7 +50,7 @@ def test_writes_an_animation_and_a_strip(run: Path, tmp_path: Path) -> None:
     """Two clips of three frames: 96 pixels a side, and a border of 4 around each."""
     assert sampled(run, tmp_path / "clip.gif", "--class", "3", "--class", "7") == 0
     with Image.open(tmp_path / "clip.gif") as animation:
-        assert animation.n_frames == 3  # type: ignore[attr-defined]  # of GIF files
+        assert animation.n_frames == 3
         assert animation.size == (2 * 104, 104)
     with Image.open(tmp_path / "clip.png") as strip:
         assert strip.size == (3 * 104, 2 * 104)
@@ -91,7 +91,8 @@ def test_ddim_recovers_a_clip_from_a_perfect_denoiser(run: Path) -> None:
 
     def perfect(clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         a = kept[timesteps].view(-1, 1, 1, 1, 1)
-        return (clips - a.sqrt() * clip) / (1 - a).sqrt()
+        noise: torch.Tensor = (clips - a.sqrt() * clip) / (1 - a).sqrt()
+        return noise
 
     denoiser.forward = perfect  # type: ignore[method-assign]
     for guidance in (1.0, 3.0):

@@ -170,7 +170,7 @@ class MovingDigits:
         angle = angle * (2 * np.pi)
         velocity = torch.stack([angle.sin(), angle.cos()]) * room * (1 + speed) / 8
         straight = start + velocity * torch.arange(self._frames)
-        bounced = room - (room - straight.remainder(2 * room)).abs()
+        bounced: torch.Tensor = room - (room - straight.remainder(2 * room)).abs()
         return bounced.float()
 
     def _placement(self, offsets: torch.Tensor) -> torch.Tensor:

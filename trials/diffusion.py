@@ -12,11 +12,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from determined import pytorch
 from diffusers import DDPMScheduler
 
 from trials.augment import uniform_numbers
@@ -219,10 +218,9 @@ class ValidationClips:
         return clips, labels, torch.from_numpy(np.stack(noise)), level
 
 
-def to_device(batch: pytorch.TorchData, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch without waiting: asynchronous from pinned memory."""
-    values = cast("tuple[Any, ...]", batch)
     return tuple(
         value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for value in values
+        for value in batch
     )

@@ -18,7 +18,7 @@ from torch import nn
 from trials.amp import MixedPrecision
 
 
-class AppliedStepEMA(EMAModel):
+class AppliedStepEMA(EMAModel):  # type: ignore[misc]  # diffusers is not typed
     """diffusers' `EMAModel`, moved by applied steps only and without a synchronisation.
 
     The decay warms up as there: with n applied steps it is 0 for n = 1, then n / (9 + n), and
@@ -70,7 +70,9 @@ class EMAWeights(pytorch.PyTorchCallback):
 
     def __init__(self, model: nn.Module, amp: MixedPrecision, decay: float) -> None:
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
-        self._model: nn.Module = model.module if parallel else model
+        inner = model.module if parallel else model
+        assert isinstance(inner, nn.Module)
+        self._model = inner
         self._names = [name for name, _ in self._model.named_parameters()]
         self._average = AppliedStepEMA(self._model.parameters(), amp.applied_steps, decay)
 

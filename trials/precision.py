@@ -110,13 +110,23 @@ def prepare_backend(precision: Precision, device: torch.device, cudnn_benchmark:
         else:
             logger.warning(
                 "amp.precision is %s, but this CPU has no such instructions: the numbers are "
-                "right, products and convolutions are many times slower than with fp32",
+                "right, products and convolutions are many times slower than with fp32%s",
                 precision.value,
+                _instead(precision, support),
             )
     tf32 = precision is Precision.TF32 and support.tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+def _instead(precision: Precision, support: DeviceSupport) -> str:
+    """What someone who asked a CPU for float16 should know of bfloat16."""
+    if precision is not Precision.AMP_FP16:
+        return ""
+    if support.bf16:
+        return "; this CPU has them for amp_bf16: use that"
+    return "; nor has it for amp_bf16, which more CPUs have: use fp32, or a GPU"
 
 
 def main() -> None:

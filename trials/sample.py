@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,12 +89,13 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     )
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
-    denoiser = make_denoiser(config)
+    latte = cast("experiment.Experiment[LatteHparams]", config)
+    denoiser = make_denoiser(latte)
     try:
         denoiser.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
-    return config, denoiser.eval()
+    return latte, denoiser.eval()
 
 
 @torch.no_grad()
