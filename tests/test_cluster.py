@@ -205,12 +205,12 @@ class TestDisturbedTrial:
 
     @staticmethod
     def wait_for_checkpoint(run: Run) -> None:
-        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 600)
+        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
         assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
 
     def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
         run = long_run(cluster)
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 600)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         assert run.state() is client.ExperimentState.PAUSED

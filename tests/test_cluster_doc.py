@@ -43,7 +43,7 @@ def test_overrides_are_of_keys_that_the_yaml_has() -> None:
     checked = 0
     for words in commands():
         overrides = [words[i + 1] for i, word in enumerate(words) if word == "--config"]
-        for config in (word for word in words if word.endswith(".yaml")):
+        for config in (w for w in words if w.endswith(".yaml") and "=" not in w):
             raw = yaml.safe_load((ROOT / config).read_text())
             keys = {override.partition("=")[0] for override in overrides}
             assert keys <= flat(raw).keys() | PLATFORM, config
