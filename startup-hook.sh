@@ -5,15 +5,21 @@
     { set +ux; } 2> /dev/null
 
     # First line: what pip has to add. Then what it must leave as the image and the platform made it.
-    # Nothing is imported, and a spec without an origin is only a folder of that name.
+    # Nothing is imported, and a spec without an origin is only a folder of that name. Latte alone
+    # needs diffusers, which from 0.36 on needs the torch.accelerator that torch has from 2.6 on.
     {
         read -ra missing
         mapfile -t installed
     } < <(python3 -c '
 from contextlib import suppress
 from importlib import metadata, util
+from os import environ, path
 
 needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "sklearn": "scikit-learn", "rich": "rich"}
+if "trials.latte" in environ.get("DET_HPARAMS", ""):
+    torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
+    newest = path.exists(path.join(torch, "accelerator"))
+    needed["diffusers"] = "diffusers" if newest else "diffusers<0.36"
 print(*(n for module, n in needed.items() if not getattr(util.find_spec(module), "origin", None)))
 for name in "torch", "torchvision", "numpy", "requests", "determined":
     with suppress(metadata.PackageNotFoundError):

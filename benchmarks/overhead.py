@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import math
+import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -94,18 +95,20 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table that `docs/amp.md` quotes."""
-    lines = [
-        "| loop | learning rate | CPU time of a batch | over the bare loop (quartiles) | ratio |",
-        "|---|---|---|---|---|",
+    schedules = result["schedules"]
+    heads = ["loop", *(f"{name} rate: CPU us, over bare (quartiles), ratio" for name in schedules)]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [
+        [name, *(_cell(rows[name]) for rows in schedules.values())]
+        for name in next(iter(schedules.values()))
     ]
-    for schedule, rows in result["schedules"].items():
-        lines += [
-            f"| {name} | {schedule} | {row['cpu_us']:.0f} us | {row['added_cpu_us']:+.0f} us "
-            f"({row['added_cpu_us_low']:+.0f} to {row['added_cpu_us_high']:+.0f}) "
-            f"| {row['cpu_ratio']:.2f} |"
-            for name, row in rows.items()
-        ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cell(row: dict[str, float]) -> str:
+    low, high = row["added_cpu_us_low"], row["added_cpu_us_high"]
+    added = f"{row['added_cpu_us']:+.0f} ({low:+.0f} to {high:+.0f})"
+    return f"{row['cpu_us']:.0f}, {added}, {row['cpu_ratio']:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
         "precision": options.precision,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "rounds": options.rounds,
         "batches_per_round": BATCHES_PER_ROUND,
         "date": datetime.date.today().isoformat(),

@@ -17,6 +17,9 @@ from trials.amp import SCALER_KEYS
 _MARGIN = 4
 _MOST_ROWS = 24
 
+# What a search may have been over, in log2.
+_SEARCHED = (-16, 48)
+
 # Modules shown for either side of the window.
 _LIMITING = 4
 
@@ -212,6 +215,7 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
     return {
         "run": {**vars(run)},
         "verdict": finding.verdict.value,
+        "sentences": list(sentences(finding, run)),
         "choice_log2": finding.choice_log2,
         "window_log2": [finding.low_log2, finding.top_log2],
         "first_overflow_log2": finding.prediction.first_overflow_log2,
@@ -228,7 +232,10 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
                 "overflow_share": total.overflow_share(scale),
                 "flushed_share": total.flushed_share(scale),
             }
-            for scale in range(shown_scales(finding)[0], shown_scales(finding)[-1] + 1)
+            for scale in range(
+                min(shown_scales(finding)[0], _SEARCHED[0]),
+                max(shown_scales(finding)[-1], _SEARCHED[1]) + 1,
+            )
         ],
         "measured": [
             {

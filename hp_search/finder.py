@@ -148,6 +148,13 @@ def show(finding: Finding, run: Run, console: Console) -> None:
 def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(as_json(finding, run), indent=1) + "\n")
+    if options.plot:
+        # matplotlib takes seconds to import.
+        from reports.figure import draw, save_png  # noqa: PLC0415
+        from reports.forecast import Forecast  # noqa: PLC0415
+
+        save_png(draw(Forecast.of_json(as_json(finding, run), run.name), None), options.plot)
+        print(f"written: {options.plot}")
     if options.write:
         write_copy(Path(options.config), options.write, yaml_changes(finding, run))
         print(f"written: {options.write}")
@@ -157,7 +164,7 @@ def _check_targets(options: argparse.Namespace) -> None:
     """Before the work, not after it."""
     problems = [
         f"got {target}, whose folder does not exist"
-        for target in (options.json, options.write)
+        for target in (options.json, options.write, options.plot)
         if target is not None and not target.parent.is_dir()
     ]
     if options.write is not None and options.write.exists():
@@ -187,6 +194,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--write", type=Path, metavar="NEW.yaml", help="the YAML with the answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
     parser.add_argument(
         "--config",
         dest="overrides",

@@ -175,9 +175,8 @@ def in_training(
             except det.InvalidHP as error:  # in the loop, Determined would save a checkpoint first
                 invalid.append(error)
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)
-        return {
-            "batch_samples": 0.0
-        }  # an empty dict is an IndexError on the chief of several slots
+        # With several slots, an empty dict is an IndexError on the chief.
+        return {"batch_samples": 0.0}
 
     with patched(trial, "train_batch", take), controlled_by(SafeController):
         pytorch.Trainer(trial, context).fit(

@@ -149,7 +149,12 @@ def read_work(search: Mapping[str, Any]) -> Work:
             return work
     allowed = ", ".join(f"python3 -m {work.value}" for work in Work)
     raise ConfigError(
-        "search", [f"entrypoint: got {entrypoint!r}; allowed: one that has {allowed}"]
+        "search",
+        [
+            f"entrypoint: got {entrypoint!r}; allowed: one that has {allowed}; "
+            "and hp_search/find_loss_scale.yaml is for a cluster: here, use "
+            "python -m hp_search.finder CONFIG"
+        ],
     )
 
 

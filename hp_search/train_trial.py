@@ -14,6 +14,7 @@ import determined as det
 
 from hp_search import on_cluster
 from hp_search.scale_metrics import report_flushed_share
+from hp_search.searcher import check_lengths
 from trials.train import train_on_cluster
 
 
@@ -23,6 +24,7 @@ def main() -> int:
 
 
 def _train(info: det.ClusterInfo) -> int:
+    check_lengths(info.trial._config)
     return train_on_cluster(info, prepare=report_flushed_share)
 
 

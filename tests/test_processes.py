@@ -37,6 +37,23 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     assert (report["applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
+def test_a_window_exchanges_gradients_once(folder: Path) -> None:
+    """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 * 1.5.
+
+    In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks skip. The
+    negative control is Determined's own accumulation, which exchanges after every batch.
+    """
+    lines = (folder / "output").read_text().splitlines()
+    ranks = [json.loads(line) for line in lines if line.startswith('{"window"')]
+    assert {rank["window"] for rank in ranks} == {0, 1}
+    for rank in ranks:
+        assert rank["weights"] == [1, 0.25, 0.25, 0.25]
+        assert rank["scales"] == [4, 4, 4, 2]
+        assert rank["exchanges"] == 2
+        assert rank["weights of Determined alone"] == rank["weights"]
+        assert rank["exchanges of Determined alone"] == 4
+
+
 def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:
     """The same samples in the same steps; only the order of float32 sums differs.
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from hp_search import local
+from hp_search.board import Board
 from hp_search.study import FILE_NAME, SearchStudy, StudyError, read_study
 from tests import searching, training
 from tests.mortal import ORDER
@@ -203,25 +204,44 @@ class TestKilledSearch:
                     continue
         raise AssertionError("no trial ended within five minutes")
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-    def test_goes_on_where_it_was(self, number: int, tmp_path: Path) -> None:
+    def test_goes_on_where_it_was(self, tmp_path: Path) -> None:
         search = self.start(tmp_path)
         folder = self.wait_for_a_result(tmp_path)
-        search.send_signal(number)
-        shown, _ = search.communicate(timeout=300)
+        search.kill()
+        search.communicate(timeout=300)
         before = read_study(folder)
-        if number == signal.SIGINT:
-            assert search.returncode == 0
-            assert f"--resume {folder.relative_to(tmp_path)}" in shown
-            assert "Traceback" not in shown
         assert any(trial.state in ("waiting", "running") for trial in before.trials)
-        assert local.main(["--resume", str(folder), "--workers", "2"]) == 0
-        after = read_study(folder)
-        assert [trial.state for trial in after.trials] == ["complete"] * 6
-        assert len({trial.params["amp.init_scale"] for trial in after.trials}) == 6
-        done = [trial for trial in before.trials if trial.state == "complete"]
-        assert done
-        assert all(after.trials[trial.number] == trial for trial in done)
+        assert_goes_on(folder, before)
+
+
+def test_signal_stops_the_search_until_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = Board.update
+
+    def update_then_interrupt(board: Board, study: SearchStudy) -> None:
+        update(board, study)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Board, "update", update_then_interrupt)
+        before = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+    shown = capsys.readouterr().out
+    folder = searching.only_folder(tmp_path)
+    assert f"--resume {folder.relative_to(tmp_path)}" in shown
+    assert len([trial for trial in before.trials if trial.state == "complete"]) <= 1
+    assert_goes_on(folder, before)
+
+
+def assert_goes_on(folder: Path, before: SearchStudy) -> None:
+    """Resume: all points are there once, and what had ended is as it was."""
+    assert local.main(["--resume", str(folder)]) == 0
+    after = read_study(folder)
+    points = [trial.params["amp.init_scale"] for trial in before.trials]
+    assert [trial.params["amp.init_scale"] for trial in after.trials] == points
+    assert {trial.state for trial in after.trials} == {"complete"}
+    for trial in before.trials:
+        assert trial.state != "complete" or after.trials[trial.number] == trial
 
 
 class TestMistakes:

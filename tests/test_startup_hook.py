@@ -173,6 +173,35 @@ def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, missing:
     assert constraints == [f"{name}=={version}" for name, version in OF_THE_IMAGE.items()]
 
 
+class TestDiffusers:
+    """What Latte alone needs."""
+
+    LATTE = json.dumps({"trial": "trials.latte:LatteTrial", "learning_rate": 1.0e-4})
+    OTHER = json.dumps({"trial": "trials.mlp:MLPTrial"})
+
+    def test_is_added_in_a_version_that_the_torch_of_the_image_can_import(
+        self, image: Image
+    ) -> None:
+        (image.site / "torch.py").unlink()
+        (image.site / "torch").mkdir()
+        (image.site / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
+        assert trained(image.start(DET_HPARAMS=self.LATTE))
+        (image.site / "torch" / "accelerator").mkdir()
+        (image.site / "diffusers<0.36.py").unlink()  # what the stub has installed
+        assert trained(image.start(DET_HPARAMS=self.LATTE))
+        added = [packages(arguments) for arguments, _ in image.pip_calls]
+        assert added == [["diffusers<0.36"], ["diffusers"]]
+
+    def test_is_not_added_where_it_is(self, image: Image) -> None:
+        (image.site / "diffusers.py").touch()
+        assert trained(image.start(DET_HPARAMS=self.LATTE))
+        assert image.pip_calls == []
+
+    def test_is_not_added_for_another_trial(self, image: Image) -> None:
+        assert trained(image.start(DET_HPARAMS=self.OTHER))
+        assert image.pip_calls == []
+
+
 def test_only_what_the_image_has_is_pinned(image: Image) -> None:
     image.lose("yaml")
     (image.site / "torchvision-0.18.0a0.dist-info" / "METADATA").unlink()

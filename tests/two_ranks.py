@@ -9,17 +9,38 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests import training
-from tests.one_weight import Recipe, run
+from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
-from trials import train
+from trials import amp, train
+from trials.checkpoint import patched
 from trials.local.processes import process_group
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
+
+# Two windows of two batches; rank 0 overflows in the first batch of the second.
+WINDOWS = [ONE, ONE, ONE, [3.0, 3.0], INF, ONE, ONE, ONE]
+
+
+class CountsExchanges(OneWeightTrial):
+    """Counts how often this rank takes part in averaging the gradient."""
+
+    def __init__(self, context: Any, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        self.exchanges = 0
+        model: Any = self.model
+        # torch reads the hook's annotations and takes none of a lambda.
+        model.register_comm_hook(None, lambda _, bucket: self.exchange(bucket))
+
+    def exchange(self, bucket: Any) -> Any:
+        self.exchanges += 1
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the default group
 
 
 def main(folder: Path) -> None:
@@ -37,6 +58,20 @@ def main(folder: Path) -> None:
             "reports": made.reports,
         }
         print(json.dumps(seen), flush=True)
+    recipe = Recipe(WINDOWS, aggregation_frequency=2)
+    with process_group() as processes:
+        once: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
+    with process_group() as processes, patched(amp, "share_gradients_once", lambda *given: None):
+        always: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
+    seen = {
+        "window": processes.rank,
+        "weights": once.weights,
+        "scales": once.scales,
+        "exchanges": once.exchanges,
+        "weights of Determined alone": always.weights,
+        "exchanges of Determined alone": always.exchanges,
+    }
+    print(json.dumps(seen), flush=True)
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert train.main([*odd, "--run-folder", str(folder / "odd")]) == 2

@@ -25,6 +25,7 @@ import torch
 from determined import pytorch
 from torch import nn
 
+from trials.accumulation import share_gradients_once
 from trials.islands import keep_in_float32
 from trials.precision import Precision, prepare_backend
 from trials.schedule import AppliedStepSchedule
@@ -298,6 +299,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
         checkpoint["scaler_state_dict"] = ours
 
     def on_training_start(self) -> None:
+        if self.aggregation_frequency > 1:
+            share_gradients_once(self._context, self.aggregation_frequency)
         self._scale_before = self.loss_scale().clone()
         if self._schedule is not None:
             self._schedule.move_to(self.applied_steps)

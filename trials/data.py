@@ -196,22 +196,33 @@ def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
     return images.float().mean(dim=1, keepdim=True).round().to(images.dtype)
 
 
-def _digits(settings: DataSettings, seed: int) -> tuple[Images, Images]:
-    # scikit-learn takes two seconds to import, and only these images need it.
+def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,) int64.
+
+    Returns:
+        1437 for training and 360 for validation. The split is fixed, so that the results of
+        different seeds are of the same 360.
+    """
+    # scikit-learn takes two seconds to import, and only the digits need it.
     from sklearn.datasets import load_digits  # noqa: PLC0415
     from sklearn.model_selection import train_test_split  # noqa: PLC0415
 
     bunch = load_digits()
-    images = torch.from_numpy(bunch.images * (255.0 / 16.0)).round().to(torch.uint8)[:, None]
+    scans = torch.from_numpy(bunch.images).float() / 16.0
     labels = torch.from_numpy(bunch.target).long()
-    # The split is fixed, so that accuracies of different seeds are of the same 360 images.
     train, validation = train_test_split(
         np.arange(len(labels)), test_size=360, random_state=0, stratify=bunch.target
     )
-    return (
-        TensorImages(images[train], labels[train], 10, settings),
-        TensorImages(images[validation], labels[validation], 10, settings),
-    )
+    return (scans[train], labels[train]), (scans[validation], labels[validation])
+
+
+def _digits(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    def images(scans: torch.Tensor, labels: torch.Tensor) -> Images:
+        pixels = (scans * 255.0).round().to(torch.uint8)[:, None]
+        return TensorImages(pixels, labels, 10, settings)
+
+    train, validation = digit_scans()
+    return images(*train), images(*validation)
 
 
 def _mnist(settings: DataSettings, seed: int) -> tuple[Images, Images]:

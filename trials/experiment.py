@@ -80,12 +80,12 @@ class Experiment(Generic[H_co]):
 
     Args:
         platform: Determined's own sections.
-        data: The `data` section.
-        hparams: The `hyperparameters` section, of the trial's own class.
+        data: The `data` section, of the trial's own class `Data`: by default `DataSettings`.
+        hparams: The `hyperparameters` section, of the trial's own class `Hparams`.
     """
 
     platform: Platform
-    data: DataSettings
+    data: Any
     hparams: H_co
 
     @property
@@ -165,7 +165,7 @@ def parse(
     # Without its class a trial's own keys are unknown, which is no mistake of theirs.
     hparams = None if problems else read(hparams_class, raw_hparams, "hyperparameters", problems)
     raw_data = {} if config.get("data") is None else config["data"]
-    data = read(DataSettings, raw_data, "data", problems)
+    data = read(getattr(trial_class, "Data", DataSettings), raw_data, "data", problems)
     platform = read(Platform, config, "", problems, strict=False)
     problems.extend(_settings_without_effect(config, completed_by_master))
     if hparams is not None and platform is not None:

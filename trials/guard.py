@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import determined as det
 import torch
@@ -20,8 +20,9 @@ from torch import nn
 from trials.amp import MixedPrecision, OnOverflow
 from trials.diagnosis import find_cause
 from trials.experiment import Searcher
-from trials.loading import Batch
 from trials.precision import Precision
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Guard(pytorch.PyTorchCallback):
         self._newest_batch: Any = None
         self._looked_at = (0, 0)  # applied and skipped steps at the last look at their ratio
 
-    def watch(self, batch: Batch) -> Batch:
+    def watch(self, batch: T) -> T:
         """Keep the newest batch, and hand it on."""
         self._newest_batch = batch
         return batch

@@ -29,8 +29,16 @@ class Sample(NamedTuple):
     image: int
 
 
+class Samples(Protocol):
+    """A dataset that is fetched a batch at a time; a batch is a tuple."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, samples: Sequence[Sample]) -> tuple[Any, ...]: ...
+
+
 class Images(Protocol):
-    """A dataset that is fetched a batch at a time."""
+    """`Samples` whose batches are images and labels."""
 
     classes: int
 
@@ -68,7 +76,9 @@ class EpochSampler(Sampler[Sample]):
         return (Sample(epoch, int(image)) for image in order)
 
 
-def training_loader(images: Images, batch_size: int, seed: int, workers: int) -> pytorch.DataLoader:
+def training_loader(
+    images: Samples, batch_size: int, seed: int, workers: int
+) -> pytorch.DataLoader:
     """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips them.
 
     Raises:
@@ -83,7 +93,7 @@ def training_loader(images: Images, batch_size: int, seed: int, workers: int) ->
 
 
 def validation_loader(
-    images: Images, batch_size: int, workers: int, slots: int
+    images: Samples, batch_size: int, workers: int, slots: int
 ) -> pytorch.DataLoader:
     """Every sample once, in order; the last batch may be smaller.
 
@@ -99,7 +109,7 @@ def validation_loader(
 
 
 def _loader(
-    images: Images,
+    images: Samples,
     sampler: EpochSampler,
     batch_size: int,
     workers: int,
@@ -172,16 +182,16 @@ def to_device(batch: pytorch.TorchData, device: torch.device) -> Batch:
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-class _AsDataset(Dataset[Batch]):
-    """`Images` as the `Dataset` that Determined's loader insists on."""
+class _AsDataset(Dataset[tuple[Any, ...]]):
+    """`Samples` as the `Dataset` that Determined's loader insists on."""
 
-    def __init__(self, images: Images) -> None:
+    def __init__(self, images: Samples) -> None:
         self._images = images
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+    def __getitems__(self, samples: Sequence[Sample]) -> tuple[Any, ...]:
         return self._images.__getitems__(samples)
 
 

@@ -70,6 +70,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
+        _sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune()
         self._reports.saved(complete_checkpoints(self._folder))
@@ -122,7 +123,14 @@ def _check_whole(weights: Path) -> None:
 
 def _flush(folder: Path) -> None:
     """Have the disk hold every file before the rename says that they are there."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Of a folder: the names of its files, a rename among them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

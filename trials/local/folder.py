@@ -63,8 +63,8 @@ class RunFolder:
         os.replace(partial, self.config)
         resolved = yaml.safe_dump(_plain(experiment), sort_keys=False)
         (self.path / "resolved.yaml").write_text(resolved)
-        environment = json.dumps(_environment(), indent=2)
-        (self.path / "environment.json").write_text(environment + "\n")
+        made_with = json.dumps(environment(), indent=2)
+        (self.path / "environment.json").write_text(made_with + "\n")
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add one report; numbers only."""
@@ -102,7 +102,8 @@ def fresh_folder(root: Path, name: str) -> Path:
     raise FileExistsError(f"{root / name}: a thousand runs in one second")
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Versions, device, commit, command and date: what a result was made with."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

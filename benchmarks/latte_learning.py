@@ -1,0 +1,126 @@
+"""Does Latte learn, and in BF16 as in FP32? Trains both over several seeds, against baselines.
+
+    python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
+
+A run that is already in FOLDER is not trained again. Prints the table, and writes its numbers to
+`benchmarks/results/latte_learning.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from trials import clips, experiment
+from trials.latte import LatteHparams
+from trials.loading import Sample
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "experiment_configs" / "latte"
+RESULTS = ROOT / "benchmarks" / "results" / "latte_learning.json"
+# Passes over the training set that the baselines are fitted on: digits move anew in each.
+PASSES = 6
+
+
+def baselines(config: experiment.Experiment[LatteHparams]) -> dict[str, float]:
+    """The validation loss, over all timesteps, of predictors of the noise that need no network.
+
+    With x_t = sqrt(a) x + sqrt(1 - a) e the best linear prediction of e leaves a v / (a v + 1 - a)
+    of its variance in a direction in which the clips have variance v (Wiener). Taken pixel by
+    pixel, or along the principal components of whole clips, which is the best of all linear ones.
+
+    Returns:
+        `zero`, `linear_per_pixel` and `linear`.
+    """
+    train, _ = clips.load(config.data, seed=0)
+    everything = [
+        train.__getitems__([Sample(epoch, index) for index in range(len(train))])[0]
+        for epoch in range(PASSES)
+    ]
+    pixels = torch.cat(everything).flatten(1).double()
+    covariance = pixels.T.cov()
+    scheduler = DDPMScheduler(**config.hparams.diffusion.scheduler_config())
+    kept = scheduler.alphas_cumprod.double()[:, None]
+
+    def loss(variances: torch.Tensor) -> float:
+        signal = kept * variances.clamp(min=0.0)
+        return float((signal / (signal + 1.0 - kept)).mean())
+
+    return {
+        "zero": 1.0,
+        "linear_per_pixel": loss(covariance.diagonal()),
+        "linear": loss(torch.linalg.eigvalsh(covariance)),
+    }
+
+
+def trained(config: str, seed: int, batches: int, runs: Path) -> float:
+    """The EMA validation loss at the end of a run of that length."""
+    folder = runs / f"{config}-{batches}-{seed}"
+    if not (loss := _final_loss(folder, batches)):
+        changes = {
+            "reproducibility.experiment_seed": seed,
+            "hyperparameters.training.max_length": f"{{batches: {batches}}}",
+            "hyperparameters.training.validation_period": f"{{batches: {batches}}}",
+            "hyperparameters.training.checkpoint_period": f"{{batches: {batches}}}",
+        }
+        subprocess.run(
+            [sys.executable, "-m", "trials.train", str(CONFIGS / f"{config}.yaml")]
+            + ["--run-folder", str(folder)]
+            + [word for key, value in changes.items() for word in ("--config", f"{key}={value}")],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        loss = _final_loss(folder, batches)
+    assert loss is not None
+    return loss
+
+
+def _final_loss(folder: Path, batches: int) -> float | None:
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    reports: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    last = [r for r in reports if r.get("batches") == batches and "validation_loss" in r]
+    return float(last[-1]["validation_loss"]) if last else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.latte_learning")
+    parser.add_argument("--batches", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "latte-learning")
+    options = parser.parse_args(arguments)
+    path = str(CONFIGS / "fp32.yaml")
+    config = experiment.parse(experiment.read_yaml(path), path)
+    assert isinstance(config.hparams, LatteHparams)
+    without_network = baselines(config)
+    jobs = [(name, seed) for name in ("fp32", "bf16") for seed in range(1, options.seeds + 1)]
+    losses: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    for name, seed in track(jobs, "training"):
+        losses[name].append(trained(name, seed, options.batches, options.runs))
+    result = {"batches": options.batches, "baselines": without_network, "losses": losses}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"torch": torch.__version__, **result}, indent=2) + "\n")
+    table = Table("what", "validation loss")
+    for name, loss in without_network.items():
+        table.add_row(name.replace("_", " "), f"{loss:.4f}")
+    for name, found in losses.items():
+        table.add_row(f"{name}, seeds 1 to {options.seeds}", ", ".join(f"{x:.4f}" for x in found))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

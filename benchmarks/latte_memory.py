@@ -1,0 +1,280 @@
+"""What Latte keeps for its backward, and what a step costs, with and without checkpointing.
+
+    python -m benchmarks.latte_memory
+
+Writes `benchmarks/results/latte_memory.json`, the same as a table in `latte_memory.md`, and the
+picture `docs/pictures/latte_memory.png`.
+
+The bytes are counted on fake tensors, which have shapes and no values: they are exact, and the
+paper's sizes need no memory here. Times are of the small model on this machine, or on a GPU if
+there is one; peak memory and the largest batch that fits are measured on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from rich.progress import track
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from trials import experiment
+from trials.experiment import Experiment
+from trials.latte import LatteHparams, make_denoiser
+from trials.precision import Precision, prepare_backend
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "experiment_configs" / "latte"
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "pictures" / "latte_memory.png"
+
+PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
+# Which model, and the batches (per slot) that it is counted with.
+COUNTED = {"latte_s": (1, 2, 5, 10), "latte_xl": (1, 2, 5, 10)}
+TIMED = {"cpu": ("fp32", (4, 8, 16)), "cuda": ("latte_xl", (1, 2, 5))}
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Args:
+        model: Name of its configuration.
+        precision: What it computes in.
+        checkpointing: Whether its blocks are computed again in the backward.
+        batch: Clips.
+        saved_bytes: Held between forward and backward, parameters excluded.
+        step_seconds: Of forward, backward and AdamW: the least of a few, in processor time of one
+            thread on a CPU, which other processes disturb least; by events on a GPU.
+        peak_bytes: The most that a step had allocated, on a GPU.
+        largest_batch: That fits on this GPU.
+    """
+
+    model: str
+    precision: str
+    checkpointing: bool
+    batch: int
+    saved_bytes: int
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    largest_batch: int | None = None
+
+
+class Step:
+    """One training step of one variant of a model.
+
+    Args:
+        config: The model's experiment.
+        precision: What it computes in.
+        checkpointing: Whether to checkpoint.
+        device: Where.
+    """
+
+    def __init__(
+        self,
+        config: Experiment[LatteHparams],
+        precision: Precision,
+        checkpointing: bool,
+        device: torch.device,
+    ) -> None:
+        hparams = dataclasses.replace(config.hparams, gradient_checkpointing=checkpointing)
+        self._data = config.data
+        self._device = device
+        self._dtype = precision.autocast_dtype
+        with device:  # made there: fake parameters cannot be moved
+            self.model = make_denoiser(dataclasses.replace(config, hparams=hparams))
+        fused = device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
+
+    def loss(self, batch: int) -> torch.Tensor:
+        """Forward and loss of a batch, as `trials.latte` computes it."""
+        clips = torch.zeros((batch, *self._data.clip_shape), device=self._device)
+        numbers = torch.zeros(batch, dtype=torch.int64, device=self._device)
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
+            return functional.mse_loss(self.model(clips, numbers, numbers), torch.ones_like(clips))
+
+    def saved_bytes(self, batch: int) -> int:
+        """Bytes of the storages that autograd holds after the forward, parameters excluded."""
+        parameters = {p.untyped_storage()._cdata for p in self.model.parameters()}
+        held: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in parameters:
+                held[storage._cdata] = storage
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = self.loss(batch)
+        total = sum(storage.nbytes() for storage in held.values())
+        del loss
+        return total
+
+    def run(self, batch: int) -> None:
+        self.loss(batch).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
+    """Bytes kept by one model in every variant, on fake tensors."""
+    for precision, checkpointing in variants():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            step = Step(load(name), precision, checkpointing, torch.device("cpu"))
+            for batch in batches:
+                saved = step.saved_bytes(batch)
+                yield Row(name, precision.value, checkpointing, batch, saved)
+
+
+def timed(name: str, batches: Sequence[int], device: torch.device) -> Iterator[Row]:
+    """Bytes, step time and, on a GPU, memory of one model in every variant."""
+    for precision, checkpointing in variants():
+        prepare_backend(precision, device, cudnn_benchmark=True)
+        step = Step(load(name), precision, checkpointing, device)
+        largest = largest_batch(step.run) if device.type == "cuda" else None
+        for batch in batches:
+            row = Row(name, precision.value, checkpointing, batch, step.saved_bytes(batch))
+            seconds, peak = measure(step, batch, device)
+            yield dataclasses.replace(
+                row, step_seconds=seconds, peak_bytes=peak, largest_batch=largest
+            )
+
+
+def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | None]:
+    """The least time of a few steps, and on a GPU the peak of allocated bytes."""
+    step.run(batch)  # the first allocates
+    if device.type != "cuda":
+        times = []
+        for _ in range(STEPS):
+            start = time.process_time()
+            step.run(batch)
+            times.append(time.process_time() - start)
+        return min(times), None
+    torch.cuda.reset_peak_memory_stats(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    times = []
+    for _ in range(STEPS):
+        events[0].record()
+        step.run(batch)
+        events[1].record()
+        torch.cuda.synchronize(device)
+        times.append(events[0].elapsed_time(events[1]) / 1000.0)
+    return min(times), torch.cuda.max_memory_allocated(device)
+
+
+def largest_batch(run: Callable[[int], None]) -> int:
+    """The largest batch that `run` has memory for: doubled until it has not, then bisected."""
+
+    def fits(batch: int) -> bool:
+        try:
+            run(batch)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return False
+        return True
+
+    good, bad = 0, 1
+    while fits(bad):
+        good, bad = bad, bad * 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def variants() -> list[tuple[Precision, bool]]:
+    return [(precision, on) for precision in PRECISIONS for on in (False, True)]
+
+
+def load(name: str) -> Experiment[Any]:
+    path = str(CONFIGS / f"{name}.yaml")
+    return experiment.parse(experiment.read_yaml(path), path)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown; columns without a number are left out."""
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "model": lambda row: row.model,
+        "precision": lambda row: f"`{row.precision}`",
+        "checkpointing": lambda row: "yes" if row.checkpointing else "no",
+        "batch": lambda row: str(row.batch),
+        "kept for the backward, MiB": lambda row: f"{row.saved_bytes / 2**20:,.1f}",
+        "step, s": lambda row: row.step_seconds and f"{row.step_seconds:.3f}",
+        "peak, MiB": lambda row: row.peak_bytes and f"{row.peak_bytes / 2**20:,.0f}",
+        "largest batch": lambda row: row.largest_batch and str(row.largest_batch),
+    }
+    shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
+    lines = [list(shown), ["---"] * len(shown)]
+    lines += [[cell(row) or "" for cell in shown.values()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def draw(rows: Sequence[Row], device: str) -> None:
+    """Bytes kept by the largest model, and step times, over the batch."""
+    mpl.use("Agg")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    colours = dict(zip(PRECISIONS, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
+    for precision, checkpointing in variants():
+        look: dict[str, Any] = {
+            "color": colours[precision],
+            "linestyle": "--" if checkpointing else "-",
+            "marker": "o" if precision is not Precision.AMP_FP16 else "x",
+            "label": precision.value + (", checkpointing" if checkpointing else ""),
+        }
+        mine = [
+            row
+            for row in rows
+            if (row.precision, row.checkpointing) == (precision.value, checkpointing)
+        ]
+        large = [row for row in mine if row.model == "latte_xl" and not row.step_seconds]
+        left.plot([r.batch for r in large], [r.saved_bytes / 2**30 for r in large], **look)
+        slow = [row for row in mine if row.step_seconds]
+        right.plot([r.batch for r in slow], [r.step_seconds for r in slow], **look)
+    left.set(xlabel="clips per slot", ylabel="GiB", title="Latte-XL/2: kept for the backward")
+    left.legend(fontsize="small")
+    model = next(row.model for row in rows if row.step_seconds)
+    right.set(xlabel="clips", ylabel="s", yscale="log", title=f"{model}.yaml: a step ({device})")
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.latte_memory", description="Memory and speed of Latte."
+    ).parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, batches = TIMED[device.type]
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
+    with_bar = track(range(len(variants()) * sum(sizes)), "measuring")
+    sources = [counted(model, COUNTED[model]) for model in COUNTED]
+    for source in [*sources, timed(name, batches, device)]:
+        for row, _ in zip(source, with_bar, strict=False):
+            rows.append(row)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU thread"
+    RESULTS.mkdir(exist_ok=True)
+    result = {"torch": torch.__version__, "device": where, "rows": [vars(row) for row in rows]}
+    (RESULTS / "latte_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / "latte_memory.md").write_text(table(rows))
+    draw(rows, where)
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""Is the scale that the finder names as good as the best one of a grid of short trainings?
+
+    python -m benchmarks.loss_scale_choice            # some minutes on one core; no GPU needed
+    python -m benchmarks.loss_scale_choice --redraw   # table and picture of the last results
+
+Three models: one whose gradients fit float16 at PyTorch's default of 2^16, one that overflows
+there, one that is flushed to 0 there. Each trains in its own loop from 12 initial loss scales with
+the same five seeds, and from the finder's scale with these seeds. Seeds differ far more than scales
+do, so the comparison is paired, and a difference within the seeds' standard deviation is a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from determined import pytorch
+from rich.progress import Progress
+
+from benchmarks import small_trials
+from hp_search.advice import as_json
+from hp_search.finder import look
+from hp_search.frozen import wrapped_scaler
+from hp_search.opened import opened
+from hp_search.verdict import DEFAULT_LOG2
+from reports.choice import draw
+from reports.figure import save_png
+from reports.forecast import Forecast
+from trials.checkpoint import SafeController, controlled_by
+from trials.experiment import read_yaml
+from trials.local.folder import environment
+from trials.train import with_overrides
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "loss_scale_choice_cpu.json"
+PICTURE = ROOT / "docs" / "pictures" / "loss_scale_choice.png"
+
+STEPS = 250
+SEEDS = (1, 2, 3, 4, 5)
+GRID_LOG2 = tuple(range(0, 48, 4))  # 12 points
+BATCHES_OF_FINDER = 4
+
+# Student's t for a two-sided 95 % interval of the mean of five differences.
+T_95 = 2.776
+
+
+@dataclass(frozen=True)
+class Model:
+    """One training to repeat.
+
+    Args:
+        name: For the table.
+        what: What it is, in words.
+        config: The experiment, without seed and scale.
+        scale_key: Where the initial loss scale goes.
+    """
+
+    name: str
+    what: str
+    config: Mapping[str, Any]
+    scale_key: str
+
+    def at(self, seed: int, scale_log2: int) -> dict[str, Any]:
+        """The experiment of one training."""
+        changes = (
+            f"reproducibility.experiment_seed={seed}",
+            f"hyperparameters.{self.scale_key}={2.0**scale_log2:.1f}",
+        )
+        return with_overrides(self.config, changes)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one training ended."""
+
+    scale_log2: int
+    seed: int
+    validation_loss: float
+    skipped_steps: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The finder's scale against the best of the grid, by mean validation loss over the seeds.
+
+    Args:
+        choice_log2: The finder's.
+        best_log2: The grid's; chosen on the same data, which favours it.
+        choice_loss: Mean over seeds.
+        default_loss: The same from PyTorch's default of 2^16.
+        best_loss: Mean over seeds.
+        seed_sd: Standard deviation over seeds at the grid's best.
+        difference: Mean of the paired differences, choice minus best.
+        half_width: Of its 95 % interval.
+        verdict: `tie` within `seed_sd`, otherwise `better` or `worse`.
+        ratio: Samples of the grid with one seed, over those of the finder.
+    """
+
+    choice_log2: int
+    best_log2: int
+    choice_loss: float
+    default_loss: float
+    best_loss: float
+    seed_sd: float
+    difference: float
+    half_width: float
+    verdict: str
+    ratio: float
+
+
+def models() -> list[Model]:
+    """The main model, small enough for float16 on a CPU, and two that the default does not fit."""
+    mlp = with_overrides(
+        read_yaml(str(ROOT / "experiment_configs" / "mlp" / "amp.yaml")),
+        ["data.image_size=8", "hyperparameters.hidden_features=128"],
+    )
+    summed, tiny = (
+        small_trials.config(trial) for trial in (small_trials.SummedLoss, small_trials.TinyLoss)
+    )
+    return [
+        Model("MLP", "trials.mlp, 64-128-10, cross-entropy, Adam", mlp, "amp.init_scale"),
+        Model("SummedLoss", "autoencoder, loss summed, AdamW", summed, "init_scale"),
+        Model("TinyLoss", "regression, loss near 1e-8, Adam", tiny, "init_scale"),
+    ]
+
+
+class _NoCheckpoints(SafeController):
+    def _checkpoint(self, already_exiting: bool) -> None:
+        pass
+
+
+class _LastValidation(pytorch.PyTorchCallback):
+    loss = math.nan
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self.loss = float(metrics["validation_loss"])
+
+
+def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
+    """Train in Determined's loop, in this process, and validate once at the end."""
+    last = _LastValidation()
+    with opened(model.at(seed, scale_log2), model.name) as found:
+        callbacks = {**found.trial.build_callbacks(), "last_validation": last}
+        found.trial.build_callbacks = lambda: callbacks  # type: ignore[method-assign]
+        whole = pytorch.Batch(steps)
+        with controlled_by(_NoCheckpoints):
+            pytorch.Trainer(found.trial, found.context).fit(
+                max_length=whole,
+                validation_period=whole,
+                reporting_period=whole,
+                checkpoint_policy="none",
+            )
+        scaler = wrapped_scaler(found.context)
+        # Shorter than the growth interval: the scale has only fallen, a bit for every skip.
+        assert steps < scaler.get_growth_interval()
+        skipped = scale_log2 - round(math.log2(scaler.get_scale()))
+    return Training(scale_log2, seed, last.loss, skipped)
+
+
+def forecast(model: Model) -> Forecast:
+    """What the finder says, with the first seed."""
+    config = model.at(SEEDS[0], 16)
+    with opened(config, model.name) as found:
+        finding, run = look(model.name, found.trial, found.context, BATCHES_OF_FINDER)
+    return Forecast.of_json(json.loads(json.dumps(as_json(finding, run))), model.name)
+
+
+def compare(trainings: Sequence[Training], found: Forecast, steps: int) -> Comparison:
+    """Judge by paired differences: the same seeds start from both scales."""
+    assert found.window.choice is not None
+    losses: dict[int, list[float]] = {}
+    for training in sorted(trainings, key=lambda training: training.seed):
+        losses.setdefault(training.scale_log2, []).append(training.validation_loss)
+    best = min(GRID_LOG2, key=lambda scale: mean(losses[scale]))
+    differences = [
+        ours - theirs
+        for ours, theirs in zip(losses[found.window.choice], losses[best], strict=True)
+    ]
+    noise, difference = stdev(losses[best]), mean(differences)
+    samples_per_batch = found.run["samples"] / found.run["batches"]
+    return Comparison(
+        choice_log2=found.window.choice,
+        best_log2=best,
+        choice_loss=mean(losses[found.window.choice]),
+        default_loss=mean(losses[DEFAULT_LOG2]),
+        best_loss=mean(losses[best]),
+        seed_sd=noise,
+        difference=difference,
+        half_width=T_95 * stdev(differences) / math.sqrt(len(differences)),
+        verdict="tie" if abs(difference) <= noise else "better" if difference < 0 else "worse",
+        ratio=len(GRID_LOG2) * steps * samples_per_batch / found.passed_samples,
+    )
+
+
+def measure(chosen: Sequence[Model]) -> Iterator[dict[str, Any]]:
+    """All trainings of each model, and what follows from them."""
+    with Progress() as progress:
+        most = len(chosen) * (len(GRID_LOG2) + 1) * len(SEEDS)
+        task = progress.add_task("trainings", total=most)
+        for model in chosen:
+            progress.update(task, description=model.name)
+            found = forecast(model)
+            assert found.window.choice is not None
+            trainings = []
+            for scale in dict.fromkeys([*GRID_LOG2, found.window.choice]):
+                for seed in SEEDS:
+                    trainings.append(train(model, seed, scale, STEPS))
+                    progress.advance(task)
+            yield {
+                "name": model.name,
+                "what": model.what,
+                "window_log2": [found.window.low, found.window.top],
+                "comparison": dataclasses.asdict(compare(trainings, found, STEPS)),
+                "trainings": [dataclasses.asdict(training) for training in trainings],
+            }
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table, with everything it takes to read it right."""
+    lines = [
+        f"{len(GRID_LOG2)} initial loss scales from 2^{GRID_LOG2[0]} to 2^{GRID_LOG2[-1]}, "
+        f"{results['steps']} steps each, {len(results['seeds'])} seeds; validation loss, mean over "
+        "the seeds. `python -m benchmarks.loss_scale_choice`",
+        "",
+        "| model | window | finder | loss | grid's best | loss | paired difference, 95 % | seed sd "
+        "| verdict | loss at 2^16 | samples, grid / finder |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model in results["models"]:
+        c = Comparison(**model["comparison"])
+        low, top = model["window_log2"]
+        lines.append(
+            f"| {model['name']}: {model['what']} | 2^{low} to 2^{top} | 2^{c.choice_log2} "
+            f"| {c.choice_loss:.4g} | 2^{c.best_log2} | {c.best_loss:.4g} "
+            f"| {c.difference:+.2g} ± {c.half_width:.1g} | {c.seed_sd:.2g} "
+            f"| {c.verdict} | {c.default_loss:.4g} | {c.ratio:.0f} |"
+        )
+    where = results["environment"]
+    lines += [
+        "",
+        f"{where['device']['name']}, {where['processors']} cores, torch {where['torch']}, "
+        f"{where['date'][:10]}, commit {where['commit']}. float16 on a CPU is torch's own. A tie "
+        "is a paired difference within the standard deviation over seeds. The grid's best is "
+        "chosen on the same trainings, which favours it; its samples are counted with one seed.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if the finder's scale is worse for a model."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_scale_choice")
+    parser.add_argument("--redraw", action="store_true", help="train nothing: the last results")
+    if parser.parse_args(arguments).redraw:
+        results = json.loads(RESULTS.read_text())
+    else:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")  # of determined and torch, once per training
+        torch.set_num_threads(1)
+        results = {
+            "environment": environment(),
+            "steps": STEPS,
+            "seeds": SEEDS,
+            "models": list(measure(models())),
+        }
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    table = markdown(results)
+    RESULTS.with_suffix(".md").write_text(table)
+    PICTURE.parent.mkdir(exist_ok=True)
+    save_png(draw(results["models"]), PICTURE)
+    print(table)
+    return int(any(model["comparison"]["verdict"] == "worse" for model in results["models"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Draw what the finder predicts of every initial loss scale, and what a search observed.
+
+    python -m reports.loss_scale runs/loss-scale-grid/TIME      # a search without a cluster
+    python -m reports.loss_scale 12                             # an experiment of DET_MASTER
+    python -m reports.loss_scale SOURCE [--finding FILE.json] [--output FOLDER]
+
+It writes loss_scale.png and loss_scale.html. The prediction is made here, where that takes seconds,
+or read from what `python -m hp_search.finder CONFIG --json FILE.json` wrote elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import optuna
+
+from hp_search.advice import yaml_lines
+from hp_search.frozen import LossScaleError
+from reports.cluster import read_experiment
+from reports.figure import as_svg, draw, save_png
+from reports.forecast import Forecast
+from reports.observed import sentences
+from reports.page import page
+from reports.predict import environment_of, predict
+from reports.sources import ReportError, Search, read_local
+from trials.settings import ConfigError
+from trials.train import USER_ERRORS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 with a report, 2 where there is none to be had."""
+    options = _options(arguments)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        _report(options)
+    except (*USER_ERRORS, ReportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(options: argparse.Namespace) -> None:
+    folder: Path | None = options.output
+    if folder is not None and not folder.is_dir():
+        raise ConfigError("--output", [f"got {folder}, which is no folder; allowed: one that is"])
+    given = Forecast.read(options.finding) if options.finding else None
+    search, beside = _read(options.source)
+    forecast, missing = (given, "") if given else _predicted(search)
+    told = [*(forecast.sentences if forecast else [missing]), *sentences(forecast, search)]
+    figure = draw(forecast, search)
+    folder = folder or beside
+    folder.mkdir(parents=True, exist_ok=True)
+    save_png(figure, folder / "loss_scale.png")
+    document = page(
+        f"Initial loss scale: {search.name}",
+        svg=as_svg(figure),
+        sentences=told,
+        forecast=forecast,
+        search=search,
+        provenance=_provenance(forecast, search),
+        yaml=yaml_lines(forecast.yaml) if forecast else "",
+    )
+    (folder / "loss_scale.html").write_text(document)
+    print("\n".join(told))
+    print(f"written: {folder / 'loss_scale.png'} and {folder / 'loss_scale.html'}")
+
+
+def _read(source: str) -> tuple[Search, Path]:
+    """The search, and where its report goes unless told otherwise."""
+    path = Path(source)
+    if source.isdecimal() and not path.exists():
+        return read_experiment(int(source)), Path("runs") / f"experiment-{source}"
+    return read_local(path), path if path.is_dir() else path.parent
+
+
+def _predicted(search: Search) -> tuple[Forecast | None, str]:
+    """The finder's word, or why there is none: an observation is worth drawing without it."""
+    try:
+        return predict(search), ""
+    except (*USER_ERRORS, LossScaleError) as error:
+        reason = " ".join(str(error).split())
+        return None, (
+            f"no prediction: {reason}. Where the experiment is, `python -m hp_search.finder "
+            "CONFIG --json FILE` makes one for --finding FILE"
+        )
+
+
+def _provenance(forecast: Forecast | None, search: Search) -> dict[str, Mapping[str, Any]]:
+    seeds = {row.seed for row in search.rows if row.seed is not None}
+    trials: dict[str, Any] = {"trials": len(search.rows), "seeds": len(seeds) or "unknown"}
+    drawn = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "matplotlib": matplotlib.__version__,
+    }
+    found: dict[str, Mapping[str, Any]] = {
+        "search": {"from": search.origin, **trials, **search.environment},
+        "drawn": drawn,
+    }
+    return found if forecast is None else {"finder": environment_of(forecast), **found}
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m reports.loss_scale",
+        description="Draw what was predicted and observed of the initial loss scale.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="STUDY_OR_EXPERIMENT_ID",
+        help="folder of a local search, or id of an experiment on the master of DET_MASTER",
+    )
+    parser.add_argument(
+        "--finding", type=Path, metavar="FILE", help="the finder's JSON, instead of running it"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="where to write; default: beside the study"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

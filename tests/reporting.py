@@ -1,0 +1,144 @@
+"""Small searches and findings for the tests of `reports`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import yaml
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from hp_search.study import create_study
+from reports.forecast import Forecast
+from reports.sources import Row, Search, flat
+from tests.training import ROOT, SMALL
+from trials.experiment import read_yaml
+from trials.train import with_overrides
+
+# Of each trial: scale_log2, seed, validation metrics, training metrics.
+Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
+
+SEARCH: dict[str, Any] = {
+    "name": "small",
+    "hyperparameters": {
+        "experiment": "experiment.yaml",
+        "amp": {"init_scale": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}},
+        "training": {"max_length": {"batches": 4}},
+    },
+    "searcher": {"name": "grid", "metric": "loss_scale_score", "smaller_is_better": True},
+    "reproducibility": {"experiment_seed": 3},
+}
+
+
+def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
+    """The metrics of a trial that was scored; nothing overflows up to `top`."""
+    overflow = scale_log2 > top
+    score = 1.01 if overflow else 0.001 * (1 + top - scale_log2)
+    return {
+        "init_scale_log2": float(scale_log2),
+        "loss_scale_score": score,
+        "overflow": float(overflow),
+        "flushed_share": 0.25 if scale_log2 < 0 else 0.0,
+    }
+
+
+def write_study(
+    folder: Path,
+    trials: Sequence[tuple[float, Mapping[str, float]]],
+    search: Mapping[str, Any] = SEARCH,
+    axis: str = "amp.init_scale",
+) -> Path:
+    """The folder of a search that has ended: per trial, what was sampled and its metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = create_study(folder, search)
+    for sampled, metrics in trials:
+        study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE,
+                value=metrics[search["searcher"]["metric"]],
+                params={axis: sampled},
+                distributions={axis: FloatDistribution(1e-9, 1e9)},
+                user_attrs={"history": [[4, dict(metrics)]], "seed": 3},
+            )
+        )
+    return folder
+
+
+def write_experiment(directory: Path) -> Path:
+    """An experiment that the finder looks at in a second; `SEARCH` searches over it."""
+    config = with_overrides(read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), SMALL)
+    path = directory / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def observed(
+    rows: Rows,
+    metric: str = "validation_loss",
+    **hparams: Sequence[Any],
+) -> Search:
+    """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
+    searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
+    made = tuple(
+        Row(
+            number=i,
+            state="complete",
+            hparams={
+                "amp.init_scale": 2.0**scale,
+                **{name: values[i] for name, values in hparams.items()},
+            },
+            scale_log2=scale,
+            batches=100,
+            metrics=metrics,
+            training=training,
+            seed=seed,
+        )
+        for i, (scale, seed, metrics, training) in enumerate(rows)
+    )
+    return Search("here", {**SEARCH, "searcher": searcher}, made, {})
+
+
+def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:
+    """What the finder's JSON holds, for a model whose gradients are two powers of two."""
+    return {
+        "run": {
+            "name": "small",
+            "device": "cpu",
+            "torch": "2.6",
+            "date": "2026-01-01",
+            "batches": 4,
+            "samples": 128,
+        },
+        "sentences": [f"safe window: 2^{low} to 2^{top}", "verdict: use <this>"],
+        "choice_log2": choice,
+        "window_log2": [low, top],
+        "predicted": [
+            {
+                "scale_log2": scale,
+                "overflow_share": 0.5 if scale > top else 0.0,
+                "flushed_share": 0.5 if scale < low else 0.0,
+            }
+            for scale in range(-16, 49)
+        ],
+        "measured": [{"scale_log2": 17, "overflow": False, "flushed_share": 0.0}],
+        "modules": [
+            {"name": "head", "values_by_log2": {"-3": 10, "-20": 5}},
+            {"name": "body <1>", "values_by_log2": {"-5": 10}},
+            {"name": "hidden", "values_by_log2": {}},
+        ],
+        "yaml": {"init_scale": 131072.0},
+    }
+
+
+def forecast(choice: int | None = 17, low: int = -6, top: int = 18) -> Forecast:
+    """The same, read."""
+    return Forecast.of_json(finding(choice, low, top), "test")
+
+
+def hparams_of(search: Mapping[str, Any], init_scale: float) -> dict[str, Any]:
+    """The hyperparameters of one trial of a search, by dotted name."""
+    return {**flat(search["hyperparameters"]), "amp.init_scale": init_scale}

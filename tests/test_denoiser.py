@@ -1,0 +1,192 @@
+"""`trials.denoiser`: the transformer, its first weights, and checkpointing that changes no bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from trials import denoiser
+from trials.clips import ClipSettings
+from trials.denoiser import Denoiser, DenoiserSettings
+from trials.precision import Precision
+from trials.settings import read
+
+CLIPS = ClipSettings(image_size=8, frames=3, classes=2, channels=2)
+TINY = DenoiserSettings(
+    num_layers=2, num_attention_heads=2, attention_head_dim=8, patch_size=4, class_tokens=3
+)
+CLIP, TIMESTEP, LABEL = torch.randn(2, 2, 3, 8, 8), torch.tensor([3, 900]), torch.tensor([0, 2])
+
+
+def make(settings: DenoiserSettings = TINY, *, gradient_checkpointing: bool = False) -> Denoiser:
+    """With random weights everywhere: at first most gradients of a new model are 0."""
+    torch.manual_seed(1)
+    model = Denoiser(settings, CLIPS, gradient_checkpointing=gradient_checkpointing)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def gradients(model: Denoiser, precision: Precision) -> list[torch.Tensor]:
+    """Of the loss of one batch; the scale keeps those of float16 from vanishing."""
+    dtype = precision.autocast_dtype
+    torch.manual_seed(2)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        noise = model(CLIP, TIMESTEP, LABEL)
+        assert noise.dtype == (dtype or torch.float32)
+        loss = nn.functional.mse_loss(noise, torch.ones_like(CLIP))
+        assert loss.dtype == torch.float32
+    (loss * 1024.0).backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and bool(gradient.abs().max()) for gradient in found)
+    return [gradient for gradient in found if gradient is not None]
+
+
+PRECISIONS = (Precision.FP32, Precision.AMP_BF16, Precision.AMP_FP16)
+
+
+class TestGradientCheckpointing:
+    @pytest.mark.parametrize("dropout", [0.0, 0.3])
+    @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.value)
+    def test_gives_the_same_gradients_to_the_bit(
+        self, precision: Precision, dropout: float
+    ) -> None:
+        settings = DenoiserSettings(**{**vars(TINY), "dropout": dropout})
+        plain, recomputed = (
+            gradients(make(settings, gradient_checkpointing=on), precision) for on in (False, True)
+        )
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+
+    def test_that_forgets_autocast_would_be_seen(self) -> None:
+        """Negative control: blocks that are computed again in float32 do not fit their forward."""
+
+        def in_float32(block: nn.Module, *inputs: Any) -> Any:
+            first = True
+
+            def forward(*values: Any) -> Any:
+                nonlocal first
+                again, first = not first, False
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not again):
+                    return block(*values)
+
+            return checkpoint(forward, *inputs, use_reentrant=False, determinism_check="none")
+
+        model = make()
+        model.transformer.enable_gradient_checkpointing(in_float32)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            gradients(model, Precision.AMP_BF16)
+
+    def test_keeps_less_for_the_backward(self) -> None:
+        assert saved_numbers(make(gradient_checkpointing=True)) < 0.5 * saved_numbers(make())
+
+    def test_computes_blocks_once_when_nothing_is_trained(self) -> None:
+        model = make(gradient_checkpointing=True)
+        calls: list[int] = []
+        block = model.transformer.transformer_blocks[0]
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+        with torch.no_grad():
+            model(CLIP, TIMESTEP, LABEL)
+        assert len(calls) == 1
+        gradients(model, Precision.FP32)
+        assert len(calls) == 3
+
+
+def saved_numbers(model: Denoiser) -> int:
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        model(CLIP, TIMESTEP, LABEL)
+    return sum(saved.values())
+
+
+class TestModel:
+    def test_predicts_nothing_at_first(self) -> None:
+        model = Denoiser(TINY, CLIPS, gradient_checkpointing=False)
+        noise = model(CLIP, TIMESTEP, LABEL)
+        assert noise.shape == CLIP.shape
+        assert not noise.any()
+
+    @pytest.mark.parametrize("what", ["timestep", "label", "frame"])
+    def test_depends_on_everything_it_is_given(self, what: str) -> None:
+        model = make()
+        before = model(CLIP, TIMESTEP, LABEL)
+        clip, timestep, label = CLIP.clone(), TIMESTEP.clone(), LABEL.clone()
+        if what == "timestep":
+            timestep[0] += 1
+        elif what == "label":
+            label[0] = 1
+        else:
+            clip[0, :, 2] += 1.0
+        after = model(clip, timestep, label)
+        assert not torch.allclose(after[0, :, 0], before[0, :, 0], rtol=0, atol=1.0e-6)
+        torch.testing.assert_close(after[1], before[1])
+
+    def test_16_bits_tell_neighbouring_timesteps_apart(self) -> None:
+        """Diffusers casts the timestep embedding to the dtype of the tokens."""
+        model = make()
+        steps = torch.arange(0, 1000)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+                _, embedded = model.transformer.adaln_single(steps, hidden_dtype=dtype)
+            assert embedded.dtype == dtype
+            assert float((embedded.float().diff(dim=0)).norm(dim=1).min()) > 0
+
+
+class TestSettings:
+    def test_width_must_hold_sine_and_cosine_of_two_coordinates(self) -> None:
+        problems: list[str] = []
+        raw = {"num_layers": 1, "num_attention_heads": 3, "attention_head_dim": 2}
+        assert read(DenoiserSettings, raw, "model", problems) is None
+        assert problems == [
+            "model.attention_head_dim: got 2 x 3 heads, a width of 6; allowed: a multiple of 4, "
+            "for sine and cosine of two coordinates"
+        ]
+
+    def test_sizes_are_required(self) -> None:
+        problems: list[str] = []
+        assert read(DenoiserSettings, {}, "model", problems) is None
+        assert len(problems) == 3
+
+
+def unusable(name: str) -> Any:
+    raise RuntimeError("Failed to import diffusers.models:\nmodule 'torch' has no 'accelerator'")
+
+
+@pytest.mark.parametrize(
+    ("diffusers", "reason"),
+    [
+        (None, "import of diffusers halted; None in sys.modules"),
+        (unusable, "module 'torch' has no 'accelerator'"),
+    ],
+    ids=["missing", "too new for torch"],
+)
+def test_missing_diffusers_is_said_in_one_sentence(
+    diffusers: Callable[[str], Any] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if diffusers is not None:
+        module = type(sys)("diffusers")
+        module.__getattr__ = diffusers  # type: ignore[method-assign]  # as its lazy module does
+        monkeypatch.setitem(sys.modules, "diffusers", module)
+    else:
+        monkeypatch.setitem(sys.modules, "diffusers", None)  # type: ignore[arg-type]  # as if absent
+    source = Path(denoiser.__file__)
+    spec = importlib.util.spec_from_file_location("denoiser_again", source)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError) as error:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert str(error.value).startswith("Latte needs the package diffusers: pip install diffusers")
+    assert str(error.value).endswith(f"What failed: {reason}")

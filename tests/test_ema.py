@@ -1,0 +1,145 @@
+"""`trials.ema`: the average follows applied steps, on the device, and never touches the weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from diffusers.training_utils import EMAModel
+from torch import nn
+
+from tests.fake_cuda import Syncs
+from tests.one_weight import AMP, OneWeightTrial, Recipe, run
+from trials.ema import AppliedStepEMA, EMAWeights
+
+DECAY = 0.9
+
+
+class Averaged(OneWeightTrial):
+    """The one-weight trial with an average; its weight is 1 - (sum of x) / 2.
+
+    Attributes:
+        averages: The averaged weight after every batch.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+        super().__init__(context, recipe)
+        self.ema = EMAWeights(self.model, self.amp, DECAY)
+        self.averages: list[float] = []
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        if self.amp.is_update_batch(batch_idx):
+            self.ema.step()
+        (average,) = self.ema.state_dict().values()
+        self.averages.append(float(average))
+        return reported
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {**super().build_callbacks(), "ema": self.ema}
+
+
+def averages_of(weights: list[float]) -> list[float]:
+    """What diffusers' own `EMAModel` makes of these weights, one step each."""
+    parameter = nn.Parameter(torch.ones(1, 1))
+    average = EMAModel([parameter], decay=DECAY)
+    made = []
+    for weight in weights:
+        nn.init.constant_(parameter, weight)
+        average.step([parameter])
+        made.append(float(average.shadow_params[0]))
+    return made
+
+
+class TestAverage:
+    def test_is_that_of_diffusers_when_every_step_is_applied(self, tmp_path: Path) -> None:
+        """Past step 81 the warm-up n / (9 + n) has reached 0.9."""
+        recipe = Recipe([[1.0], [2.0], [0.5]] * 40, dataclasses.replace(AMP, growth_interval=1000))
+        trial = run(recipe, tmp_path, Averaged).trial
+        assert isinstance(trial, Averaged)
+        assert trial.averages == pytest.approx(averages_of(trial.weights), rel=1.0e-6)
+
+    def test_skipped_step_neither_moves_it_nor_its_warm_up(self, tmp_path: Path) -> None:
+        xs = [[1.0], [2.0], [float("inf")], [0.5], [float("inf")], [float("inf")], [1.0]]
+        trial = run(Recipe(xs), tmp_path, Averaged).trial
+        assert isinstance(trial, Averaged)
+        assert trial.averages[2] == trial.averages[1]
+        assert trial.averages[4:6] == [trial.averages[3]] * 2
+        applied = [0, 1, 3, 6]
+        expected = averages_of([trial.weights[batch] for batch in applied])
+        assert [trial.averages[batch] for batch in applied] == pytest.approx(expected, rel=1.0e-6)
+        # Negative control: diffusers' own moves at every step, and ends elsewhere.
+        assert averages_of(trial.weights)[-1] != pytest.approx(expected[-1], rel=1.0e-3)
+
+    def test_moves_once_per_window(self, tmp_path: Path) -> None:
+        recipe = Recipe([[1.0], [2.0], [0.5], [1.0]], aggregation_frequency=2)
+        trial = run(recipe, tmp_path, Averaged).trial
+        assert isinstance(trial, Averaged)
+        assert trial.averages[1::2] == pytest.approx(averages_of(trial.weights[1::2]), rel=1.0e-6)
+        assert trial.averages[2] == trial.averages[1]
+
+    def test_step_asks_for_no_value(self) -> None:
+        parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
+        applied = torch.ones((), dtype=torch.int64)
+        average = AppliedStepEMA(parameters, torch.zeros((), dtype=torch.int64), DECAY)
+        average._applied_steps = applied
+        with Syncs("cpu") as syncs, syncs.during("step"):
+            average.step(parameters)
+        assert syncs.calls["step"]
+        assert syncs.waits["step"] == {}
+        with syncs, syncs.during("control"):
+            float(applied)
+        assert syncs.waits["control"] == {"read": 1}
+
+    def test_survives_a_checkpoint(self, tmp_path: Path) -> None:
+        first = run(Recipe([[1.0], [2.0], [0.5]]), tmp_path, Averaged)
+        assert isinstance(first.trial, Averaged)
+        (name,) = (path.name for path in tmp_path.iterdir())
+        saved = first.checkpoint["callbacks"]["ema"]
+        assert {key: float(value) for key, value in saved.items()} == {
+            "weight": first.trial.averages[-1]
+        }
+        # The steps that another trial applied are none of this one's: its first step is a copy.
+        second = run(Recipe([[float("inf")], [1.0]]), tmp_path, Averaged, resume=name).trial
+        assert isinstance(second, Averaged)
+        assert second.averages[0] == first.trial.averages[-1]
+        assert second.averages[1] == second.weights[1]
+
+
+class TestModelWithAveragedWeights:
+    @pytest.fixture
+    def ema(self) -> EMAWeights:
+        class Amp:
+            applied_steps = torch.zeros((), dtype=torch.int64)
+
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        ema = EMAWeights(model, Amp(), DECAY)  # type: ignore[arg-type]  # all that it reads
+        for average in ema.state_dict().values():
+            nn.init.ones_(average)
+        return ema
+
+    def test_computes_with_the_averages_and_leaves_the_weights(self, ema: EMAWeights) -> None:
+        weights = copy.deepcopy(ema._model.state_dict())
+        inputs = torch.randn(4, 3)
+        expected = ((inputs.sum(dim=1) + 1) * 3 + 1)[:, None].expand(4, 2)
+        torch.testing.assert_close(ema(inputs), expected)
+        assert all(torch.equal(weights[name], now) for name, now in ema._model.state_dict().items())
+        assert not torch.allclose(ema._model(inputs), expected)
+
+    def test_leaves_the_weights_when_it_fails_half_way(self, ema: EMAWeights) -> None:
+        weights = dict(ema._model.named_parameters())
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ema(torch.randn(4, 5))
+        after = dict(ema._model.named_parameters())
+        assert all(after[name] is weight for name, weight in weights.items())
+
+    def test_average_of_a_parameter_must_be_there(self, ema: EMAWeights) -> None:
+        with pytest.raises(KeyError, match=r"1\.bias"):
+            ema.load_state_dict({k: v for k, v in ema.state_dict().items() if k != "1.bias"})

@@ -1,0 +1,182 @@
+"""`trials.latte`, trained for a few batches: recipe, precisions, resume, clipping, validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional
+
+from tests.test_docs import CLIP, STEP, lines_between
+from tests.training import ROOT, checkpoint, digest, metrics, resume
+from trials import mlp, train
+from trials.clips import load as load_clips
+from trials.diffusion import Diffusion, ValidationClips
+from trials.experiment import parse
+from trials.latte import LatteHparams, LatteTrial, make_denoiser
+from trials.loading import Sample
+from trials.settings import ConfigError
+
+BATCHES = 8
+TINY = (
+    "data.dataset=synthetic",
+    "data.samples=40",
+    "data.image_size=8",
+    "data.frames=2",
+    "hyperparameters.model.num_layers=1",
+    "hyperparameters.model.num_attention_heads=2",
+    "hyperparameters.model.attention_head_dim=4",
+    "hyperparameters.global_batch_size=4",
+    "hyperparameters.warmup_steps=2",
+    "hyperparameters.clip_start_step=2",
+    f"hyperparameters.training.max_length.batches={BATCHES}",
+    "hyperparameters.training.validation_period.batches=4",
+    "hyperparameters.training.checkpoint_period.batches=4",
+    "hyperparameters.training.reporting_period.batches=2",
+)
+
+
+def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
+    """Train in this process; the run folder."""
+    changes = [word for override in (*TINY, *overrides) for word in ("--config", override)]
+    path = str(ROOT / "experiment_configs" / "latte" / config)
+    assert train.main([path, *changes, "--run-folder", str(folder)]) == 0
+    return folder
+
+
+def parsed(*overrides: str) -> Any:
+    raw = yaml.safe_load((ROOT / "experiment_configs" / "latte" / "fp32.yaml").read_text())
+    return parse(train.with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
+
+
+def test_steps_by_the_recipe_of_every_trial() -> None:
+    """With two lines more: the average follows, and the clip starts late."""
+    step = lines_between(LatteTrial.train_batch, *STEP)
+    assert step.count("self.ema.step()") == 1
+    assert step.index("self.ema.step()") == step.index("self.amp.count_step()") + 1
+    step.remove("self.ema.step()")
+    assert step == lines_between(mlp.MLPTrial.train_batch, *STEP)
+    clip, reference = (
+        lines_between(trial.clip_gradients, *CLIP) for trial in (LatteTrial, mlp.MLPTrial)
+    )
+    assert [line for line in clip if line in reference] == [
+        line for line in reference if not line.startswith("max_norm =")
+    ]
+
+
+@pytest.mark.parametrize("config", ["fp32.yaml", "bf16.yaml", "amp.yaml", "amp_checkpointing.yaml"])
+def test_trains_in_every_precision(config: str, tmp_path: Path) -> None:
+    """And the audit at its start finds the precision that the file asks for."""
+    run = run_tiny(config, tmp_path)
+    reports = metrics(run)
+    assert reports[0]["audit_share"] > 0.99
+    last = [report for report in reports if "loss" in report][-1]
+    assert last["applied_steps"] + last["skipped_steps"] == BATCHES
+    assert last["skipped_steps"] == 0
+    # A new model predicts 0, and the mean square of the noise is 1.
+    assert reports[0]["loss"] == pytest.approx(1.0, abs=0.2)
+    validation = [r["validation_loss"] for r in reports if "validation_loss" in r]
+    assert len(validation) == 2
+    assert validation[-1] == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("conditioning", ["class", "none"])
+def test_resumed_run_ends_as_one_that_was_not_interrupted(
+    conditioning: str, tmp_path: Path
+) -> None:
+    """Weights, averages, optimizer, counts, random state; noise and dropped labels with them."""
+    extra = (
+        "hyperparameters.lr_schedule=constant",  # the cosine depends on the length of the run
+        f"hyperparameters.diffusion.conditioning={conditioning}",
+        *_dropout(conditioning),
+    )
+    whole = run_tiny("fp32.yaml", tmp_path / "whole", *extra)
+    part = run_tiny("fp32.yaml", tmp_path / "part", *extra, _length(4))
+    config = part / "config.yaml"
+    raw = yaml.safe_load(config.read_text())
+    raw["hyperparameters"]["training"]["max_length"]["batches"] = BATCHES
+    config.write_text(yaml.safe_dump(raw))
+    resume(part)
+    ends = [checkpoint(run, BATCHES) for run in (whole, part)]
+    assert digest(ends[0]) == digest(ends[1])
+    assert "ema" in ends[0]["callbacks"]
+    # Negative control: the digest sees the average.
+    next(iter(ends[0]["callbacks"]["ema"].values())).add_(1.0e-3)
+    assert digest(ends[0]) != digest(ends[1])
+
+
+def _dropout(conditioning: str) -> tuple[str, ...]:
+    return ("hyperparameters.diffusion.class_dropout=0.0",) * (conditioning == "none")
+
+
+def _length(batches: int) -> str:
+    return f"hyperparameters.training.max_length.batches={batches}"
+
+
+def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None:
+    """Computed again from the checkpoint, whose weights themselves give another loss."""
+    run = run_tiny("fp32.yaml", tmp_path, "hyperparameters.learning_rate=2.0e-2")
+    config = parsed()
+    state = checkpoint(run, BATCHES)
+    clips = ValidationClips(load_clips(config.data, 0)[1])
+    batch = clips.__getitems__([Sample(0, index) for index in range(len(clips))])
+    diffusion = Diffusion(config.hparams.diffusion, config.data.classes, torch.device("cpu"))
+    noised = diffusion.for_validation(*batch)
+    losses = []
+    for weights in (state["callbacks"]["ema"], state["models_state_dict"][0]):
+        model = make_denoiser(config)
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            noise = model(noised.clips, noised.timesteps, noised.labels)
+        losses.append(float(functional.mse_loss(noise, noised.noise)))
+    reported = [r["validation_loss"] for r in metrics(run) if "validation_loss" in r][-1]
+    assert reported == pytest.approx(losses[0], rel=1.0e-5)
+    assert reported != pytest.approx(losses[1], rel=1.0e-4)
+
+
+def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    """Seen in the second moments of Adam, which a clip to almost nothing leaves as they were."""
+    tight = "hyperparameters.max_grad_norm=1.0e-12"
+    moments = {}
+    for start in (0, 4, BATCHES):
+        run = run_tiny(
+            "fp32.yaml", tmp_path / str(start), tight, f"hyperparameters.clip_start_step={start}"
+        )
+        state = checkpoint(run, BATCHES)["optimizers_state_dict"][0]["state"]
+        moments[start] = max(float(entry["exp_avg_sq"].max()) for entry in state.values())
+    assert moments[0] < 1.0e-20
+    assert moments[0] * 1.0e6 < moments[4] < moments[BATCHES]
+
+
+def test_overflow_skips_the_step_of_weights_and_average(tmp_path: Path) -> None:
+    """At a scale of 2^40 the first steps overflow; the average is the initial one until then."""
+    huge = "hyperparameters.amp.init_scale=1.0e+12"
+    lenient = "hyperparameters.amp.max_skip_ratio=1.0"
+    run = run_tiny("amp.yaml", tmp_path, huge, lenient, "data.samples=80")
+    last = [report for report in metrics(run) if "loss" in report][-1]
+    assert last["skipped_steps"] > 0
+    state = checkpoint(run, BATCHES)
+    for average in state["callbacks"]["ema"].values():
+        assert bool(average.isfinite().all())
+    counts = state["callbacks"]["mixed_precision"]
+    assert counts["applied_steps"] + last["skipped_steps"] == counts["attempted_steps"] == BATCHES
+
+
+class TestSettings:
+    def test_patches_must_fit_the_frame(self) -> None:
+        with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
+            make_denoiser(parsed("hyperparameters.model.patch_size=3"))
+
+    def test_late_clip_needs_a_clip(self) -> None:
+        with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
+            parsed("hyperparameters.max_grad_norm=null")
+
+    def test_images_are_no_clips(self) -> None:
+        with pytest.raises(ConfigError, match=r"data\.dataset: got 'digits'; allowed: moving_"):
+            parsed("data.dataset=digits")
+
+    def test_are_those_of_the_trial(self) -> None:
+        assert isinstance(parsed().hparams, LatteHparams)

@@ -1,0 +1,233 @@
+"""`python -m reports.loss_scale`: a picture, a page that needs nothing else, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hp_search import finder
+from reports import loss_scale
+from reports.figure import as_svg, draw
+from reports.observed import sentences
+from reports.page import page
+from tests.reporting import (
+    Rows,
+    finding,
+    forecast,
+    observed,
+    scored,
+    write_experiment,
+    write_study,
+)
+
+PNG = b"\x89PNG\r\n"
+TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
+
+
+class Page(HTMLParser):
+    """What a document asks for from elsewhere, and its text.
+
+    Attributes:
+        foreign: Tags with an address outside the document.
+        text: All words.
+        tags: All tags.
+    """
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.foreign: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.feed(document)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            inside = (value or "").startswith(("#", "data:"))
+            if name in ("src", "href", "xlink:href", "srcset", "action") and not inside:
+                self.foreign.append(f"{tag} {name}={value}")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def needs_the_network(document: str) -> list[str]:
+    loaded = re.findall(r"@import|url\((?!#|\"?data:)[^)]*\)", document)
+    return [*Page(document).foreign, *loaded, *re.findall(r"<script|<link", document)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a small experiment and a search over it."""
+    monkeypatch.chdir(tmp_path)
+    write_experiment(tmp_path)
+    write_study(tmp_path / "study", TRIALS)
+    return tmp_path
+
+
+def test_report_of_a_local_search_predicts_on_its_own(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert loss_scale.main(["study"]) == 0
+    said = capsys.readouterr().out
+    assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
+    document = (workplace / "study/loss_scale.html").read_text()
+    assert needs_the_network(document) == []
+    # The small MLP, four batches of 32 samples in two passes.
+    assert re.search(r"safe window: 2\^-?\d+ to 2\^\d+", said)
+    assert "samples passed forward and backward: 256 by the finder, 3072 by this search" in said
+    assert "76800 by a grid of 12 trainings of 200 batches (300 times)" in said
+    assert "best trial: 2^18" in said
+    shown = Page(document)
+    for told in said.splitlines()[:-1]:
+        assert told in shown.text
+    assert shown.tags.count("svg") == 1
+    assert shown.tags.count("details") == 3
+    assert "overflow, measured" not in shown.text  # a label of the drawing, not of the reader
+    assert "init_scale" in shown.text
+
+
+def test_finding_replaces_the_run_of_the_finder(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "experiment.yaml").unlink()
+    (workplace / "finding.json").write_text(json.dumps(finding()))
+    (workplace / "elsewhere").mkdir()
+    arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
+    assert loss_scale.main(arguments) == 0
+    assert "verdict: use <this>" in capsys.readouterr().out
+    assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
+        "loss_scale.html",
+        "loss_scale.png",
+    ]
+
+
+def test_without_the_experiment_only_the_observation_is_drawn(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "experiment.yaml").unlink()
+    assert loss_scale.main(["study"]) == 0
+    said = capsys.readouterr().out
+    assert "no prediction: " in said
+    assert "experiment.yaml is not a file" in said
+    assert "--finding" in said
+    assert "samples passed" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "there is no such file"),
+        (["7"], "DET_MASTER is not set"),
+        (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
+        (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
+        (["study", "--finding", "foreign.json"], "foreign.json: is not a finding"),
+        (["study", "--output", "none"], "got none, which is no folder"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: Sequence[str],
+    sentence: str,
+) -> None:
+    monkeypatch.delenv("DET_MASTER", raising=False)
+    (workplace / "foreign.json").write_text('{"a": 1}')
+    assert loss_scale.main(arguments) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert "Traceback" not in said.err
+    assert not list(workplace.rglob("loss_scale.*"))
+
+
+def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finder.main(["experiment.yaml", "--plot", "found.png"]) == 0
+    assert (workplace / "found.png").read_bytes().startswith(PNG)
+    assert "written: found.png" in capsys.readouterr().out
+    assert finder.main(["experiment.yaml", "--plot", "none/found.png"]) == 2
+    assert "folder does not exist" in capsys.readouterr().err
+
+
+class TestPage:
+    def made(self, **changes: Any) -> str:
+        search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")
+        given: dict[str, Any] = {
+            "svg": as_svg(draw(forecast(), search)),
+            "sentences": ["a < b & c"],
+            "forecast": forecast(),
+            "search": search,
+            "provenance": {"finder": {"torch": "2.6", "samples": 128}},
+            "yaml": "amp:\n  init_scale: 1.0",
+        }
+        return page("A <title>", **{**given, **changes})
+
+    def test_everything_is_inside(self) -> None:
+        document = self.made()
+        assert needs_the_network(document) == []
+        assert "finder: torch 2.6, samples 128" in Page(document).text
+        assert "prefers-color-scheme: dark" in document
+
+    def test_what_others_wrote_stays_text(self) -> None:
+        document = self.made()
+        assert "a &lt; b &amp; c" in document
+        assert "A &lt;title&gt;" in document
+        assert "<1>" not in document  # the name of a module
+
+    def test_a_foreign_address_would_be_noticed(self) -> None:
+        """Negative control."""
+        assert needs_the_network(self.made(svg='<svg><image href="http://a/b"/></svg>'))
+        assert needs_the_network(self.made(svg='<img src="//a/b.png">'))
+        assert needs_the_network(self.made(svg="<style>@import 'a'</style>"))
+        assert needs_the_network(self.made(svg="<script>1</script>"))
+
+
+class TestSentences:
+    def told(self, rows: Any, metric: str = "validation_loss", **others: Any) -> str:
+        return "\n".join(sentences(forecast(top=18), observed(rows, metric, **others)))
+
+    def test_agreement_on_overflow(self) -> None:
+        rows: Rows = [(float(s), None, scored(s), {}) for s in (8, 18, 19)]
+        told = self.told(rows, "loss_scale_score")
+        assert "overflow: predicted above 2^18, and 3 of 3 trials agree\n" in told
+        wrong = [*rows, (20.0, None, scored(20, top=20), {})]
+        assert "3 of 4 trials agree; not those at 2^20" in self.told(wrong, "loss_scale_score")
+
+    def test_largest_difference_of_the_flushed_share(self) -> None:
+        rows: Rows = [(float(s), None, scored(s), {}) for s in (-8, 8)]
+        told = self.told(rows, "loss_scale_score")
+        assert "shares differ by 0.25 at most, at 2^-8 (2 trials)" in told
+
+    def test_skips(self) -> None:
+        rows: Rows = [
+            (float(scale), None, {"validation_loss": 1.0}, {"skipped_steps": skipped})
+            for scale, skipped in ((8, 0.0), (20, 3.0), (22, 9.0))
+        ]
+        assert "2 of 3 trials skipped what was expected" in self.told(rows)
+
+    @pytest.mark.parametrize(
+        ("best", "word"), [(0.9, "a tie"), (0.1, "more than the seeds' noise")]
+    )
+    def test_a_best_within_the_noise_is_a_tie(self, best: float, word: str) -> None:
+        losses = [1.0, 1.1, 0.9, 1.05, 0.95, best]
+        rows: Rows = [
+            (float(i), None, {"validation_loss": loss}, {}) for i, loss in enumerate(losses[:5])
+        ]
+        outside: Rows = [(20.0, None, {"validation_loss": best}, {})]
+        assert f": {word}" in self.told([*rows, *outside])
+
+    def test_a_search_over_more_ranks_no_scales(self) -> None:
+        rows: Rows = [(float(i), None, {"validation_loss": 1.0 + i}, {}) for i in range(4)]
+        told = self.told(rows, learning_rate=[1, 2, 3, 4])
+        assert "differ in learning_rate, too" in told
+        assert "tie" not in told

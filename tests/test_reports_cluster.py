@@ -1,0 +1,162 @@
+"""`reports.cluster` reads an experiment through Determined's SDK, here from a small HTTP server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reports.cluster import read_experiment
+from reports.sources import ReportError
+from tests.reporting import SEARCH, scored
+
+EXPERIMENT = {
+    **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
+    **{"originalConfig": "", "projectId": 1, "projectOwnerId": 1, "searcherType": "grid"},
+    **{"startTime": "", "state": "STATE_COMPLETED", "username": "someone", "config": SEARCH},
+}
+TRIAL = {
+    **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
+    "totalBatchesProcessed": 4,
+}
+HPARAMS = {"experiment": "experiment.yaml", "training": {"max_length": {"batches": 4}}}
+USER = {"active": True, "admin": False, "username": "someone"}
+
+
+def trial(number: int, scale: float) -> dict[str, Any]:
+    return {**TRIAL, "id": number, "hparams": {**HPARAMS, "amp": {"init_scale": scale}}}
+
+
+def report(number: int, batches: int, group: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    key = "validation_metrics" if group == "validation" else "avg_metrics"
+    return {
+        **{"archived": False, "endTime": "2026-01-01T00:00:00Z", "id": 0, "group": group},
+        **{"trialId": number, "trialRunId": 1, "totalBatches": batches, "metrics": {key: metrics}},
+    }
+
+
+class Master:
+    """Answers to the few requests that a report makes.
+
+    Attributes:
+        trials: Of experiment 7.
+        reports: Of these trials, by group.
+        password: The only right one.
+    """
+
+    def __init__(self) -> None:
+        self.trials = [trial(11, 65536), trial(12, 2.0**20)]
+        self.reports = {
+            "validation": [
+                report(11, 2, "validation", {"loss_scale_score": 9.0}),
+                report(11, 4, "validation", {**scored(16), "note": "text"}),
+                report(12, 4, "validation", scored(20)),
+            ],
+            "training": [report(11, 4, "training", {"skipped_steps": 2})],
+        }
+        self.password = "right"
+
+    def answer(self, path: str, query: str) -> tuple[int, str]:
+        if path == "/api/v1/auth/login":
+            return 200, json.dumps({"token": "a-token", "user": USER})
+        if path == "/api/v1/experiments/7":
+            return 200, json.dumps({"experiment": EXPERIMENT})
+        if path == "/api/v1/experiments/7/trials":
+            page = {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": 2, "total": 2}
+            return 200, json.dumps({"trials": self.trials, "pagination": page})
+        if path == "/api/v1/trials/metrics/trial_metrics":
+            group = "training" if "group=training" in query else "validation"
+            return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
+        return 404, json.dumps({"message": "experiment not found"})
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
+    made = Master()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, _, query = self.path.partition("?")
+            status, said = made.answer(path, query)
+            if made.password != "right" and body:
+                status, said = 403, json.dumps({"message": "user not found"})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        do_GET = do_POST = answer  # noqa: N815 - http.server's names
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("DET_MASTER", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(tmp_path))
+    monkeypatch.setenv("DET_USER", "someone")
+    monkeypatch.setenv("DET_PASS", "Correct-horse-1")
+    yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_rows_are_the_last_reports_of_each_trial(master: Master) -> None:
+    search = read_experiment(7)
+    assert [row.number for row in search.rows] == [11, 12]
+    assert [row.scale_log2 for row in search.rows] == [16.0, 20.0]
+    assert [row.overflow for row in search.rows] == [False, True]
+    assert [row.skipped_steps for row in search.rows] == [2.0, None]
+    assert [row.batches for row in search.rows] == [4, 4]
+    assert "note" not in search.rows[0].metrics
+    assert search.rows[0].hparams["training.max_length.batches"] == 4
+    assert search.metric == "loss_scale_score"
+
+
+def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:
+    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
+    master.reports = {"validation": [], "training": []}
+    with pytest.raises(ReportError, match="no hyperparameter is called init_scale"):
+        read_experiment(7)
+
+
+def test_experiment_without_trials_is_a_sentence(master: Master) -> None:
+    master.trials = []
+    with pytest.raises(ReportError, match="has no trials yet"):
+        read_experiment(7)
+
+
+def test_unknown_experiment_is_a_sentence(master: Master) -> None:
+    with pytest.raises(ReportError, match="has no experiment 8: experiment not found"):
+        read_experiment(8)
+
+
+def test_wrong_password_is_a_sentence(master: Master) -> None:
+    master.password = "another"
+    with pytest.raises(ReportError, match=r"does not let us in.*det user login"):
+        read_experiment(7)
+
+
+def test_what_is_no_master_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master, "answer", lambda path, query: (200, "<html>hello</html>"))
+    with pytest.raises(ReportError, match="gave no experiment 7"):
+        read_experiment(7)
+
+
+def test_no_master_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DET_MASTER", raising=False)
+    with pytest.raises(ReportError, match="DET_MASTER is not set"):
+        read_experiment(7)
+
+
+def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
+    with pytest.raises(ReportError, match="no master answers at DET_MASTER"):
+        read_experiment(7)

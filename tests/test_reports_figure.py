@@ -1,0 +1,260 @@
+"""The figures show the numbers they are given, each where it belongs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from reports import choice, panels
+from reports.figure import as_svg, draw
+from reports.forecast import Forecast, Window
+from reports.panels import Point
+from reports.sources import ReportError
+from tests.reporting import Rows, finding, forecast, observed, scored
+
+SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
+
+
+def panel(figure: Figure, ylabel: str) -> Axes:
+    (found,) = [ax for ax in figure.axes if ax.get_ylabel() == ylabel]
+    return found
+
+
+def numbers(given: Any) -> list[float]:
+    return [float(number) for number in given]
+
+
+def heights(axes: Axes) -> list[list[float]]:
+    """The y of every line."""
+    return [numbers(drawn.get_ydata()) for drawn in axes.get_lines()]
+
+
+def boxes(axes: Axes) -> list[tuple[float, float, float, float]]:
+    """Left, right, bottom and top of every shaded area."""
+    found = []
+    for patch in axes.patches:
+        assert isinstance(patch, Rectangle)
+        left, bottom = patch.get_xy()
+        found.append((left, left + patch.get_width(), bottom, bottom + patch.get_height()))
+    return found
+
+
+def line(axes: Axes, label: str) -> tuple[list[float], list[float]]:
+    """The x and the y of the line of that label."""
+    (found,) = [drawn for drawn in axes.get_lines() if drawn.get_label() == label]
+    return numbers(found.get_xdata()), numbers(found.get_ydata())
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def horizontal(axes: Axes) -> list[float]:
+    """Where lines go across."""
+    return [y[0] for y in heights(axes) if len(y) == 2 and y[0] == y[1]]
+
+
+def vertical(axes: Axes) -> set[float]:
+    found = (numbers(drawn.get_xdata()) for drawn in axes.get_lines())
+    return {x[0] for x in found if len(x) == 2 and x[0] == x[1]}
+
+
+class TestShares:
+    def test_lines_are_predicted_and_dots_measured(self) -> None:
+        figure = draw(forecast(low=-6, top=18), observed(SCORES, "loss_scale_score"))
+        axes = panel(figure, "share of gradient values")
+        scales, flushed = line(axes, "flushed to 0, predicted")
+        assert dict(zip(scales, flushed, strict=True))[-7] == 0.5
+        assert dict(zip(scales, flushed, strict=True))[-6] == 0.0
+        scales, overflowed = line(axes, "overflow, predicted")
+        assert next(s for s, o in zip(scales, overflowed, strict=True) if o) == 19
+        # The finder measured one scale itself.
+        dots = zip(*line(axes, "flushed to 0, measured"), strict=True)
+        assert sorted(dots) == [(-8, 0.25), (0, 0), (16, 0), (17, 0), (18, 0)]
+        crosses, _ = line(axes, "overflow, measured (a step is skipped)")
+        assert crosses == [19, 24]
+
+    def test_choice_default_and_window_are_marked(self) -> None:
+        axes = panel(draw(forecast(choice=17, low=-6, top=18), None), "share of gradient values")
+        assert {16.0, 17.0} <= vertical(axes)
+        assert {"choice 2¹⁷", "default 2¹⁶", "safe window 2⁻⁶ to 2¹⁸"} <= set(texts(axes))
+        spans = {(left, right) for left, right, _, _ in boxes(axes)}
+        assert (-6.0, 18.0) in spans
+        assert any(left == 19.0 and right > 100 for left, right in spans)
+
+    def test_choice_that_is_the_default_has_one_label(self) -> None:
+        axes = panel(draw(forecast(choice=16), None), "share of gradient values")
+        assert "choice = default 2¹⁶" in texts(axes)
+        assert "default 2¹⁶" not in texts(axes)
+
+    def test_no_window_and_no_choice(self) -> None:
+        axes = panel(draw(forecast(None, low=20, top=15), None), "share of gradient values")
+        assert "no safe window" in texts(axes)
+        assert vertical(axes) == {16.0}
+
+
+class TestMetric:
+    LOSSES: ClassVar[Rows] = [
+        *[
+            (8.0, seed, {"validation_loss": 1.0 + seed}, {"skipped_steps": 0.0})
+            for seed in (1, 2, 3)
+        ],
+        *[
+            (12.0, seed, {"validation_loss": 2.0 + seed}, {"skipped_steps": 0.0})
+            for seed in (1, 2, 3)
+        ],
+        *[(22.0, seed, {"validation_loss": 9.0}, {"skipped_steps": 4.0}) for seed in (1, 2, 3)],
+    ]
+
+    def test_each_seed_is_a_thin_line_and_the_band_is_theirs(self) -> None:
+        axes = panel(draw(forecast(), observed(self.LOSSES)), "validation loss")
+        lines = heights(axes)
+        for seed in (1, 2, 3):
+            assert [1.0 + seed, 2.0 + seed, 9.0] in lines
+        assert [3.0, 4.0, 9.0] in lines  # their mean
+        # The band is of the window alone: means 2.5, 3.5, 4.5 over its two scales.
+        assert 3.5 in horizontal(axes)
+        bands = [(bottom, top) for _, _, bottom, top in boxes(axes)]
+        assert pytest.approx((2.5, 4.5)) in bands
+
+    def test_band_needs_three_seeds_inside_a_window(self) -> None:
+        window = Window(0, 18, 17)
+        points = [Point(8.0, 1.0, 1), Point(8.0, 2.0, 2), Point(20.0, 3.0, 3)]
+        assert panels.seed_band(points, window) is None
+        assert panels.seed_band([*points, Point(9.0, 3.0, 4)], window) == (2.0, 1.0)
+        assert panels.seed_band([*points, Point(9.0, 3.0, None)], window) == (2.0, 1.0)
+        assert panels.seed_band([*points, Point(9.0, 3.0, 4, whole=False)], window) is None
+        assert panels.seed_band([*points, Point(9.0, 3.0, 4)], None) is None
+
+    def test_no_band_where_something_else_was_searched_too(self) -> None:
+        rates = [0.1 * i for i in range(len(self.LOSSES))]
+        axes = panel(
+            draw(forecast(), observed(self.LOSSES, learning_rate=rates)), "validation loss"
+        )
+        assert 3.5 not in horizontal(axes)
+        assert "learning_rate" in axes.get_title(loc="left")
+
+    def test_best_is_ringed(self) -> None:
+        axes = panel(draw(None, observed(SCORES, "loss_scale_score")), "loss scale score")
+        assert texts(axes) == ["best 2¹⁸"]
+        assert axes.get_yscale() == "log"
+
+    def test_skips_are_counted_and_expected(self) -> None:
+        axes = panel(draw(forecast(top=18), observed(self.LOSSES)), "skipped steps")
+        scales, skips = line(axes, "skipped steps")
+        assert set(zip(scales, skips, strict=True)) == {(8, 0), (12, 0), (22, 4)}
+        assert [0] * 11 + [1, 2, 3, 4] in heights(axes)  # 2^8 to 2^22
+
+
+class TestModules:
+    def test_rows_are_in_the_order_of_the_forward_at_the_choice(self) -> None:
+        axes = draw(forecast(choice=17), None).axes[-1]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["body <1>", "head"]
+        (mesh,) = axes.collections
+        heat: Any = mesh.get_array()
+        left = axes.get_xlim()[0]
+        found = {
+            (int(row), int(column + left)): float(heat[row, column])
+            for row, column in zip(*np.nonzero(~heat.mask), strict=True)
+        }
+        assert found == {(0, -5 + 17): 1.0, (1, -3 + 17): 1.0, (1, -20 + 17): 0.5}
+        assert {float(panels.FLUSHED), float(panels.NORMAL), float(panels.INFINITE)} <= vertical(
+            axes
+        )
+        assert "2¹⁷" in axes.get_xlabel()
+
+    def test_of_many_modules_some_are_named(self) -> None:
+        many: dict[str, Any] = finding()
+        many["modules"] = [{"name": f"m{i}", "values_by_log2": {str(-i): 1}} for i in range(60)]
+        axes = draw(Forecast.of_json(many, "test"), None).axes[-1]
+        named = [label.get_text() for label in axes.get_yticklabels()]
+        assert named == [f"m{i}" for i in range(59, -1, -3)]
+
+
+@pytest.mark.parametrize(
+    ("with_forecast", "metrics", "training", "expected"),
+    [
+        (True, None, {}, ["share of gradient values", ""]),
+        (False, scored(3), {}, ["share of gradient values", "loss scale score"]),
+        (False, {"loss_scale_score": 1.0}, {}, ["loss scale score"]),
+        (
+            True,
+            {"loss_scale_score": 1.0},
+            {"skipped_steps": 1.0},
+            ["share of gradient values", "loss scale score", "skipped steps", ""],
+        ),
+    ],
+)
+def test_panels_without_data_are_left_out(
+    with_forecast: bool, metrics: dict[str, float] | None, training: Any, expected: Sequence[str]
+) -> None:
+    search = metrics and observed([(3.0, None, metrics, training)], "loss_scale_score")
+    figure = draw(forecast() if with_forecast else None, search or None)
+    assert [ax.get_ylabel() for ax in figure.axes] == expected
+
+
+def test_svg_takes_its_ink_from_the_page() -> None:
+    svg = as_svg(draw(forecast(), observed(SCORES, "loss_scale_score")))
+    assert svg.startswith("<svg")
+    for color, name in (
+        (panels.INK, "--ink"),
+        (panels.MUTED, "--muted"),
+        (panels.PAPER, "--paper"),
+    ):
+        assert color not in svg
+        assert f"var({name})" in svg
+    assert panels.BLUE in svg  # negative control: colours are written like that
+
+
+def test_drawing_needs_no_display_and_leaves_no_state() -> None:
+    draw(forecast(), observed(SCORES, "loss_scale_score"))
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_power_is_written_with_a_superscript() -> None:
+    assert [panels.power(k) for k in (16, -8, 0, 17.5)] == ["2¹⁶", "2⁻⁸", "2⁰", "2¹⁷·⁵"]
+
+
+def test_models_of_a_comparison_are_side_by_side() -> None:
+    trainings = [
+        {"scale_log2": scale, "seed": seed, "validation_loss": 1.0 + seed, "skipped_steps": 0}
+        for scale in (0, 8)
+        for seed in (1, 2, 3)
+    ]
+    comparison = {"choice_log2": 8, "verdict": "tie"}
+    model = {
+        "name": "one",
+        "window_log2": [0, 9],
+        "comparison": comparison,
+        "trainings": trainings,
+    }
+    figure = choice.draw([model, {**model, "name": "two"}])
+    assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
+    assert [2.0, 2.0] in heights(figure.axes[0])
+
+
+class TestForecast:
+    def test_window_holds_its_ends_and_expects_a_skip_per_bit(self) -> None:
+        window = Window(-6, 18, 17)
+        assert -6 in window
+        assert 18 in window
+        assert 18.5 not in window
+        assert -7 not in window
+        assert [window.expected_skips(s) for s in (10, 18, 18.5, 19, 24)] == [0, 0, 1, 1, 6]
+
+    def test_samples_count_every_pass(self) -> None:
+        assert forecast().passed_samples == 128 * 2
+
+    @pytest.mark.parametrize(
+        "broken", [[], {}, {**finding(), "window_log2": 3}, {**finding(), "modules": [{}]}, None]
+    )
+    def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
+        with pytest.raises(ReportError, match=r"x.json: is not a finding.*hp_search.finder"):
+            Forecast.of_json(broken, "x.json")

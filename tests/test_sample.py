@@ -1,0 +1,159 @@
+"""`trials.sample`: what it writes, from which weights, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from PIL import Image
+
+from tests.test_latte import run_tiny
+from tests.training import run_small
+from trials import sample
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two batches on moving digits, whose clips are pictures."""
+    torch.manual_seed(0)
+    return run_tiny(
+        "fp32.yaml",
+        tmp_path_factory.mktemp("run"),
+        "data={dataset: moving_digits, image_size: 12, frames: 3, channels: 1, classes: 10}",
+        "hyperparameters.global_batch_size=180",
+        "hyperparameters.training.max_length.batches=2",
+    )
+
+
+@pytest.fixture(scope="module")
+def latents_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_tiny(
+        "fp32.yaml",
+        tmp_path_factory.mktemp("latents"),
+        "data.channels=4",
+        "hyperparameters.training.max_length.batches=2",
+        "hyperparameters.diffusion.conditioning=none",
+        "hyperparameters.diffusion.class_dropout=0.0",
+    )
+
+
+def sampled(source: Path, out: Path, *options: str) -> int:
+    return sample.main([str(source), "--steps", "2", "--out", str(out), *options])
+
+
+def test_writes_an_animation_and_a_strip(run: Path, tmp_path: Path) -> None:
+    """Two clips of three frames: 96 pixels a side, and a border of 4 around each."""
+    assert sampled(run, tmp_path / "clip.gif", "--class", "3", "--class", "7") == 0
+    with Image.open(tmp_path / "clip.gif") as animation:
+        assert animation.n_frames == 3  # type: ignore[attr-defined]  # of GIF files
+        assert animation.size == (2 * 104, 104)
+    with Image.open(tmp_path / "clip.png") as strip:
+        assert strip.size == (3 * 104, 2 * 104)
+
+
+def test_clip_of_every_class_by_default(run: Path, tmp_path: Path) -> None:
+    assert sampled(run, tmp_path / "clips.npy") == 0
+    clips = np.load(tmp_path / "clips.npy")
+    assert clips.shape == (10, 1, 3, 12, 12)
+    assert np.abs(clips).max() <= 1.0
+
+
+def test_same_seed_samples_the_same_clips(run: Path, tmp_path: Path) -> None:
+    made = []
+    for name, options in (("a", ()), ("b", ()), ("c", ("--seed", "1"))):
+        assert sampled(run, tmp_path / f"{name}.npy", "--class", "1", *options) == 0
+        made.append(np.load(tmp_path / f"{name}.npy"))
+    assert np.array_equal(made[0], made[1])
+    assert not np.array_equal(made[0], made[2])
+
+
+def test_uses_the_averaged_weights_of_the_newest_checkpoint(run: Path) -> None:
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    state = torch.load(checkpoint / "state_dict.pth", weights_only=True)
+    for source in (run, checkpoint):
+        _, denoiser = sample.load(source)
+        for name, parameter in denoiser.named_parameters():
+            assert torch.equal(parameter, state["callbacks"]["ema"][name])
+    weights = state["models_state_dict"][0]
+    assert any(not torch.equal(p, weights[name]) for name, p in denoiser.named_parameters())
+
+
+def test_ddim_recovers_a_clip_from_a_perfect_denoiser(run: Path) -> None:
+    """One that knows the clip predicts its noise exactly; guided or not, sampling ends there."""
+    config, denoiser = sample.load(run)
+    clip = torch.rand(1, *config.data.clip_shape) * 2 - 1
+    kept = DDIMScheduler(**config.hparams.diffusion.scheduler_config()).alphas_cumprod
+
+    def perfect(clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        a = kept[timesteps].view(-1, 1, 1, 1, 1)
+        return (clips - a.sqrt() * clip) / (1 - a).sqrt()
+
+    denoiser.forward = perfect  # type: ignore[method-assign]
+    for guidance in (1.0, 3.0):
+        made = sample.sample(
+            denoiser, config, torch.tensor([4, 5]), steps=10, guidance=guidance, seed=1
+        )
+        torch.testing.assert_close(made, clip.expand(2, -1, -1, -1, -1), rtol=0, atol=1.0e-2)
+
+
+def test_latents_are_written_as_numbers_only(
+    latents_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sampled(latents_run, tmp_path / "clip.gif") == 2
+    assert "clips of 4 channels are latents and no picture" in capsys.readouterr().err
+    assert sampled(latents_run, tmp_path / "clip.npy", "--clips", "2") == 0
+    assert np.load(tmp_path / "clip.npy").shape == (2, 4, 2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--class", "10"], "--class: got 10; allowed: 0 to 9"),
+        (["--out", "clip.mp4"], "--out: got clip.mp4; allowed: a name in .gif or in .npy"),
+    ],
+)
+def test_wrong_option_is_named(
+    run: Path, options: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main([str(run), "--steps", "1", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_model_without_classes_has_none_to_ask_for(
+    latents_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sampled(latents_run, tmp_path / "clip.npy", "--class", "1") == 2
+    assert "trained with conditioning none" in capsys.readouterr().err
+
+
+class TestSource:
+    def test_that_is_no_checkpoint_is_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert sampled(tmp_path, tmp_path / "clip.npy") == 2
+        assert f"{tmp_path}: no checkpoint of a Latte" in capsys.readouterr().err
+
+    def test_of_another_trial_is_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        length = "hyperparameters.training.max_length.batches=2"
+        other = run_small("mlp/fp32.yaml", tmp_path / "mlp", length)
+        assert sampled(other, tmp_path / "clip.npy") == 2
+        assert "no checkpoint of a Latte can be read here: KeyError('ema')" in (
+            capsys.readouterr().err
+        )
+
+    def test_that_is_damaged_is_named(
+        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shutil.copytree(run, tmp_path / "run")
+        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+        weights = checkpoint / "state_dict.pth"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+        assert f"{checkpoint}: no checkpoint of a Latte" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""The entrypoints of a search, in the place of a task of a cluster whose master is a stub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import determined as det
+import pytest
+import torch
+from determined import core, pytorch
+
+from hp_search import find_trial, score_trial, train_trial
+from hp_search.trials import SearchPlan
+from tests import searching
+from trials.local import alone
+
+
+class Master(core.DummyTrainContext):
+    """Takes the place of what reports to a master."""
+
+    _trial_id = 1
+
+    def __init__(self, tensorboard: Path) -> None:
+        super().__init__(tensorboard)
+        self.validations: list[tuple[int, dict[str, Any]]] = []
+        self.others: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self.early_exits: list[core.EarlyExitReason] = []
+
+    def _report_trial_metrics(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if group == "validation":
+            self.validations.append((steps_completed, metrics))
+        else:
+            self.others.setdefault(group, []).append((steps_completed, metrics))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self._report_trial_metrics("validation", steps_completed, metrics)
+
+    def report_early_exit(self, reason: core.EarlyExitReason) -> None:
+        self.early_exits.append(reason)
+
+
+Task = Callable[..., Master]
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    """Runs one trial of a search as a task of a cluster; what its master was told."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(main: Callable[[], int], search: str, *overrides: str, seed: int = 1) -> Master:
+        config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
+        sampled = config["hyperparameters"]
+        if config["searcher"]["name"] != "single":
+            plan = SearchPlan(config)
+            sampled = plan.space.nested(next(plan.space.probes()))
+        trial = SimpleNamespace(
+            _config=config,
+            _steps_completed=0,
+            hparams=sampled,
+            trial_seed=seed,
+        )
+        info = SimpleNamespace(task_type="TRIAL", latest_checkpoint=None, trial=trial)
+        master = Master(tmp_path / "tensorboard")
+
+        @contextmanager
+        def init(
+            hparams: dict[str, Any], aggregation_frequency: int
+        ) -> Iterator[pytorch.PyTorchTrialContext]:
+            torch.manual_seed(trial.trial_seed)
+            with alone.core_context_alone() as core_context:
+                core_context.train = master
+                yield pytorch.PyTorchTrialContext(
+                    core_context=core_context,
+                    trial_seed=trial.trial_seed,
+                    hparams=hparams,
+                    slots_per_trial=1,
+                    num_gpus=0,
+                    exp_conf=trial._config,
+                    aggregation_frequency=aggregation_frequency,
+                    steps_completed=0,
+                    managed_training=True,
+                    debug_enabled=False,
+                )
+
+        monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+        monkeypatch.setattr(pytorch, "init", init)
+        monkeypatch.setattr(pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None)
+        assert main() == 0
+        return master
+
+    return run
+
+
+def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
+    (one,), (two,) = (
+        task(
+            score_trial.main, "loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed
+        ).validations
+        for seed in (1, 2)
+    )
+    batches, metrics = one
+    assert batches == 2
+    assert metrics["init_scale_log2"] == 4.0
+    assert {"loss_scale_score", "headroom_bits", "flushed_share"} <= metrics.keys()
+    assert one == two
+
+
+def test_finder_reports_window_choice_and_curves(
+    task: Task, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master = task(find_trial.main, "find_loss_scale.yaml")
+    ((batches, metrics),) = master.validations
+    assert batches == 4
+    assert metrics["init_scale_log2"] == metrics["window_top_log2"] - 1
+    assert metrics["window_bits"] > 0
+    scales, shares = zip(*master.others["loss_scale"], strict=True)
+    assert scales == tuple(range(1, scales[-1] + 1))
+    for scale, share in zip(scales, shares, strict=True):
+        assert (share["overflow_share"] > 0) == (scale > metrics["window_top_log2"])
+    assert "verdict: default is fine" in capsys.readouterr().out
+
+
+def test_trial_that_no_scale_can_train_is_invalid(task: Task) -> None:
+    overflowing = "hyperparameters.trial=tests.mortal:OverflowingTrial"
+    with pytest.raises(SystemExit) as left:
+        task(score_trial.main, "loss_scale_grid.yaml", *searching.THREE_SCALES, overflowing)
+    assert left.value.code == 0
+    assert isinstance(left.value.__context__, det.InvalidHP)
+
+
+def test_training_reports_what_the_scale_flushed(task: Task) -> None:
+    validations = task(train_trial.main, "loss_scale_asha.yaml", *searching.SHORT_ASHA).validations
+    assert [batches for batches, _ in validations] == [2, 4, 6, 8]
+    for batches, metrics in validations:
+        assert metrics["batches"] == batches
+        assert metrics["init_scale_log2"] == 0.0
+        assert 0 <= metrics["flushed_share"] <= 1
+
+
+def test_mistake_is_said_so_that_it_is_not_retried(
+    task: Task, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        task(score_trial.main, "loss_scale_grid.yaml", "hyperparameters.experiment=no.yaml")
+    assert "no retry can help: search: 1 problem" in capsys.readouterr().err
+
+
+def test_outside_a_cluster_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert score_trial.main() == 2
+    assert "python -m hp_search.local" in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""Sample clips from a trained Latte, with its averaged weights.
+
+    python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50] [--out clip.gif]
+
+Writes an animated GIF with the clips side by side, and beside it a PNG strip: a row per clip, a
+column per frame. With `--out clips.npy` it writes the numbers, which is all there is of latents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler
+from numpy.typing import NDArray
+from PIL import Image
+from rich.progress import track
+
+from trials import experiment
+from trials.checkpoint import CheckpointError
+from trials.clips import ClipDataset
+from trials.denoiser import Denoiser
+from trials.diffusion import Conditioning
+from trials.latte import LatteHparams, make_denoiser
+from trials.local.checkpoints import complete_checkpoints
+from trials.settings import ConfigError
+
+# The smallest side of a frame in a picture, in pixels.
+SHOWN_SIDE = 96
+BORDER = 4
+
+
+class SampleError(ValueError):
+    """What is to be sampled is not what the model has learnt."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = _options(arguments)
+    try:
+        config, denoiser = load(Path(options.source))
+        labels = _labels(config, options.labels, options.clips)
+        choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
+        clips = sample(denoiser, config, labels, **choices)
+        written = write(clips, Path(options.out))
+    except (CheckpointError, ConfigError, SampleError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{len(clips)} clips: {', '.join(map(str, written))}")
+    return 0
+
+
+def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
+    """The experiment and the model, with averaged weights, of a run folder or of a checkpoint.
+
+    Nothing in the checkpoint is run: it is read as plain values and tensors.
+
+    Args:
+        source: A run folder, whose newest checkpoint is taken, or a checkpoint, such as the one
+            that `det checkpoint download` leaves.
+
+    Raises:
+        CheckpointError: if there is none, it is damaged, or it is not of a Latte.
+        ConfigError: if its configuration is not one of today's.
+    """
+    checkpoints = complete_checkpoints(source / "checkpoints")
+    folder = checkpoints[-1] if checkpoints else source
+    try:
+        data: dict[str, Any] = json.loads((folder / "load_data.json").read_text())
+        state = torch.load(folder / "state_dict.pth", map_location="cpu", weights_only=True)
+        weights = state["callbacks"]["ema"]
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{folder}: no checkpoint of a Latte can be read here: {error!r}; "
+            "give a run folder or a checkpoint of trials.latte"
+        ) from error
+    config = experiment.parse(
+        data["experiment_config"],
+        str(folder),
+        hyperparameters=data["hparams"],
+        completed_by_master=True,
+    )
+    if not isinstance(config.hparams, LatteHparams):
+        raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
+    denoiser = make_denoiser(config)
+    try:
+        denoiser.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
+    return config, denoiser.eval()
+
+
+@torch.no_grad()
+def sample(
+    denoiser: Denoiser,
+    config: experiment.Experiment[LatteHparams],
+    labels: torch.Tensor,
+    *,
+    steps: int = 50,
+    guidance: float = 2.0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Clips by DDIM (Song et al. 2020, arXiv 2010.02502), the same ones for the same seed.
+
+    Args:
+        denoiser: The model.
+        config: Gives the noise schedule and the shape of a clip.
+        labels: Classes, (B,), int64; the null label for a clip of any class.
+        steps: Denoising steps.
+        guidance: 1 samples the class as it was learnt, more makes it more typical.
+        seed: Of the initial noise.
+
+    Returns:
+        (B, C, F, S, S), float32, on the CPU.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    denoiser = denoiser.to(device)
+    in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # these end at -1 and 1
+    scheduler = DDIMScheduler(**config.hparams.diffusion.scheduler_config(), clip_sample=in_pixels)
+    scheduler.set_timesteps(steps, device=device)
+    shape = (len(labels), *config.data.clip_shape)
+    clips = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    labels = labels.to(device)
+    nothing = torch.full_like(labels, denoiser.null_label)
+    for timestep in track(scheduler.timesteps, "sampling", transient=True):
+        timesteps = timestep.expand(len(labels))
+        noise = denoiser(clips, timesteps, labels)
+        if guidance != 1.0:
+            unconditional = denoiser(clips, timesteps, nothing)
+            noise = unconditional + guidance * (noise - unconditional)
+        clips = scheduler.step(noise, timestep, clips).prev_sample
+    return clips.cpu()
+
+
+def write(clips: torch.Tensor, out: Path) -> list[Path]:
+    """Write clips in [-1, 1] as an animation and as a strip, or any clips as an array.
+
+    Args:
+        clips: (B, C, F, S, S), float32.
+        out: `.gif`, with a `.png` beside it, or `.npy`.
+
+    Returns:
+        The files.
+
+    Raises:
+        SampleError: if the clips cannot be shown, or `out` ends otherwise.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".npy":
+        np.save(out, clips.numpy())
+        return [out]
+    if out.suffix != ".gif":
+        raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
+    if clips.shape[1] not in (1, 3):
+        raise SampleError(
+            f"--out: got {out}, but clips of {clips.shape[1]} channels are latents and no picture; "
+            "allowed: a name in .npy, for an autoencoder to decode"
+        )
+    tiles = _tiles(clips)  # (B, F, H, W, 3)
+    strip = out.with_suffix(".png")
+    Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in tiles])).save(strip)
+    columns = min(5, len(tiles))
+    missing = -len(tiles) % columns
+    tiles = np.concatenate([tiles, np.zeros_like(tiles[:1]).repeat(missing, axis=0)])
+    first, *rest = (
+        Image.fromarray(_grid(tiles[:, frame], columns)) for frame in range(tiles.shape[1])
+    )
+    first.save(out, save_all=True, append_images=rest, duration=150, loop=0)
+    return [out, strip]
+
+
+def _tiles(clips: torch.Tensor) -> NDArray[np.uint8]:
+    """Frames as pictures, enlarged without smoothing, with a grey border: (B, F, H, W, 3)."""
+    enlarge = max(1, round(SHOWN_SIDE / clips.shape[-1]))
+    pixels = clips.clamp(-1.0, 1.0).add(1.0).mul(127.5).round().to(torch.uint8)
+    pixels = pixels.permute(0, 2, 3, 4, 1).expand(-1, -1, -1, -1, 3)
+    pixels = pixels.repeat_interleave(enlarge, dim=2).repeat_interleave(enlarge, dim=3)
+    around = ((0, 0), (0, 0), (BORDER, BORDER), (BORDER, BORDER), (0, 0))
+    framed: NDArray[np.uint8] = np.pad(pixels.numpy(), around, constant_values=96)
+    return framed
+
+
+def _grid(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
+    rows = [np.concatenate(tiles[i : i + columns], axis=1) for i in range(0, len(tiles), columns)]
+    return np.concatenate(rows)
+
+
+def _labels(
+    config: experiment.Experiment[LatteHparams], wanted: Sequence[int] | None, clips: int
+) -> torch.Tensor:
+    """The class of each clip: `clips` of every class that is wanted, by default of all."""
+    classes = config.data.classes
+    if config.hparams.diffusion.conditioning is Conditioning.NONE:
+        if wanted:
+            raise SampleError("--class: given, but this model was trained with conditioning none")
+        return torch.full((clips,), classes)
+    for label in wanted or ():
+        if not 0 <= label < classes:
+            raise SampleError(f"--class: got {label}; allowed: 0 to {classes - 1}")
+    return torch.tensor(wanted or range(classes)).repeat_interleave(clips)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trials.sample", description="Sample clips from a trained Latte."
+    )
+    parser.add_argument("source", help="run folder or checkpoint")
+    parser.add_argument(
+        "--class",
+        dest="labels",
+        type=int,
+        action="append",
+        metavar="N",
+        help="which class; may be given several times; by default a clip of each",
+    )
+    parser.add_argument("--clips", type=_positive, default=1, help="clips per class (default 1)")
+    parser.add_argument("--steps", type=_positive, default=50, help="denoising steps (default 50)")
+    parser.add_argument("--guidance", type=float, default=2.0, help="default 2.0; 1.0 is none")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial noise (default 0)")
+    parser.add_argument("--out", default="clip.gif", help=".gif or .npy (default clip.gif)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}; allowed: 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
