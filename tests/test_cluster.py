@@ -95,7 +95,7 @@ def runs(cluster: Cluster) -> dict[Path, Run]:
     return {
         path: cluster.create(path.relative_to(ROOT), *shortened(path))
         for path in CONFIGS
-        if slots(path) <= room
+        if slots(path) <= room and "directory" not in yaml.safe_load(path.read_text())["data"]
     }
 
 
@@ -118,13 +118,14 @@ def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
     config = yaml.safe_load(path.read_text())
     changes = [*OF_A_SEARCH]
-    if config["searcher"]["name"] == "grid":
+    method = config["searcher"]["name"]
+    if method == "grid":
         changes += [
             f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
         ]
-    else:
+    if method in ("random", "adaptive_asha"):
         changes.append("searcher.max_trials=4")
-    if "max_time" in config["searcher"]:
+    if method == "adaptive_asha":
         changes += ASHA
     return changes
 
@@ -162,8 +163,11 @@ class TestEveryExperiment:
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
     def test_completes_and_reports(self, path: Path, runs: dict[Path, Run]) -> None:
         if path not in runs:
-            pytest.skip(f"needs {slots(path)} slots, more than this cluster has")
-        run = runs[path].completed()
+            pytest.skip(f"needs {slots(path)} slots, or data, that this cluster does not have")
+        run = runs[path]
+        if run.wait() is client.ExperimentState.ERROR and "pip failed to add" in run.log():
+            pytest.skip("the image lacks a package, and the nodes reach no package index")
+        run.completed()
         assert run.restarts() == 0
         training = run.metrics("training")
         assert training[0]["audit_share"] > 0.5
@@ -205,12 +209,12 @@ class TestDisturbedTrial:
 
     @staticmethod
     def wait_for_checkpoint(run: Run) -> None:
-        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 600)
+        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
         assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
 
     def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
         run = long_run(cluster)
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 600)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         assert run.state() is client.ExperimentState.PAUSED
@@ -244,10 +248,12 @@ class TestSearch:
     @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
     def test_completes_and_scores_every_trial(self, path: Path, searches: dict[Path, Run]) -> None:
         run = searches[path].completed()
-        metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
-        assert len(run.trials) >= 3
+        searcher = yaml.safe_load(path.read_text())["searcher"]
+        assert len(run.trials) >= (1 if searcher["name"] == "single" else 3)
         for trial in run.trials:
-            assert all(math.isfinite(report[metric]) for report in metrics(trial, "validation"))
+            scores = [report[searcher["metric"]] for report in metrics(trial, "validation")]
+            assert scores
+            assert all(math.isfinite(score) for score in scores)
 
     def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
         for path, run in searches.items():
@@ -258,17 +264,24 @@ class TestSearch:
                 ]
                 assert min(lengths) < max(lengths) == 32
 
-    def test_asha_survives_a_loss_that_is_not_finite(self, cluster: Cluster) -> None:
-        """Learning rates up to 1e38: from 1e18 on, the weights' products overflow float32."""
-        path = ROOT / "hp_search" / "loss_scale_asha.yaml"
-        run = cluster.create(
-            path.relative_to(ROOT),
-            *small_search(path),
-            "hyperparameters.learning_rate.minval=-30",
-            "hyperparameters.learning_rate.maxval=38",
-        ).completed()
-        assert re.search(r"validation_loss is (nan|inf)|steps .* were skipped", run.log())
-        assert any(metrics(trial, "validation") for trial in run.trials)
+    def test_asha_survives_a_loss_that_is_not_finite(
+        self, cluster: Cluster, tmp_path: Path
+    ) -> None:
+        """A learning rate of 1e30: the products of the weights overflow float32."""
+        search = ROOT / "hp_search" / "loss_scale_asha.yaml"
+        config = yaml.safe_load(search.read_text())
+        config["hyperparameters"]["learning_rate"] = {
+            "type": "categorical",
+            "vals": [1.0e-3, 1.0e30],
+        }
+        path = tmp_path / "asha.yaml"
+        path.write_text(yaml.safe_dump(config))
+        run = cluster.create(path, *small_search(search)).completed()
+        rates = {(trial.hparams or {})["learning_rate"] for trial in run.trials}
+        assert rates == {1.0e-3, 1.0e30}
+        scores = [m for trial in run.trials for m in metrics(trial, "validation")]
+        assert all(math.isfinite(report["validation_loss"]) for report in scores)
+        assert max(report["batches"] for report in scores) == 32
 
 
 class TestDetachedRun:
