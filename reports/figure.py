@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from reports import panels
 from reports.forecast import Forecast
-from reports.panels import INK, MUTED, PAPER, Point
+from reports.panels import BLUE, INK, MUTED, PAPER, Point
 from reports.sources import Row, Search
 
 STYLE: dict[Any, Any] = {
@@ -151,12 +151,13 @@ def save_png(figure: Figure, path: Path) -> None:
 def as_svg(figure: Figure) -> str:
     """An SVG element whose ink is that of the page around it.
 
-    The page gives `--ink`, `--muted` and `--paper`.
+    The page gives `--ink`, `--muted`, `--paper` and `--blue`.
     """
     written = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
-    for color, name in ((INK, "--ink"), (MUTED, "--muted"), (PAPER, "--paper")):
+    inks = {INK: "--ink", MUTED: "--muted", PAPER: "--paper", BLUE: "--blue"}
+    for color, name in inks.items():
         svg = svg.replace(color, f"var({name})")
     return svg[svg.index("<svg") :]

@@ -15,9 +15,9 @@ _METRICS = ("flushed_share", "overflow", "headroom_bits", "gradient_error", "val
 
 _STYLE = """
 :root { color-scheme: light dark;
-  --ink: #1f2329; --muted: #6b7279; --paper: #fefefe; --line: #d9dde1; }
+  --ink: #1f2329; --muted: #6b7279; --paper: #fefefe; --line: #d9dde1; --blue: #0072b2; }
 @media (prefers-color-scheme: dark) { :root {
-  --ink: #e4e7ea; --muted: #9aa1a8; --paper: #16191d; --line: #363c43; } }
+  --ink: #e4e7ea; --muted: #9aa1a8; --paper: #16191d; --line: #363c43; --blue: #56b4e9; } }
 body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
@@ -52,7 +52,7 @@ def page(
 
     Args:
         title: Of the page.
-        svg: The figure, whose colours are `--ink`, `--muted` and `--paper`.
+        svg: The figure, whose colours are those of `reports.figure.as_svg`.
         sentences: What is to be said, the verdict first.
         forecast: For its tables.
         search: For its table.
@@ -91,13 +91,13 @@ def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
         heads = ["init_scale", "overflow", "flushed to 0", "measured in float16"]
         yield _table("Scales: share of the gradient values", heads, scales)
         modules = (
-            [m.name, power(min(m.values_by_log2)), power(max(m.values_by_log2))]
+            [m.name, power(min(m.values_by_log2)), power(max(m.values_by_log2) + 1)]
             if m.values_by_log2
             else [m.name, "all 0", ""]
             for m in reversed(forecast.modules)
         )
         yield _table(
-            "Modules: gradients without a scale", ["module", "from", "to below twice"], modules
+            "Modules: gradients without a scale", ["module", "smallest", "largest, below"], modules
         )
     if search is not None:
         yield _trials(search)

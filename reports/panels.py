@@ -13,16 +13,16 @@ from statistics import mean, stdev
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from reports.forecast import Forecast, Module, Window
 
 # Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
-INK, MUTED, PAPER = "#1f2329", "#6b7279", "#fefefe"
+INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
 
-BLUE, VERMILION, GREEN, AMBER = "#0072b2", "#d55e00", "#009e73", "#b07800"
+VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
 DEFAULT_LOG2 = 16
 
 # float16: the largest power of two that rounds to 0, the smallest normal one, the first infinite.
@@ -38,7 +38,8 @@ _SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
 # More module names than these do not fit.
 _MOST_NAMES = 28
 
-_HEAT = LinearSegmentedColormap.from_list("heat", ["#dcebf5", BLUE, "#08304f"])
+# Of one colour, so that few values are near the background, be it light or dark.
+_HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,9 @@ def mark_best(axes: Axes, best: Point) -> None:
     axes.annotate(
         f"best {power(best.scale_log2)}",
         (best.scale_log2, best.value),
-        xytext=(9, -3),
+        xytext=(0, 13),
         textcoords="offset points",
+        ha="center",
         color=INK,
         path_effects=[withStroke(linewidth=3, foreground=PAPER)],
     )

@@ -39,6 +39,9 @@ def _experiment(search: Search) -> dict[str, Any]:
     """The experiment with a scale of its own, not one of those that were tried."""
     sample = search.rows[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
+    frequency = (search.config.get("optimizations") or {}).get("aggregation_frequency", 1)
+    if frequency > 1:  # of a trial of the user's own; ours has a hyperparameter for it
+        plain["optimizations"] = {"aggregation_frequency": frequency}
     if "experiment" not in sample:
         return {**plain, "hyperparameters": nested(sample)}
     constant = nested({name: value for name, value in sample.items() if not is_scale(name)})

@@ -210,7 +210,8 @@ def test_svg_takes_its_ink_from_the_page() -> None:
     ):
         assert color not in svg
         assert f"var({name})" in svg
-    assert panels.BLUE in svg  # negative control: colours are written like that
+    assert "var(--blue)" in svg
+    assert panels.VERMILION in svg  # negative control: colours are written like that
 
 
 def test_drawing_needs_no_display_and_leaves_no_state() -> None:
