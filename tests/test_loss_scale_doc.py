@@ -15,7 +15,8 @@ DOC = (ROOT / "docs" / "loss_scale.md").read_text()
 
 
 def missing_files(text: str) -> set[str]:
-    named = set(re.findall(r"\b(?:hp_search|experiment_configs|benchmarks|docs)/[\w/]+\.\w+", text))
+    folders = "hp_search|experiment_configs|benchmarks|docs"
+    named = set(re.findall(rf"(?<![\w/])(?:{folders})/[\w/]+\.\w+", text))
     named |= {f"docs/{picture}" for picture in re.findall(r"\]\((pictures/[^)]+)\)", text)}
     assert named
     return {name for name in named if not (ROOT / name).exists()}
