@@ -114,7 +114,7 @@ class LatteTrial(pytorch.PyTorchTrial):
         with self.amp.autocast():  # forward and loss, never the backward
             noise = self.model(noised.clips, noised.timesteps, noised.labels)  # autocast dtype
             loss = functional.mse_loss(noise, noised.noise)  # (), float32: autocast promotes it
-        self.context.backward(self.scaler.scale(loss / self.hparams.aggregation_frequency))
+        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
         if self.amp.is_update_batch(batch_idx):
             self.context.step_optimizer(
                 self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
