@@ -49,7 +49,10 @@ class TestTrouble:
         ("changed", "words"),
         [
             ({"consecutive_skips": 4}, "4 optimizer steps in a row were skipped, more than"),
-            ({"applied_steps": 49, "skipped_steps": 51}, "51% of the optimizer steps"),
+            (
+                {"applied_steps": 49, "skipped_steps": 51, "consecutive_skips": 1},
+                "51% of the optimizer steps",
+            ),
             ({"consecutive_skips": 1, "loss_scale_log2": 1.0}, "at its floor 2"),
         ],
     )
@@ -66,12 +69,19 @@ class TestTrouble:
             {"consecutive_skips": 3},
             {"applied_steps": 50, "skipped_steps": 50},
             {"applied_steps": 0, "skipped_steps": 9},  # too few to judge
+            {"applied_steps": 4, "skipped_steps": 6},  # the scale has found its level
             {"loss_scale_log2": 1.0},  # at the floor, but the step was applied
             {"loss": math.nan},  # of one batch whose step was skipped
         ],
     )
     def test_edge_is_not_trouble(self, changed: dict[str, float]) -> None:
         guard().on_training_workload_end({**SOUND, **changed}, {})
+
+    def test_skips_after_the_scale_has_found_its_level_are_trouble(self) -> None:
+        watched = guard()
+        watched.on_training_workload_end({**SOUND, "applied_steps": 4, "skipped_steps": 6}, {})
+        with pytest.raises(GuardError, match="60% of the optimizer steps"):
+            watched.on_training_workload_end({**SOUND, "applied_steps": 8, "skipped_steps": 12}, {})
 
     @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
     def test_loss_that_is_not_finite_is_trouble_where_nothing_is_skipped(

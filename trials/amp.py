@@ -71,7 +71,8 @@ class AmpSettings:
         growth_interval: Optimizer steps.
         min_scale: The scale falls no further; a step skipped at it is trouble.
         max_consecutive_skips: More optimizer steps skipped in a row are trouble.
-        max_skip_ratio: A larger share of skipped steps, over ten or more, is trouble.
+        max_skip_ratio: A larger share of skipped steps, over ten or more, is trouble, but for the
+            first ones, where the scale finds its level.
         on_overflow: What to do about trouble, a loss that is not finite included.
         eval_precision: What validation computes in.
         fp32_modules: Regular expressions; modules whose names they match compute in float32.

@@ -152,12 +152,19 @@ class Guard(pytorch.PyTorchCallback):
             )
 
     def _skip_ratio(self, metrics: dict[str, Any]) -> float:
-        """Over whole reports, as many as it takes to see ten steps: one skip of one is no trend."""
+        """Over whole reports, as many as it takes to see ten steps: one skip of one is no trend.
+
+        Nor are those at the start, where the scale finds its level: k bits too high are k skips,
+        and then none.
+        """
         counts = (metrics["applied_steps"], metrics["skipped_steps"])
         applied, skipped = (now - then for now, then in zip(counts, self._looked_at, strict=True))
         if applied + skipped < MIN_STEPS_TO_JUDGE:
             return 0.0
+        found_its_level = self._looked_at[0] == 0 and metrics["consecutive_skips"] == 0
         self._looked_at = counts
+        if found_its_level:
+            return 0.0
         return float(skipped / (applied + skipped))
 
     def _scales_the_loss(self) -> bool:
