@@ -21,8 +21,8 @@ from trials.fit import fit
 from trials.local.checkpoints import LocalCheckpoints
 from trials.local.run import trial_context
 from trials.mlp import MLPHparams, MLPTrial
+from trials.overrides import with_overrides
 from trials.schedule import LRSchedule
-from trials.train import with_overrides
 
 BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
 

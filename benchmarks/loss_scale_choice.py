@@ -40,7 +40,7 @@ from reports.forecast import Forecast
 from trials.checkpoint import SafeController, controlled_by
 from trials.experiment import read_yaml
 from trials.local.folder import environment
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "loss_scale_choice_cpu.json"

@@ -41,9 +41,10 @@ from hp_search.verdict import Finding, find
 from hp_search.written import write_copy
 from trials.amp import MixedPrecision
 from trials.experiment import read_yaml
+from trials.overrides import add_override_option, with_overrides
 from trials.precision import DeviceSupport
 from trials.settings import ConfigError
-from trials.train import USER_ERRORS, with_overrides
+from trials.train import USER_ERRORS
 
 
 def look(
@@ -195,14 +196,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--write", type=Path, metavar="NEW.yaml", help="the YAML with the answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one value of the YAML, as `det experiment create --config` does",
-    )
+    add_override_option(parser)
     return parser.parse_args(arguments)
 
 

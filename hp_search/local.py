@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hp_search import worker
+from trials.overrides import add_override_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,14 +50,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workers", metavar="N", type=_positive, default=1, help="trials at a time"
     )
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one value of the YAML, as `det experiment create --config` does",
-    )
+    add_override_option(parser)
     options = parser.parse_args(arguments)
     if bool(options.search) == bool(options.resume):
         parser.error("give either a search YAML, or --resume FOLDER")

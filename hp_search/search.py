@@ -23,8 +23,9 @@ from hp_search.trials import SearchPlan, Trials
 from hp_search.worker import Worker
 from trials.experiment import read_yaml
 from trials.local.folder import fresh_folder
+from trials.overrides import with_overrides
 from trials.settings import ConfigError
-from trials.train import exit_status, with_overrides
+from trials.train import exit_status
 
 # Failures in a row for one reason that say that the others will fail, too.
 SAME_FAILURES = 3

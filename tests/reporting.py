@@ -16,7 +16,7 @@ from reports.forecast import Forecast
 from reports.sources import Row, Search, flat
 from tests.training import ROOT, SMALL
 from trials.experiment import read_yaml
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]

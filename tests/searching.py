@@ -12,7 +12,7 @@ from hp_search.study import SearchStudy, read_study
 from hp_search.trials import SearchPlan
 from tests.training import ROOT, SMALL
 from trials.experiment import read_yaml
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 THREE_SCALES = (
     "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tests import training
 from tests.one_weight import OneWeightTrial, Recipe, run
-from trials import experiment, train
+from trials import experiment
 from trials.audit import (
     Audit,
     AuditError,
@@ -31,6 +31,7 @@ from trials.audit import __main__ as command
 from trials.experiment import Experiment
 from trials.local.alone import trial_alone
 from trials.mlp import MLPTrial
+from trials.overrides import with_overrides
 from trials.precision import DeviceSupport, Precision
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -116,7 +117,7 @@ def options(config: str, *overrides: str, trial: str | None = None) -> list[str]
 
 def parsed(arguments: list[str]) -> tuple[Mapping[str, Any], Experiment[Any]]:
     path, *changes = arguments
-    config = train.with_overrides(experiment.read_yaml(path), changes[1::2])
+    config = with_overrides(experiment.read_yaml(path), changes[1::2])
     return config, experiment.parse(config, path)
 
 

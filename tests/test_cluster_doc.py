@@ -11,7 +11,7 @@ import yaml
 
 from tests.test_configs import flat
 from trials import experiment
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

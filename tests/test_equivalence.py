@@ -27,9 +27,9 @@ from trials import data, experiment
 from trials.amp import AmpSettings, MixedPrecision
 from trials.loading import Batch, EpochSampler
 from trials.mlp import MLPHparams
+from trials.overrides import with_overrides
 from trials.precision import Precision
 from trials.schedule import AppliedStepSchedule, LRSchedule, learning_rates
-from trials.train import with_overrides
 
 BATCHES = 12
 

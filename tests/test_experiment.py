@@ -18,8 +18,8 @@ from determined import pytorch
 from trials import experiment
 from trials.hparams import Length
 from trials.mlp import MLPHparams
+from trials.overrides import with_overrides
 from trials.settings import ConfigError
-from trials.train import with_overrides
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
 _LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")

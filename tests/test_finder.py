@@ -31,7 +31,7 @@ from hp_search.verdict import Finding, Verdict, find
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
 from tests.training import ROOT, SMALL, run_small
 from trials.experiment import read_yaml
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 Batches = Sequence[FrozenBatch]
 

@@ -25,7 +25,7 @@ from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.experiment import read_yaml
 from trials.mlp import MLPTrial
-from trials.train import with_overrides
+from trials.overrides import with_overrides
 
 Batches = Sequence[FrozenBatch]
 

@@ -29,6 +29,7 @@ from trials.amp import AmpSettings
 from trials.data import FolderImages
 from trials.loading import EpochSampler, Sample
 from trials.local.checkpoints import complete_checkpoints
+from trials.overrides import with_overrides
 from trials.precision import Precision
 from trials.settings import ConfigError
 
@@ -208,13 +209,13 @@ class TestOverrides:
     ) -> None:
         before = copy.deepcopy(SOUND)
         with suppress(ConfigError):
-            assert train.with_overrides(SOUND, overrides).keys() >= SOUND.keys()
+            assert with_overrides(SOUND, overrides).keys() >= SOUND.keys()
         assert before == SOUND
 
     @pytest.mark.parametrize("value", NOT_YAML, ids=lambda value: value[:12])
     def test_with_a_value_that_yaml_cannot_construct_is_a_config_error(self, value: str) -> None:
         with pytest.raises(ConfigError, match="is not YAML"):
-            train.with_overrides(SOUND, [f"name={value}"])
+            with_overrides(SOUND, [f"name={value}"])
 
     @pytest.mark.parametrize("content", [b"name: 2001-99-99", b"name: \xff"], ids=["date", "latin"])
     def test_file_that_yaml_cannot_construct_is_a_config_error(

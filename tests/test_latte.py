@@ -18,6 +18,7 @@ from trials.diffusion import Diffusion, ValidationClips
 from trials.experiment import parse
 from trials.latte import LatteHparams, LatteTrial, make_denoiser
 from trials.loading import Sample
+from trials.overrides import with_overrides
 from trials.settings import ConfigError
 
 BATCHES = 8
@@ -49,7 +50,7 @@ def run_tiny(config: str, folder: Path, *overrides: str) -> Path:
 
 def parsed(*overrides: str) -> Any:
     raw = yaml.safe_load((ROOT / "experiment_configs" / "latte" / "fp32.yaml").read_text())
-    return parse(train.with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
+    return parse(with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
 
 
 def test_steps_by_the_recipe_of_every_trial() -> None:

@@ -27,8 +27,8 @@ from trials import loading
 from trials.checkpoint import SafeController, controlled_by
 from trials.experiment import load_trial_class, parse, read_yaml
 from trials.monitor import TrainingMetrics
+from trials.overrides import with_overrides
 from trials.precision import Precision
-from trials.train import with_overrides
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 BATCHES = 12

@@ -19,6 +19,7 @@ from determined import pytorch
 
 from trials.data import DataSettings
 from trials.hparams import Hparams
+from trials.overrides import NOT_YAML
 from trials.settings import ConfigError, read, setting
 
 H_co = TypeVar("H_co", bound=Hparams, covariant=True)
@@ -116,10 +117,6 @@ _WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
     ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
 )
-
-
-# What PyYAML raises on bytes, nesting, dates and the like that it cannot construct.
-NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:

@@ -11,16 +11,13 @@ On a cluster it is the entrypoint of every experiment of this repository and tak
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import determined as det
-import yaml
 from determined import pytorch
 
 from trials import experiment
@@ -41,6 +38,7 @@ from trials.local.master import MasterError, log_in
 from trials.local.reports import Follower
 from trials.local.run import Resume
 from trials.local.run import train as train_here
+from trials.overrides import add_override_option, with_overrides
 from trials.precision import PrecisionError
 from trials.settings import ConfigError
 
@@ -136,44 +134,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="MASTER_URL",
         help="show the run on a Determined cluster, too; log in there with `det user login`",
     )
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one value of the YAML, as `det experiment create --config` does",
-    )
+    add_override_option(parser)
     options = parser.parse_args(arguments)
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")
     if options.resume and options.run_folder:
         parser.error("--resume goes on in its own folder: leave --run-folder out")
     return options
-
-
-def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`config` with `a.b=value` applied; values are read as YAML.
-
-    Raises:
-        ConfigError: if an override is not of that form.
-    """
-    changed: dict[str, Any] = copy.deepcopy(dict(config))
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not (key and equals):
-            raise ConfigError("--config", [f"got {override!r}; allowed: KEY=VALUE"])
-        section: dict[str, Any] = changed
-        *parents, last = key.split(".")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
-        try:
-            section[last] = yaml.safe_load(value)
-        except experiment.NOT_YAML as error:
-            raise ConfigError("--config", [f"{key}: {value!r} is not YAML"]) from error
-    return changed
 
 
 if __name__ == "__main__":

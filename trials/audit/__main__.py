@@ -16,7 +16,8 @@ from trials.audit import Audit, AuditError, audited
 from trials.experiment import Experiment, parse, read_yaml
 from trials.hparams import Hparams
 from trials.local.alone import trial_alone
-from trials.train import USER_ERRORS, with_overrides
+from trials.overrides import add_override_option, with_overrides
+from trials.train import USER_ERRORS
 
 
 def audit_here(config: Mapping[str, Any], experiment: Experiment[Hparams]) -> Audit:
@@ -48,14 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Train one batch and print what it was computed in.",
     )
     parser.add_argument("config", help="experiment YAML")
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one value of the YAML, as trials.train does",
-    )
+    add_override_option(parser)
     options = parser.parse_args(arguments)
     try:
         config = with_overrides(read_yaml(options.config), options.overrides)
