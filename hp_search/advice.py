@@ -37,7 +37,9 @@ class Run:
         samples: Samples in them, over all slots.
         init_scale: What the YAML starts with.
         growth_interval: Applied steps before the scale grows by one bit.
+        is_ours: Whether the trial has the `amp` section of this repository's.
         min_scale: The floor of the scale.
+        fp32_modules: Patterns of modules that are in float32 already.
     """
 
     name: str
@@ -48,7 +50,9 @@ class Run:
     samples: int
     init_scale: float
     growth_interval: int
-    min_scale: float
+    is_ours: bool
+    min_scale: float = 0.0
+    fp32_modules: tuple[str, ...] = ()
 
 
 def scale_table(finding: Finding) -> Table:
@@ -90,14 +94,14 @@ def module_table(finding: Finding) -> Table:
     table.add_column("module", overflow="fold")
     for column in ("largest gradient", "faintest 1 %", "overflows at", "1 % flushed below"):
         table.add_column(column, justify="right")
-    for name in limiting_modules(finding):
-        limits = module_limits(finding)[name]
+    limits = module_limits(finding)
+    for name in limiting_modules(limits):
         table.add_row(
             name,
-            f"2^{limits['largest_log2']}",
-            f"2^{limits['faint_log2']}",
-            f"2^{limits['first_overflow_log2']}",
-            f"2^{limits['low_log2']}",
+            f"2^{limits[name]['largest_log2']}",
+            f"2^{limits[name]['faint_log2']}",
+            f"2^{limits[name]['first_overflow_log2']}",
+            f"2^{limits[name]['low_log2']}",
         )
     return table
 
@@ -119,8 +123,8 @@ def module_limits(finding: Finding) -> dict[str, dict[str, int]]:
     return limits
 
 
-def limiting_modules(finding: Finding) -> list[str]:
-    limits = module_limits(finding)
+def limiting_modules(limits: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The loudest and the faintest, of what `module_limits` gives."""
     loud = sorted(limits, key=lambda name: limits[name]["first_overflow_log2"])[:_LIMITING]
     faint = sorted(limits, key=lambda name: -limits[name]["low_log2"])[:_LIMITING]
     return list(dict.fromkeys([*loud, *faint]))
@@ -184,13 +188,27 @@ def yaml_changes(finding: Finding, run: Run) -> dict[str, Any]:
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
     if finding.verdict is Verdict.ISLANDS:
-        return {"fp32_modules": [f"^{name.replace('.', '[.]')}$" for name in finding.islands]}
+        names = (name.rpartition(": ")[2] for name in finding.islands)  # without the model's number
+        patterns = (f"^{name.replace('.', '[.]')}$" for name in names)
+        return {"fp32_modules": [*run.fp32_modules, *patterns]}
     assert finding.choice_log2 is not None
     default = finding.verdict is Verdict.DEFAULT
     changes = {"init_scale": 2.0 ** (DEFAULT_LOG2 if default else finding.choice_log2)}
     if changes["init_scale"] < run.min_scale:
         changes["min_scale"] = changes["init_scale"] * 2.0**-8
     return changes
+
+
+def lines_to_paste(finding: Finding, run: Run) -> str:
+    """For an experiment YAML; of a trial that reads no such section, what to give to what."""
+    changes = yaml_changes(finding, run)
+    if run.is_ours:
+        return yaml_lines(changes)
+    if "init_scale" in changes:
+        return f"torch.amp.GradScaler(..., init_scale={_yaml(changes['init_scale'])})"
+    if "fp32_modules" in changes:
+        return "torch.autocast(..., enabled=False) around these modules, and float32 inputs"
+    return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
 
 
 def yaml_lines(changes: Mapping[str, Any]) -> str:
@@ -203,7 +221,7 @@ def yaml_lines(changes: Mapping[str, Any]) -> str:
 
 def _yaml(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.1f}" if 1.0 <= value < 1.0e16 else f"{value:.12e}"
+        return repr(value)  # all digits: a power of two stays one
     if isinstance(value, list):
         return "[" + ", ".join(f'"{item}"' for item in value) + "]"
     return str(value)
@@ -211,7 +229,7 @@ def _yaml(value: Any) -> str:
 
 def as_json(finding: Finding, run: Run) -> dict[str, Any]:
     """Everything, for `reports.loss_scale` and for other programs."""
-    total = finding.prediction.total
+    total, limits = finding.prediction.total, module_limits(finding)
     return {
         "run": {**vars(run)},
         "verdict": finding.verdict.value,
@@ -252,7 +270,7 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
                 "in_model": name not in (OUTSIDE, WHOLE_MODEL),
                 "zeros": histogram.zeros,
                 "values_by_log2": histogram.by_power(),
-                **module_limits(finding).get(name, {}),
+                **limits.get(name, {}),
             }
             for name, histogram in finding.prediction.modules.items()
         ],

@@ -27,12 +27,12 @@ from rich.console import Console
 from hp_search.advice import (
     Run,
     as_json,
+    lines_to_paste,
     module_table,
     scale_table,
     sentences,
     shown_scales,
     yaml_changes,
-    yaml_lines,
 )
 from hp_search.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
 from hp_search.opened import opened
@@ -77,7 +77,8 @@ def look(
             finding = _measured_everywhere(context, frozen, finding)
         samples = sum(context.distributed.allgather(sum(batch.samples for batch in frozen)))
         device = DeviceSupport.of(context.device).name
-        floor = _min_scale(trial)
+        amp = getattr(trial, "amp", None)
+        settings = amp.settings if isinstance(amp, MixedPrecision) else None
         run = Run(
             name=name,
             device=device,
@@ -87,7 +88,9 @@ def look(
             samples=samples,
             init_scale=init_scale,
             growth_interval=growth_interval,
-            min_scale=floor,
+            is_ours=settings is not None,
+            min_scale=settings.min_scale if settings else 0.0,
+            fp32_modules=settings.fp32_modules if settings else (),
         )
         return finding, run
 
@@ -97,11 +100,6 @@ def look(
 def _scaler_settings(context: pytorch.PyTorchTrialContext) -> tuple[float, int]:
     scaler = wrapped_scaler(context)
     return float(scaler.get_scale()), int(scaler.get_growth_interval())
-
-
-def _min_scale(trial: pytorch.PyTorchTrial) -> float:
-    amp = getattr(trial, "amp", None)
-    return amp.settings.min_scale if isinstance(amp, MixedPrecision) else 0.0
 
 
 def _measured_everywhere(
@@ -119,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = with_overrides(read_yaml(options.config), options.overrides)
         _check_targets(options)
         with opened(config, options.config, options.trial, options.checkpoint) as found:
+            _check_writable(options, found.trial)
             finding, run = look(
                 str(config.get("name", options.config)),
                 found.trial,
@@ -142,7 +141,7 @@ def show(finding: Finding, run: Run, console: Console) -> None:
     console.print(module_table(finding))
     for sentence in sentences(finding, run):
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)
-    lines = yaml_lines(yaml_changes(finding, run))
+    lines = lines_to_paste(finding, run)
     console.print(f"\n{lines}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -170,10 +169,26 @@ def _check_targets(options: argparse.Namespace) -> None:
     ]
     if options.write is not None and options.write.exists():
         problems.append(f"--write: {options.write} exists; allowed: a new file")
+    if options.write is not None and options.overrides:
+        problems.append(
+            "--write: copies the YAML as it is, and what --config changes would be lost; allowed: "
+            "one of the two"
+        )
     if options.batches < 1:
         problems.append(f"--batches: got {options.batches}; allowed: 1 or more")
     if problems:
         raise ConfigError("command line", problems)
+
+
+def _check_writable(options: argparse.Namespace, trial: pytorch.PyTorchTrial) -> None:
+    if options.write is not None and not isinstance(getattr(trial, "amp", None), MixedPrecision):
+        raise ConfigError(
+            "--write",
+            [
+                f"{type(trial).__name__} reads no section hyperparameters.amp, which this would "
+                "change; allowed: trials that do"
+            ],
+        )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -18,6 +18,7 @@ import determined as det
 import numpy as np
 import torch
 from determined import pytorch
+from torch import nn
 
 from trials.amp import MixedPrecision
 from trials.checkpoint import SafeController, controlled_by, patched
@@ -47,7 +48,13 @@ class Gradients:
 
     @property
     def are_finite(self) -> bool:
-        """What `GradScaler` would find; synchronises."""
+        """What `GradScaler` would find; synchronises.
+
+        Raises:
+            LossScaleError: if no parameter got a gradient.
+        """
+        if not self.parameters:
+            raise LossScaleError("no parameter gets a gradient: there is nothing to scale")
         norms = torch._foreach_norm(list(self.parameters), float("inf"))
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
@@ -92,30 +99,36 @@ class FrozenBatch:
             LossScaleError: if the trial does not call `context.backward`.
         """
         losses: list[torch.Tensor] = []
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
+        parameters = [p for model in self._context.models for p in model.parameters()]
         backward = self._context.backward
 
         def keep_loss(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             losses.append(loss.detach())
             backward(loss, *args, **kwargs)
+            # Here, before the trial clips them or sets them to 0.
+            gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
 
-        with self._frozen(2.0**scale_log2), float16_as(dtype):
-            with patched(self._context, "backward", keep_loss):
-                self._train()
-            found = [p.grad for m in self._context.models for p in m.parameters()]
+        watched = patched(self._context, "backward", keep_loss)
+        with self._frozen(2.0**scale_log2), float16_as(dtype), watched:
+            self._train()
         if not losses:
             raise LossScaleError("train_batch of this trial does not call context.backward")
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
-        return Gradients(finite, tuple(gradient for gradient in found if gradient is not None))
+        return Gradients(finite, tuple(gradients.values()))
 
-    def cause(self) -> str:
-        """In which module float16 overflows without any scale, in a sentence."""
+    def cause(self) -> str | None:
+        """In which module float16 overflows without any scale, in a sentence; None if it does not.
+
+        If a model is wrapped in DistributedDataParallel, every rank must call this.
+        """
 
         def train() -> None:
             with self._frozen(1.0):
                 self._train()
 
-        causes = (find_cause(model, self.batch, train) for model in self._context.models)
-        return next((cause for cause in causes if cause), "its source was not found")
+        causes = [find_cause(model, self.batch, train) for model in self._context.models]
+        return next((cause for cause in causes if cause), None)
 
     @contextmanager
     def _frozen(self, scale: float) -> Iterator[None]:
@@ -135,6 +148,13 @@ class FrozenBatch:
             stack.callback(scaler.load_state_dict, before)
             scaler.load_state_dict({**before, "scale": scale})
             yield
+
+
+def cause_of(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -> str:
+    """The first cause that any batch of any rank knows; the same on every rank."""
+    here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
+    everywhere = context.distributed.allgather(here)
+    return next((cause for cause in everywhere if cause), "its source was not found")
 
 
 def in_training(
@@ -187,6 +207,8 @@ def in_training(
         )
     if invalid:
         raise invalid[0]
+    if not results:  # the platform asked to stop before the last of the batches
+        raise SystemExit(0)
     return results[0]
 
 

@@ -38,15 +38,9 @@ class Prediction:
     def total(self) -> Histogram:
         return sum(self.modules.values(), Histogram.empty())
 
-    @property
-    def first_overflow_log2(self) -> int:
-        """The smallest power of two at which a value becomes infinite.
-
-        Raises:
-            LossScaleError: if all values are 0, or one is not finite already.
-        """
-        largest = self.total.largest_log2
-        if largest is None:
+    def require_gradients(self) -> None:
+        """Raises: LossScaleError: if all values are 0, or one is not finite already."""
+        if self.total.largest_log2 is None:
             raise LossScaleError(
                 "all 16-bit gradients are exactly 0: the loss does not depend on the parameters, "
                 "or an output layer that starts at 0 hides them. Train a few steps and start from "
@@ -54,6 +48,17 @@ class Prediction:
             )
         if not self.total.is_finite:
             raise LossScaleError("the gradients are not finite in bfloat16, without a loss scale")
+
+    @property
+    def first_overflow_log2(self) -> int:
+        """The smallest power of two at which a value becomes infinite.
+
+        Raises:
+            LossScaleError: if all values are 0, or one is not finite already.
+        """
+        self.require_gradients()
+        largest = self.total.largest_log2
+        assert largest is not None
         return OVERFLOW_LOG2 - largest
 
     @property

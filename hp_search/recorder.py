@@ -39,7 +39,7 @@ _UNINITIALISED = {
 class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Histograms of the 16-bit tensors made in backwards, by the module whose backward it is.
 
-    Nothing waits for the device until `histograms`. What a checkpointed forward computes again
+    The values stay on the device until `histograms`. What a checkpointed forward computes again
     during the backward is left out. Sums inside a kernel, such as those of fused attention, and
     the buckets of DistributedDataParallel are not seen.
     """
@@ -84,6 +84,8 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Whether autograd computes here, not a module again, and new values come out."""
         if torch.is_grad_enabled() or self._origin.in_forward:
             return False
+        if not isinstance(func, torch._ops.OpOverload):
+            return True  # a higher-order operator, such as flex_attention
         return func.overloadpacket not in _UNINITIALISED and not _only_views(func)
 
     def _record(self, module: str, result: Any) -> None:

@@ -117,7 +117,7 @@ class _Constant(pytorch.MetricReducer):
 def _twin(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
     """A context of one process with the seed, device and batch of a slot of `context`."""
     alone = core.DummyDistributedContext()
-    return pytorch.PyTorchTrialContext(
+    twin = pytorch.PyTorchTrialContext(
         core_context=core.Context(context._core.checkpoint, distributed=alone),
         trial_seed=context.get_trial_seed(),
         hparams=context.get_hparams(),
@@ -130,6 +130,8 @@ def _twin(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
         debug_enabled=False,
         enable_tensorboard_logging=False,
     )
+    twin.device = context.device  # a context of one process takes the first GPU
+    return twin
 
 
 @contextmanager

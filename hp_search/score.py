@@ -20,7 +20,7 @@ import determined as det
 import torch
 from determined import pytorch
 
-from hp_search.frozen import FrozenBatch, in_training, wrapped_scaler
+from hp_search.frozen import FrozenBatch, cause_of, in_training, wrapped_scaler
 from hp_search.passes import Observation, Prediction, observe, predict
 
 # Bits of room under float16's largest value that the search steers for.
@@ -28,8 +28,8 @@ _WANTED_HEADROOM = 1.5
 _HEADROOM_WEIGHT = 1.0e-3
 _HALVING_PENALTY = 1.0e-2
 
-# float32 has no smaller scale to offer, and the score stays under 3.
-_MOST_HALVINGS = 200
+# A scale this small trains nothing.
+_FLUSHED_AWAY = 0.99
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Score:
         loss_scale_score: Smaller is better; below 1 if and only if nothing overflows.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
             difference to the float32 gradient); 1 if something overflows.
-        headroom_bits: log2 of 65520 over the largest 16-bit gradient. Negative where that
-            overflows: then it is what bfloat16 predicts.
+        headroom_bits: log2 of 65520 over the largest 16-bit gradient. What bfloat16 predicts
+            where that overflows, which makes it negative, or where all is flushed to 0.
         flushed_share: Share of 16-bit gradient values that float16 made 0.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
         halvings: Of the scale until nothing overflows.
@@ -91,16 +91,20 @@ def score_batches(
         determined.InvalidHP: if no loss scale helps.
     """
     prediction = predict(context, batches)
+    prediction.require_gradients()
     seen = observe(context, batches, scale_log2, prediction)
     if seen.overflow:
         return _score_of_overflow(context, batches, seen, prediction)
+    headroom = seen.headroom_bits
+    if not math.isfinite(headroom):  # all is flushed, or an infinity reached no parameter
+        headroom = prediction.headroom_log2 - scale_log2
     errors = [_gradient_error(batch, scale_log2) for batch in batches]
     slots = context.distributed.allgather(sum(errors) / len(errors))
     error = sum(slots) / len(slots)
     return Score(
-        loss_scale_score=error + _HEADROOM_WEIGHT * abs(seen.headroom_bits - _WANTED_HEADROOM),
+        loss_scale_score=error + _HEADROOM_WEIGHT * abs(headroom - _WANTED_HEADROOM),
         gradient_error=error,
-        headroom_bits=seen.headroom_bits,
+        headroom_bits=headroom,
         flushed_share=seen.flushed_share,
         overflow=0.0,
         halvings=0.0,
@@ -114,13 +118,13 @@ def _score_of_overflow(
     prediction: Prediction,
 ) -> Score:
     if not observe(context, batches, 0, prediction).loss_is_finite:
-        raise det.InvalidHP(f"no loss scale helps: {batches[0].cause()}")
+        raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
     scale = seen.scale_log2
     halvings = max(1, math.ceil(scale - prediction.headroom_log2))
-    while observe(context, batches, scale - halvings, prediction).overflow:
-        if halvings > _MOST_HALVINGS:
-            raise det.InvalidHP(f"no loss scale helps: {batches[0].cause()}")
+    while (below := observe(context, batches, scale - halvings, prediction)).overflow:
         halvings += 1
+    if below.flushed_share > _FLUSHED_AWAY:  # finite only because nothing is left
+        raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
     return Score(
         loss_scale_score=1.0 + _HALVING_PENALTY * halvings,
         gradient_error=1.0,

@@ -67,7 +67,7 @@ class SearcherSettings:
 
     name: Method = setting()
     metric: str = setting()
-    smaller_is_better: bool = setting()
+    smaller_is_better: bool = setting(True)
     max_trials: int | None = setting(None, at_least=1)
     max_concurrent_trials: int = setting(16, at_least=0)
     time_metric: str | None = setting(None)

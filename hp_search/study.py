@@ -84,7 +84,7 @@ class SearchStudy:
     @property
     def smaller_is_better(self) -> bool:
         """The direction of the metric."""
-        return bool(self.search["searcher"]["smaller_is_better"])
+        return bool(self.search["searcher"].get("smaller_is_better", True))
 
     def ranked(self) -> list[SearchTrial]:
         """The trials that have a value, best first."""
@@ -134,7 +134,7 @@ def trial_folder(folder: Path, number: int) -> Path:
 
 def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:
     """A new study in a search folder."""
-    smaller = search["searcher"]["smaller_is_better"]
+    smaller = search["searcher"].get("smaller_is_better", True)
     study = optuna.create_study(
         storage=_storage(folder / FILE_NAME),
         study_name=str(search.get("name", "search")),

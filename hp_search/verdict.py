@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from determined import pytorch
 
-from hp_search.frozen import FrozenBatch
+from hp_search.frozen import FrozenBatch, cause_of
 from hp_search.histogram import Histogram
 from hp_search.passes import Observation, Prediction, observe, predict
 from hp_search.recorder import OUTSIDE, WHOLE_MODEL
@@ -47,7 +47,8 @@ class Finding:
         choice_log2: log2 of the loss scale to start with; the best of a bad lot where the verdict
             is not for a scale, None where no scale helps.
         low_log2: The smallest power of two at which at most 1 % of the values are flushed.
-        top_log2: The largest at which nothing overflows.
+        top_log2: The largest at which nothing overflows; where float16 overflowed below the
+            prediction, the one that was verified.
         verified: Real float16 passes, the one at `choice_log2` last.
         islands: Modules to keep in float32.
         cause: Why no scale helps.
@@ -104,27 +105,27 @@ def find(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -
                 low,
                 top,
                 tuple(verified),
-                cause=batches[0].cause(),
+                cause=cause_of(context, batches),
             )
         choice -= 1
+        top = choice  # what really is the largest
         verified.append(observe(context, batches, choice, prediction))
-    verdict, islands = _judge(prediction, low, top, choice)
+    verdict, islands = _judge(prediction, low, top)
     return Finding(verdict, prediction, choice, low, top, tuple(verified), islands)
 
 
-def _judge(
-    prediction: Prediction, low: int, top: int, choice: int
-) -> tuple[Verdict, tuple[str, ...]]:
+def _judge(prediction: Prediction, low: int, top: int) -> tuple[Verdict, tuple[str, ...]]:
     if low > top:
         islands = _islands(prediction.modules)
         return (Verdict.ISLANDS if islands else Verdict.BF16), islands
-    if low <= DEFAULT_LOG2 <= min(top, choice + 1):
+    if low <= DEFAULT_LOG2 <= top:
         return Verdict.DEFAULT, ()
     return Verdict.SCALE, ()
 
 
 def _islands(modules: dict[str, Histogram]) -> tuple[str, ...]:
     """The fewest modules without which the others fit, from one end or from the other."""
+    modules = {name: histogram for name, histogram in modules.items() if histogram.nonzero}
     loudest = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
     faintest = sorted(modules, key=lambda name: -_lost_at_the_top(modules, name))
     found = [islands for order in (loudest, faintest) if (islands := _leading(modules, order))]

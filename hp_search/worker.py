@@ -1,7 +1,7 @@
 """Warm processes that run the trials of a search, one after the other.
 
 Importing torch and what it brings along takes 8 s; a process forked from a server that has done so
-starts in 0.3 s. The server touches no GPU and starts no thread, so the fork is safe. This module
+starts in 0.3 s. The server starts no thread and does not initialise CUDA, so forks can. This module
 imports nothing of that itself: whoever starts the server goes on meanwhile.
 """
 
@@ -26,7 +26,12 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Let the server import, in the background."""
+    """Let the server import, in the background.
+
+    What it imports asks whether there is a GPU, as Determined does. torch asks CUDA itself, and no
+    process forked from one that did can use a GPU; by this variable it asks the driver instead.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     _processes.set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
 

@@ -113,7 +113,9 @@ class _Panels:
             axes["shares"].set_title(title, pad=18)
         if search is not None and self._metric:
             alone = not search.also_searched
-            panels.metric(axes["metric"], self._metric, search.metric, window, band=alone)
+            # Trials that are scored all have one seed: between them lies the scale alone.
+            seeds = alone and not any(row.scored for row in search.rows)
+            panels.metric(axes["metric"], self._metric, search.metric, window, band=seeds)
             panels.mark_best(axes["metric"], self._metric[0])
             others = ", ".join(search.also_searched)
             title = search.metric.replace("_", " ").capitalize()

@@ -90,9 +90,8 @@ def _best(forecast: Forecast | None, search: Search) -> Iterator[str]:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
-    band = (
-        None if search.rows[0].scored else seed_band(points, forecast.window if forecast else None)
-    )
+    scored = any(row.scored for row in search.rows)
+    band = None if scored else seed_band(points, forecast.window if forecast else None)
     if band is not None and forecast is not None:
         centre, spread = band
         distance = abs(best.value - centre)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,11 +24,12 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from hp_search import finder
+from hp_search.advice import Run, yaml_changes
 from hp_search.frozen import FrozenBatch, LossScaleError, in_training
-from hp_search.histogram import OVERFLOW_LOG2
+from hp_search.histogram import BINS, OVERFLOW_LOG2, Histogram
 from hp_search.opened import opened
 from hp_search.passes import Prediction, observe, predict
-from hp_search.verdict import Finding, Verdict, find
+from hp_search.verdict import Finding, Verdict, _islands, find
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
 from tests.training import ROOT, SMALL, run_small
 from trials.experiment import read_yaml
@@ -65,14 +67,23 @@ class TestPrediction:
         predicted, measured = looked_at(trial, work, steps=steps)
         assert predicted == measured
 
+    @pytest.mark.parametrize("steps", [0, 10])
     @pytest.mark.parametrize(
-        ("path", "overrides"), [("mlp/amp.yaml", SMALL), ("resnet50/amp.yaml", RESNET)]
+        ("path", "overrides"),
+        [
+            ("mlp/amp.yaml", SMALL),
+            ("resnet50/amp.yaml", RESNET),
+            ("latte/amp.yaml", ("hyperparameters.global_batch_size=2",)),
+        ],
     )
-    def test_of_this_repository_too(self, path: str, overrides: Sequence[str]) -> None:
+    def test_of_this_repository_too(self, path: str, overrides: Sequence[str], steps: int) -> None:
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
         with opened(with_overrides(raw, overrides), path) as found:
+            train_batch = found.trial.train_batch
 
             def work(batches: Batches) -> None:
+                for step in range(steps):
+                    train_batch(batches[0].batch, 0, step)
                 predicted = predict(found.context, batches)
                 first = predicted.first_overflow_log2
                 below, at = (
@@ -190,6 +201,29 @@ class TestVerdict:
         assert finding(SummedLoss, steps=12).hidden_modules == ()  # 2^16 skips the first seven
 
 
+class TestIslands:
+    def test_modules_without_a_gradient_are_not_the_loudest(self) -> None:
+        quiet = {name: {-45: 10} for name in "abcdefgh"}
+        modules = {"hidden": {}, "loud": {-1: 10}, **quiet}
+        assert _islands({name: histogram(at) for name, at in modules.items()}) == ("loud",)
+
+    def test_what_fits_at_no_price_is_for_bfloat16(self) -> None:
+        modules = {name: histogram({-50: 10, 0: 10}) for name in "abcdefgh"}
+        assert _islands(modules) == ()
+
+    def test_patterns_in_the_yaml_are_kept(self) -> None:
+        found = finding(DeepPlain)
+        run = Run("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
+        assert yaml_changes(found, run)["fp32_modules"] == ["^0$", f"^{found.islands[0]}$"]
+
+
+def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
+    counts = np.zeros(BINS, dtype=np.int64)
+    for power, count in values_by_log2.items():
+        counts[2 * (power + 127)] = count
+    return Histogram(counts)
+
+
 class TestNothingToFind:
     def test_all_gradients_zero(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loss = SummedLoss.loss
@@ -225,18 +259,30 @@ class TestCommand:
         assert lines == {"hyperparameters": {"amp": {"init_scale": 65536.0}}}
 
     def test_writes_a_copy_and_json(self, tmp_path: Path) -> None:
-        source = tmp_path / "summed.yaml"
-        source.write_text("# keep me\n" + yaml.safe_dump(with_amp(config(SummedLoss))))
+        raw = with_overrides(read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), SMALL)
+        raw["hyperparameters"]["amp"]["init_scale"] = 4.0
+        source = tmp_path / "small.yaml"
+        source.write_text("# keep me\n" + yaml.safe_dump(raw))
         new, data = tmp_path / "new.yaml", tmp_path / "finding.json"
         assert finder.main([str(source), "--write", str(new), "--json", str(data)]) == 0
         found = json.loads(data.read_text())
-        assert found["verdict"] == "use 2^k"
-        written = yaml.safe_load(new.read_text())["hyperparameters"]["amp"]["init_scale"]
-        assert written == 2.0 ** found["choice_log2"]
+        assert found["verdict"] == "default is fine"
+        written = yaml.safe_load(new.read_text())
+        assert written["hyperparameters"]["amp"].pop("init_scale") == 65536.0
+        del raw["hyperparameters"]["amp"]["init_scale"]
+        assert written == raw
         assert new.read_text().startswith("# keep me\n")
-        assert found["expected_skips"]["default"] == 16 - found["window_log2"][1]
-        total = sum(sum(m["values_by_log2"].values()) for m in found["modules"])
-        assert total > 0
+        assert sum(sum(m["values_by_log2"].values()) for m in found["modules"]) > 0
+
+    def test_users_own_trial_is_told_what_to_give_its_scaler(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source = tmp_path / "summed.yaml"
+        source.write_text(yaml.safe_dump(config(SummedLoss)))
+        assert finder.main([str(source)]) == 0
+        assert "torch.amp.GradScaler(..., init_scale=" in capsys.readouterr().out
+        assert finder.main([str(source), "--write", str(tmp_path / "new.yaml")]) == 2
+        assert "SummedLoss reads no section hyperparameters.amp" in capsys.readouterr().err
 
     def test_starts_from_a_checkpoint(self, tmp_path: Path) -> None:
         run = run_small("mlp/amp.yaml", tmp_path / "run")
@@ -282,8 +328,3 @@ class TestCommand:
 
 def small() -> list[str]:
     return [word for override in SMALL for word in ("--config", override)]
-
-
-def with_amp(raw: dict[str, Any]) -> dict[str, Any]:
-    raw["hyperparameters"]["amp"] = {"init_scale": 65536.0}
-    return raw
