@@ -123,6 +123,7 @@ class Step:
         return total
 
     def run(self, batch: int) -> None:
+        self._optimizer.zero_grad()  # of a step that ran out of memory
         self.loss(batch).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -181,9 +182,11 @@ def largest_batch(run: Callable[[int], None]) -> int:
         try:
             run(batch)
         except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return False
-        return True
+            pass  # the error holds the tensors of the step as long as it is being handled
+        else:
+            return True
+        torch.cuda.empty_cache()
+        return False
 
     good, bad = 0, 1
     while fits(bad):

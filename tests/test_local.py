@@ -33,6 +33,15 @@ class TestRunFolder:
             "log.txt",
         }
 
+    def test_is_not_used_for_another_run(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = training.checkpoint(folder, 12)
+        arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
+        assert train.main([*arguments, "--run-folder", str(folder)]) == 2
+        assert "holds a run already" in capsys.readouterr().err
+        assert training.digest(training.checkpoint(folder, 12)) == training.digest(before)
+
     def test_config_is_the_input_and_can_be_run_again(self, folder: Path) -> None:
         given = yaml.safe_load((folder / "config.yaml").read_text())
         assert given["hyperparameters"]["hidden_features"] == 16

@@ -6,6 +6,7 @@ forward whether the backward after it exchanges gradients, so they are exchanged
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +15,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def share_gradients_once(context: pytorch.PyTorchTrialContext, aggregation_frequency: int) -> None:
+def share_gradients_once(
+    context: pytorch.PyTorchTrialContext, is_update_batch: Callable[[int], bool]
+) -> None:
     """From now on only the last batch of a window averages the gradients over the ranks.
 
     By then they are the sums over the window: an average of sums, the same on every rank.
 
     Args:
         context: The trial's context; its wrapped models are told before each forward.
-        aggregation_frequency: Batches per optimizer step.
+        is_update_batch: Whether a step follows the batch of that index. None follows one that is
+            trained again in search of a fault: every rank looks at its own.
     """
 
     def tell(model: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
-            last = (context.current_train_batch() + 1) % aggregation_frequency == 0
+            last = is_update_batch(context.current_train_batch())
             model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
 
     for model in context.models:

@@ -301,7 +301,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         if self.aggregation_frequency > 1:
-            share_gradients_once(self._context, self.aggregation_frequency)
+            share_gradients_once(self._context, self.is_update_batch)
         self._scale_before = self.loss_scale().clone()
         if self._schedule is not None:
             self._schedule.move_to(self.applied_steps)

@@ -111,7 +111,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _bad_input(batch: Any) -> str | None:
     for position, tensor in enumerate(_tensors(batch)):
-        rows = torch.isfinite(tensor.float()).flatten(1 if tensor.dim() > 1 else 0)
+        samples = len(tensor) if tensor.dim() else 1
+        rows = torch.isfinite(tensor.float()).reshape(samples, -1)
         bad = (~rows.all(dim=-1)).nonzero().flatten().tolist()
         if bad:
             return (

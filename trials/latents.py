@@ -77,6 +77,8 @@ def mapped(path: str) -> torch.Tensor:
             content = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if isinstance(content, torch.Tensor):  # written without no_grad, it wants gradients
+                content = content.detach()
     except (
         OSError,
         ValueError,

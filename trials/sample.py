@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         config, denoiser = load(Path(options.source))
+        check_out(Path(options.out), config.data.channels)
         labels = _labels(config, options.labels, options.clips)
         choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
         clips = sample(denoiser, config, labels, **choices)
@@ -76,16 +77,22 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
         data: dict[str, Any] = json.loads((folder / "load_data.json").read_text())
         state = torch.load(folder / "state_dict.pth", map_location="cpu", weights_only=True)
         weights = state["callbacks"]["ema"]
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raw, hyperparameters = data["experiment_config"], data["hparams"]
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RuntimeError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
         raise CheckpointError(
             f"{folder}: no checkpoint of a Latte can be read here: {error!r}; "
             "give a run folder or a checkpoint of trials.latte"
         ) from error
     config = experiment.parse(
-        data["experiment_config"],
-        str(folder),
-        hyperparameters=data["hparams"],
-        completed_by_master=True,
+        raw, str(folder), hyperparameters=hyperparameters, completed_by_master=True
     )
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
@@ -120,7 +127,23 @@ def sample(
 
     Returns:
         (B, C, F, S, S), float32, on the CPU.
+
+    Raises:
+        SampleError: if the model has not learnt what `steps` or `guidance` ask for.
     """
+    diffusion = config.hparams.diffusion
+    if not 1 <= steps <= diffusion.num_train_timesteps:
+        raise SampleError(
+            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, what it was "
+            "trained with"
+        )
+    if diffusion.conditioning is Conditioning.NONE:
+        guidance = 1.0  # it would push away from the same prediction
+    elif guidance != 1.0 and not diffusion.class_dropout:
+        raise SampleError(
+            f"--guidance: got {guidance:g}, but with class_dropout 0 this model never trained "
+            "without a class; allowed: 1"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = denoiser.to(device)
     in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # these end at -1 and 1
@@ -153,17 +176,11 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
     Raises:
         SampleError: if the clips cannot be shown, or `out` ends otherwise.
     """
+    check_out(out, clips.shape[1])
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".npy":
         np.save(out, clips.numpy())
         return [out]
-    if out.suffix != ".gif":
-        raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
-    if clips.shape[1] not in (1, 3):
-        raise SampleError(
-            f"--out: got {out}, but clips of {clips.shape[1]} channels are latents and no picture; "
-            "allowed: a name in .npy, for an autoencoder to decode"
-        )
     tiles = _tiles(clips)  # (B, F, H, W, 3)
     strip = out.with_suffix(".png")
     Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in tiles])).save(strip)
@@ -175,6 +192,17 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
     )
     first.save(out, save_all=True, append_images=rest, duration=150, loop=0)
     return [out, strip]
+
+
+def check_out(out: Path, channels: int) -> None:
+    """Raises: SampleError: if clips of so many channels cannot go into a file of that name."""
+    if out.suffix not in (".gif", ".npy"):
+        raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
+    if out.suffix == ".gif" and channels not in (1, 3):
+        raise SampleError(
+            f"--out: got {out}, but clips of {channels} channels are latents and no picture; "
+            "allowed: a name in .npy, for an autoencoder to decode"
+        )
 
 
 def _tiles(clips: torch.Tensor) -> NDArray[np.uint8]:

@@ -32,6 +32,7 @@ from trials.fit import Prepare, fit, prepare_nothing
 from trials.guard import GuardError
 from trials.islands import IslandError
 from trials.loading import DataError
+from trials.local.checkpoints import complete_checkpoints
 from trials.local.detached import DetachedTrial
 from trials.local.folder import RunFolder
 from trials.local.master import MasterError, log_in
@@ -108,8 +109,19 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     session = log_in(options.report_to) if options.report_to and chief else None
 
     def choose_folder() -> RunFolder:
-        given = options.resume or options.run_folder
-        return RunFolder(Path(given)) if given else RunFolder.new(Path("runs"), config.name)
+        if options.resume:
+            return RunFolder(Path(options.resume))
+        if not options.run_folder:
+            return RunFolder.new(Path("runs"), config.name)
+        if complete_checkpoints(Path(options.run_folder) / "checkpoints"):
+            raise ConfigError(
+                "--run-folder",
+                [
+                    f"{options.run_folder} holds a run already, whose checkpoints would mix with "
+                    f"the new ones; allowed: another folder, or --resume {options.run_folder}"
+                ],
+            )
+        return RunFolder(Path(options.run_folder))
 
     def follow(folder: RunFolder) -> Follower:
         if session is None:

@@ -124,7 +124,11 @@ class DetachedTrial(Follower):
                 link.unlink()
         for storage_id, name in names.items():
             if not (folder / storage_id).is_symlink():
-                (folder / storage_id).symlink_to(name)
+                try:
+                    (folder / storage_id).symlink_to(name)
+                except OSError as error:  # a file system without links; only downloads miss them
+                    logger.warning("%s: det checkpoint download will not work: %s", folder, error)
+                    return
 
     def _catch_up(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the reports that the master lacks, and see which checkpoints it lists."""

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 IDLE = 60.0  # seconds without a call after which `idle` is called
 RETRY = 5.0  # seconds between two attempts at a server that is away
-PATIENCE = 20.0  # seconds that the end waits for what is left
+PATIENCE = 20.0  # seconds without a delivery after which the end waits no longer
 
 _AWAY = "is away"
 _REFUSES = "refuses what it is sent"
@@ -35,6 +35,7 @@ class Outbox:
         self._closed = threading.Event()
         self._delivered = True
         self._warned: set[str] = set()
+        self._taken = 0
 
     def put(self, call: Callable[[], object]) -> None:
         """Have this called after everything put before."""
@@ -49,7 +50,10 @@ class Outbox:
             yield
         finally:
             self._calls.put(None)
-            thread.join(PATIENCE)
+            taken = -1
+            while thread.is_alive() and taken < self._taken:
+                taken = self._taken
+                thread.join(PATIENCE)
             self._delivered &= not thread.is_alive()
             self._closed.set()
 
@@ -79,6 +83,7 @@ class Outbox:
                 self._closed.wait(RETRY)
             else:
                 self._warned.discard(_AWAY)
+                self._taken += 1
                 return True
         return False
 
