@@ -5,9 +5,10 @@
 Writes `benchmarks/results/latte_memory.json`, the same as a table in `latte_memory.md`, and the
 picture `docs/pictures/latte_memory.png`.
 
-The bytes are counted on fake tensors, which have shapes and no values: they are exact, and the
-paper's sizes need no memory here. Times are of the small model on this machine, or on a GPU if
-there is one; peak memory and the largest batch that fits are measured on a GPU alone.
+The bytes are counted on fake tensors, which have shapes and no values, so that the paper's sizes
+need no memory here; a real step of the small model keeps the same, in BF16 to within 0.02 %. Times
+are of the small model on this machine, or on a GPU if there is one; peak memory and the largest
+batch that fits are measured on a GPU alone.
 """
 
 from __future__ import annotations
