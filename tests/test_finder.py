@@ -42,6 +42,12 @@ ADD_UP_IN_FLOAT32 = [trial for trial in ALL if trial is not BatchNormCNN]
 
 RESNET = ("hyperparameters.global_batch_size=4", "hyperparameters.training.max_length={batches: 2}")
 
+OURS = (
+    ("mlp/amp.yaml", SMALL),
+    ("resnet50/amp.yaml", RESNET),
+    ("latte/amp.yaml", ("hyperparameters.global_batch_size=2",)),
+)
+
 
 def measured_first_overflow(context: Context, batches: Batches, prediction: Prediction) -> int:
     """Not found from the prediction, but by halving an interval; overflow is monotone."""
@@ -68,14 +74,7 @@ class TestPrediction:
         assert predicted == measured
 
     @pytest.mark.parametrize("steps", [0, 10])
-    @pytest.mark.parametrize(
-        ("path", "overrides"),
-        [
-            ("mlp/amp.yaml", SMALL),
-            ("resnet50/amp.yaml", RESNET),
-            ("latte/amp.yaml", ("hyperparameters.global_batch_size=2",)),
-        ],
-    )
+    @pytest.mark.parametrize(("path", "overrides"), OURS)
     def test_of_this_repository_too(self, path: str, overrides: Sequence[str], steps: int) -> None:
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
         with opened(with_overrides(raw, overrides), path) as found:
@@ -113,6 +112,24 @@ class TestPrediction:
 
         looked_at(trial, work, steps=steps)
 
+    @pytest.mark.parametrize("share", [0.01, 0.1])
+    @pytest.mark.parametrize(("path", "overrides"), [OURS[0], OURS[2]])
+    def test_share_of_this_repository_too(
+        self, path: str, overrides: Sequence[str], share: float
+    ) -> None:
+        raw = read_yaml(str(ROOT / "experiment_configs" / path))
+        with opened(with_overrides(raw, overrides), path) as found:
+
+            def work(batches: Batches) -> None:
+                predicted = predict(found.context, batches)
+                low = predicted.smallest_scale_log2(share)
+                above, below = (
+                    observe(found.context, batches, s, predicted) for s in (low + 1, low - 2)
+                )
+                assert above.flushed_share <= share < below.flushed_share
+
+            in_training(found.trial, found.context, 2, work)
+
     def test_parameter_gradients_alone_mispredict(self) -> None:
         """The control: what a tool sees that looks at `.grad` only."""
 
@@ -135,6 +152,25 @@ class TestRule:
         found = finding(trial, batches=4)
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
+
+    @pytest.mark.parametrize(("path", "overrides"), OURS)
+    def test_choice_for_this_repository_too(self, path: str, overrides: Sequence[str]) -> None:
+        raw = read_yaml(str(ROOT / "experiment_configs" / path))
+        with opened(with_overrides(raw, overrides), path) as found:
+            trial: Any = found.trial
+            train_batch = trial.train_batch
+
+            def work(batches: Batches) -> None:
+                choice = find(found.context, batches[:4]).choice_log2
+                assert choice is not None
+                scaler = trial.scaler
+                scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**choice})
+                for step, frozen in enumerate(batches):
+                    train_batch(frozen.batch, 0, step)
+                assert float(scaler.get_scale()) == 2.0**choice
+                assert int(trial.amp.attempted_steps) == 20
+
+            in_training(trial, found.context, 20, work)
 
     def test_two_bits_more_do_skip(self) -> None:
         """The control."""
