@@ -95,7 +95,10 @@ class TestRandom:
                     )
                 )
         one, two = studies
-        assert results(one) == results(two)
+        for alone, shared in zip(one.trials, two.trials, strict=True):
+            assert (alone.params, alone.seed) == (shared.params, shared.seed)
+            # Two workers have half the threads each, which add up in another order.
+            assert alone.value == pytest.approx(shared.value, rel=1e-5)
         assert len({trial.params["amp.init_scale"] for trial in one.trials}) == 3
         assert len({trial.seed for trial in one.trials}) == 1  # scored on the same batches
 
