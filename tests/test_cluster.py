@@ -35,6 +35,12 @@ SMALL = {
         "hyperparameters.hidden_features=32",
         "hyperparameters.global_batch_size=32",
     ),
+    "trials.latte:LatteTrial": (
+        "hyperparameters.model.num_layers=1",
+        "hyperparameters.global_batch_size=4",
+        "hyperparameters.warmup_steps=5",
+        "hyperparameters.clip_start_step=5",
+    ),
     "trials.resnet50:ResNet50Trial": (
         "data.dataset=synthetic",
         "data.samples=40",
