@@ -43,6 +43,12 @@ class CountsExchanges(OneWeightTrial):
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the default group
 
 
+def say(seen: dict[str, Any]) -> None:
+    """In one write: both ranks share the pipe, and `print` writes the end of a line by itself."""
+    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.flush()
+
+
 def main(folder: Path) -> None:
     work, checkpoints = folder / "work", folder / "checkpoints"
     work.mkdir(exist_ok=True)
@@ -57,7 +63,7 @@ def main(folder: Path) -> None:
             "weights": made.trial.weights,
             "reports": made.reports,
         }
-        print(json.dumps(seen), flush=True)
+        say(seen)
     recipe = Recipe(WINDOWS, aggregation_frequency=2)
     with process_group() as processes:
         once: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
@@ -71,7 +77,7 @@ def main(folder: Path) -> None:
         "weights of Determined alone": always.weights,
         "exchanges of Determined alone": always.exchanges,
     }
-    print(json.dumps(seen), flush=True)
+    say(seen)
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert train.main([*odd, "--run-folder", str(folder / "odd")]) == 2
