@@ -42,6 +42,7 @@ from trials.experiment import read_yaml
 from trials.local.folder import environment
 from trials.overrides import with_overrides
 
+COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "loss_scale_choice_cpu.json"
 PICTURE = ROOT / "docs" / "pictures" / "loss_scale_choice.png"
@@ -268,7 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")  # of determined and torch, once per training
         torch.set_num_threads(1)
         results = {
-            "environment": environment(),
+            # Not as typed: the path of the module is this machine's.
+            "environment": {**environment(), "command": COMMAND},
             "steps": STEPS,
             "seeds": SEEDS,
             "models": list(measure(models())),
