@@ -93,11 +93,10 @@ def find(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
     choice = top if low == top else top - 1
     verified = [observe(context, batches, choice, prediction)]
+    # The loss itself may overflow in float16 at a large scale; without one it must not.
+    hopeless = verified[0].overflow and not observe(context, batches, 0, prediction).loss_is_finite
     while verified[-1].overflow:
-        # The loss itself may overflow in float16 at a large scale; without one it must not.
-        if not observe(context, batches, 0, prediction).loss_is_finite or (
-            len(verified) > _MOST_DECREMENTS
-        ):
+        if hopeless or len(verified) > _MOST_DECREMENTS:
             return Finding(
                 Verdict.FORWARD_OVERFLOW,
                 prediction,

@@ -176,6 +176,12 @@ class TestDiagnosis:
     def test_sound_batch_has_none(self) -> None:
         assert cause(Net(1, 1), torch.ones(4, 1)) is None
 
+    def test_names_the_samples_of_targets_that_are_numbers(self) -> None:
+        batch = (torch.ones(3, 2), torch.tensor([1.0, math.nan, 2.0]))
+        found = find_cause(nn.Linear(2, 1), batch, lambda: None)
+        assert found is not None
+        assert "input 1 of the batch is not finite in samples [1]" in found
+
     def test_names_the_samples_that_are_not_finite(self) -> None:
         x = torch.ones(4, 1)
         x[2] = math.nan

@@ -48,6 +48,13 @@ def test_clips_of_both_kinds_of_file_come_with_the_label_of_their_folder(tmp_pat
     assert torch.equal(clips, torch.stack(expected))
 
 
+def test_latents_written_with_a_gradient_want_none(tmp_path: Path) -> None:
+    """Loader processes could not hand them on."""
+    folder_with(tmp_path, a__pt=torch.randn(SHAPE, requires_grad=True))
+    clips, _ = LatentFolder(tmp_path, SHAPE).__getitems__([Sample(0, 0)])
+    assert not clips.requires_grad
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

@@ -50,6 +50,7 @@ def test_a_window_exchanges_gradients_once(folder: Path) -> None:
         assert rank["weights"] == [1, 0.25, 0.25, 0.25]
         assert rank["scales"] == [4, 4, 4, 2]
         assert rank["exchanges"] == 2
+        assert rank["exchanges of replays"] == 0  # each rank looks at its own batch
         assert rank["weights of Determined alone"] == rank["weights"]
         assert rank["exchanges of Determined alone"] == 4
 

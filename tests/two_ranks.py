@@ -19,6 +19,7 @@ from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
 from trials import amp, train
 from trials.checkpoint import patched
+from trials.diagnosis import undisturbed
 from trials.local.processes import process_group
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
@@ -41,6 +42,20 @@ class CountsExchanges(OneWeightTrial):
     def exchange(self, bucket: Any) -> Any:
         self.exchanges += 1
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the default group
+
+
+class TrainsAgain(CountsExchanges):
+    """After every batch trains it once more, as the guard does in search of a fault."""
+
+    of_replays = 0
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        before = self.exchanges
+        with self.amp.without_steps(), undisturbed(self.model):
+            self.train_on(batch, batch_idx)
+        self.of_replays += self.exchanges - before
+        return reported
 
 
 def say(seen: dict[str, Any]) -> None:
@@ -67,6 +82,8 @@ def main(folder: Path) -> None:
     recipe = Recipe(WINDOWS, aggregation_frequency=2)
     with process_group() as processes:
         once: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
+    with process_group() as processes:
+        replayed: Any = run(recipe, checkpoints, TrainsAgain, processes=processes).trial
     with process_group() as processes, patched(amp, "share_gradients_once", lambda *given: None):
         always: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
     seen = {
@@ -74,6 +91,7 @@ def main(folder: Path) -> None:
         "weights": once.weights,
         "scales": once.scales,
         "exchanges": once.exchanges,
+        "exchanges of replays": replayed.of_replays,
         "weights of Determined alone": always.weights,
         "exchanges of Determined alone": always.exchanges,
     }

@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 
 from trials import data
 from trials.augment import uniform_numbers
+from trials.data import check_same_classes
 from trials.latents import LatentFolder
 from trials.loading import Batch, DataError, Sample
 from trials.settings import setting
@@ -221,13 +222,7 @@ def _video_latents(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
     train, validation = (
         LatentFolder(root / part, settings.clip_shape) for part in ("train", "val")
     )
-    if train.class_names != validation.class_names:
-        # A label is a position in the sorted list of folders.
-        different = sorted({*train.class_names} ^ {*validation.class_names})
-        raise DataError(
-            f"data.directory: {root}/train and {root}/val have different class folders: "
-            f"{', '.join(different)}"
-        )
+    check_same_classes(root, train.class_names, validation.class_names)
     return train, validation
 
 

@@ -249,14 +249,22 @@ def _image_folder(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     root = Path(str(settings.directory)).expanduser()
     train = FolderImages(root / "train", settings, seed)
     validation = FolderImages(root / "val", settings, None)
-    if train.class_names != validation.class_names:
-        # A label is a position in the sorted list of folders.
-        different = sorted({*train.class_names} ^ {*validation.class_names})
+    check_same_classes(root, train.class_names, validation.class_names)
+    return train, validation
+
+
+def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
+    """A label is a position in the sorted list of folders.
+
+    Raises:
+        DataError: if `root/train` and `root/val` have different ones.
+    """
+    if train != validation:
+        different = sorted({*train} ^ {*validation})
         raise DataError(
             f"data.directory: {root}/train and {root}/val have different class folders: "
             f"{', '.join(different)}"
         )
-    return train, validation
 
 
 def _synthetic(settings: DataSettings, seed: int) -> tuple[Images, Images]:
