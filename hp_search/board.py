@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from hp_search.searcher import Work
 from hp_search.study import FILE_NAME, SearchStudy, SearchTrial
 from hp_search.trials import SearchPlan
 
@@ -49,6 +50,7 @@ class Board:
         self._console = console
         self._plan = plan
         self._folder = folder
+        self._compares = plan.work is Work.COMPARE
         self._shown: set[int] | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -64,9 +66,16 @@ class Board:
     @contextmanager
     def bar(self) -> Iterator[None]:
         """Show a bar meanwhile."""
-        self._task = self._progress.add_task("searching", total=self._plan.total)
+        self._task = self._progress.add_task("starting", total=self._plan.total)
         with self._progress:
             yield
+
+    def warn_of_sharing(self, workers: int) -> None:
+        """Say what trials that run side by side do to each other's speed."""
+        self._print(
+            f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
+            "their accuracies can be compared, their speeds cannot"
+        )
 
     def lost(self, number: int, status: int | None) -> None:
         """Say that the process of a trial died."""
@@ -79,9 +88,9 @@ class Board:
         for trial in ended:
             if trial.number not in before:
                 self._print(self._line(trial))
-        description = "searching"
+        description = "comparing" if self._compares else "searching"
         ranked = study.ranked()
-        if ranked:
+        if ranked and not self._compares:
             best = ranked[0]
             description = f"best {study.metric} {best.value:.5g} (trial {best.number})"
         done = min(len(ended), self._plan.total)
@@ -92,7 +101,9 @@ class Board:
         ranked = study.ranked()
         state = "stopped" if stopped else "completed"
         self._console.print(self._table(study, ranked, f"{self._plan.search.get('name')}: {state}"))
-        if ranked and ranked[0].metrics.get("overflow"):
+        if self._compares:
+            self._print(f"compare: python -m reports.precision {self._folder}")
+        elif ranked and ranked[0].metrics.get("overflow"):
             self._print("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].used:
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
@@ -113,9 +124,14 @@ class Board:
         return f"trial {trial.number:>3}  {values}  {result}"
 
     def _table(self, study: SearchStudy, ranked: list[SearchTrial], title: str) -> Table:
-        """Best first, a scale as it was used; `after` is the batches, or why there is no value."""
+        """Best first, a scale as it was used; `after` is the batches, or why there is no value.
+
+        Trials of a comparison stand in their order: the best of them is noise.
+        """
         valueless = [trial for trial in study.trials if trial.value is None]
         rows = [*ranked, *(trial for trial in valueless if trial.state != "waiting")]
+        if self._compares:
+            rows.sort(key=lambda trial: trial.number)
         numbers = [{**_steps(trial), **trial.metrics} for trial in rows]
         shown = [row for row in _DIAGNOSIS if any(row[0] in found for found in numbers)]
         params = [axis.name for axis in self._plan.space.axes]

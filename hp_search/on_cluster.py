@@ -9,7 +9,7 @@ from pathlib import Path
 import determined as det
 
 from hp_search.frozen import LossScaleError
-from hp_search.trial_config import compose
+from hp_search.trial_config import chosen_seed, compose
 from trials.train import exit_status
 
 
@@ -37,5 +37,8 @@ def _compose(info: det.ClusterInfo) -> None:
     checkpoint then holds an experiment that trains without its search.
     """
     config = compose(info.trial._config, info.trial.hparams, Path.cwd())
+    seed = chosen_seed(info.trial.hparams)
+    if seed is not None:
+        info.trial.trial_seed = seed
     info.trial._config = config
     info.trial.hparams = config["hyperparameters"]

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hp_search.board import Board
 from hp_search.messages import Ended, Outcome, Validation
+from hp_search.searcher import Work
 from hp_search.study import FILE_NAME, StudyError, create_study, describe, load_study
 from hp_search.trial_run import check
 from hp_search.trials import SearchPlan, Trials
@@ -76,6 +77,8 @@ def _run(folder: Path, workers: int) -> None:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
     board = Board(Console(), plan, folder)
+    if plan.work is Work.COMPARE and workers > 1:
+        board.warn_of_sharing(workers)
     loop = Loop(Trials(plan, study, folder), board, workers)
     with board.bar(), loop.listening():
         loop.run(lambda: board.update(describe(study, folder)))
@@ -112,7 +115,12 @@ class Loop:
 
     @property
     def hopeless(self) -> str | None:
-        """Why the last trials failed, if all of them did for one reason."""
+        """Why the last trials failed, if all of them did for one reason.
+
+        That all trials of one precision do is a result of a comparison.
+        """
+        if self._trials.compared:
+            return None
         alike = len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1
         return self._failures[0] if alike else None
 
@@ -179,7 +187,10 @@ class Loop:
                 self._board.lost(number, status)
                 self._trials.lost(number, status)
             return
-        self._idle.append(worker)
+        if self._trials.compared:
+            worker.close()
+        else:
+            self._idle.append(worker)
         self._trials.ended(number, message)
         self._note(message)
 

@@ -134,6 +134,7 @@ class Work(enum.Enum):
 
     SCORE = "hp_search.score_trial"
     TRAIN = "hp_search.train_trial"
+    COMPARE = "hp_search.compare_trial"
 
 
 def read_work(search: Mapping[str, Any]) -> Work:

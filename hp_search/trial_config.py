@@ -2,7 +2,9 @@
 
 A search names the experiment it searches over in one key, `hyperparameters.experiment`, and beside
 it holds only what it samples or changes. Its `hyperparameters` and `data` are laid over those of
-the experiment; everything else (searcher, name, seed, resources) is the search's own.
+the experiment; everything else (searcher, name, seed, resources) is the search's own. A second key,
+`hyperparameters.seed`, gives its trials seeds of its choice: those that share one differ in nothing
+but their other hyperparameters.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trials.amp import SCALER_KEYS
 from trials.experiment import read_yaml
+from trials.precision import Precision
 from trials.settings import ConfigError
 
 EXAMPLE = "experiment_configs/mlp/amp.yaml"
@@ -29,13 +33,47 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
         context: The context directory; `hyperparameters.experiment` is a path inside it.
 
     Raises:
-        ConfigError: if the experiment is missing, outside the context, or itself a search.
+        ConfigError: if the experiment is missing, outside the context, or itself a search, or the
+            seed is none.
     """
     changes = round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
-    hyperparameters = _laid_over(base["hyperparameters"], changes)
+    seed = chosen_seed(sampled)
+    changes.pop("seed", None)
+    hyperparameters = _laid_over(_fitting(base["hyperparameters"], changes), changes)
     data = _laid_over(base.get("data") or {}, search.get("data") or {})
-    return {**search, "data": data, "hyperparameters": hyperparameters}
+    composed = {**search, "data": data, "hyperparameters": hyperparameters}
+    if seed is not None:
+        reproducibility = {**(search.get("reproducibility") or {}), "experiment_seed": seed}
+        composed["reproducibility"] = reproducibility
+    return composed
+
+
+def _fitting(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`base` without its scaler settings, if `changes` choose a precision that has no scaler."""
+    section, changed = base.get("amp"), changes.get("amp")
+    if not (isinstance(section, Mapping) and isinstance(changed, Mapping)):
+        return base
+    if changed.get("precision") in (None, Precision.AMP_FP16.value):
+        return base
+    kept = {key: value for key, value in section.items() if key not in SCALER_KEYS}
+    return {**base, "amp": kept}
+
+
+def chosen_seed(sampled: Mapping[str, Any]) -> int | None:
+    """The seed that a search gives to a trial; None if it leaves that to chance.
+
+    Raises:
+        ConfigError: if it is no 32-bit seed, which is what Determined and NumPy take.
+    """
+    seed = sampled.get("seed")
+    is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
+    if seed is not None and not is_seed:
+        raise ConfigError(
+            "search",
+            [f"hyperparameters.seed: got {seed!r}; allowed: an integer >= 0 and below 2^32"],
+        )
+    return seed
 
 
 def _read_experiment(name: object, context: Path) -> Mapping[str, Any]:

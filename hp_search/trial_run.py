@@ -1,7 +1,7 @@
 """Run one trial of a search on this machine: score its loss scale, or train it.
 
 What it reports is what a process of its own would, but for `peak_memory_mib` on a CPU, which is the
-peak of the process so far.
+peak of the process so far; trials of a comparison do have a process of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hp_search.searcher import Work, check_lengths, read_work
 from hp_search.trial_config import compose
 from trials.checkpoint import CheckpointError
 from trials.experiment import Experiment, parse, read_yaml
+from trials.fit import prepare_nothing
 from trials.hparams import Hparams
 from trials.local.alone import trial_alone
 from trials.local.display import Display
@@ -111,25 +112,27 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
     if read_work(job.search) is Work.SCORE:
         _score(config, experiment, folder, go_on)
         return Outcome.COMPLETE
-    return _train(config, experiment, folder, resume, go_on)
+    return _train(job, config, experiment, resume, go_on)
 
 
 def _train(
+    job: Job,
     config: Mapping[str, Any],
     experiment: Experiment[Hparams],
-    folder: RunFolder,
     resume: Resume | None,
     go_on: GoOn,
 ) -> Outcome:
+    measures = read_work(job.search) is Work.TRAIN
     with _nowhere() as console:
         relay = _Relay(experiment.name, console, go_on)
         train_here(
             config,
             experiment,
-            lambda: folder,
+            lambda: RunFolder(job.folder),
             resume,
             show=relay.until,
-            prepare=report_flushed_share,
+            # A comparison wants the memory of the training alone, and no twin beside it.
+            prepare=report_flushed_share if measures else prepare_nothing,
         )
     return relay.outcome()
 

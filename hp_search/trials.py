@@ -29,7 +29,7 @@ from hp_search.searcher import (
 )
 from hp_search.space import Axis, Space, nest, read_space
 from hp_search.study import trial_folder
-from hp_search.trial_config import round_init_scale
+from hp_search.trial_config import chosen_seed, round_init_scale
 from trials.settings import ConfigError
 
 
@@ -77,7 +77,7 @@ class SearchPlan:
         return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
 
     def seed_of(self, number: int) -> int:
-        """The seed of a trial: its own where it trains, everybody's where it is scored.
+        """The seed of a trial that is given none: its own if it trains, everybody's if scored.
 
         The platform, too, draws one per trial from `experiment_seed`, but other numbers.
         """
@@ -106,6 +106,11 @@ class Trials:
             study.enqueue_trial(point)
         self._lost = [trial.number for trial in self._with(TrialState.RUNNING)]
 
+    @property
+    def compared(self) -> bool:
+        """Whether trials are held against each other: in processes that nothing ran in before."""
+        return self._plan.work is Work.COMPARE
+
     def next_job(self) -> tuple[int, Job] | None:
         """The number and the job of the trial to start next; None when there is none."""
         if self._lost:
@@ -121,15 +126,18 @@ class Trials:
     def _job(self, trial: optuna.Trial) -> Job:
         plan = self._plan
         # A trial's values depend on its number alone: not on workers, nor on an interruption.
-        seed = plan.drawn(trial.number, 0)
-        self._study.sampler = optuna.samplers.RandomSampler(seed=seed)
+        draws = plan.drawn(trial.number, 0)
+        self._study.sampler = optuna.samplers.RandomSampler(seed=draws)
         point = {axis.name: _suggest(trial, axis) for axis in plan.space.axes}
         hyperparameters = plan.space.nested(point)
         used = round_init_scale(hyperparameters, plan.search)
         trial.set_user_attr("used", nest(plan.space.axes, used))
-        trial.set_user_attr("seed", plan.seed_of(trial.number))
+        seed = chosen_seed(hyperparameters)
+        if seed is None:
+            seed = plan.seed_of(trial.number)
+        trial.set_user_attr("seed", seed)
         folder = trial_folder(self._folder, trial.number)
-        return Job(plan.search, hyperparameters, plan.seed_of(trial.number), folder)
+        return Job(plan.search, hyperparameters, seed, folder)
 
     def _open_bracket(self) -> int | None:
         """The bracket of the next new trial; None if the search has all its trials."""

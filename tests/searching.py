@@ -18,12 +18,16 @@ THREE_SCALES = (
     "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",
     "hyperparameters.training.max_length.batches=2",
 )
-# Trains 8 batches; the brackets are 3 trials with rungs 2 and 8, and one that is never stopped.
+# Trains 8 batches.
+SHORT = (
+    "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "
+    "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
+)
+# The brackets are 3 trials with rungs 2 and 8, and one that is never stopped.
 SHORT_ASHA = (
     "searcher.max_trials=4",
     "searcher.max_time=8",
-    "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "
-    "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
+    *SHORT,
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from determined import core, pytorch
 
-from hp_search import find_trial, score_trial, train_trial
+from hp_search import compare_trial, find_trial, score_trial, train_trial
 from hp_search.trials import SearchPlan
 from tests import searching
 from trials.local import alone
@@ -145,6 +145,24 @@ def test_training_reports_what_the_scale_flushed(task: Task) -> None:
         assert metrics["batches"] == batches
         assert metrics["init_scale_log2"] == 0.0
         assert 0 <= metrics["flushed_share"] <= 1
+
+
+def test_comparison_trains_with_its_own_seed_and_nothing_beside(task: Task) -> None:
+    def trained(seed_of_trial: int, seed: int) -> list[tuple[int, dict[str, Any]]]:
+        return task(
+            compare_trial.main,
+            "compare_precisions.yaml",
+            f"hyperparameters.seed={seed}",
+            "hyperparameters.amp.precision=amp_fp16",
+            *searching.SHORT,
+            seed=seed_of_trial,
+        ).validations
+
+    one, two, other = trained(1, 5), trained(2, 5), trained(2, 6)
+    assert one == two
+    assert one != other
+    assert [batches for batches, _ in one] == [2, 4, 6, 8]
+    assert not one[-1][1].keys() & {"init_scale_log2", "flushed_share"}
 
 
 def test_mistake_is_said_so_that_it_is_not_retried(

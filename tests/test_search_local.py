@@ -21,6 +21,8 @@ from hp_search.board import Board
 from hp_search.study import FILE_NAME, SearchStudy, StudyError, read_study
 from tests import searching, training
 from tests.mortal import ORDER
+from trials.experiment import read_yaml
+from trials.overrides import with_overrides
 
 MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
 
@@ -140,6 +142,65 @@ class TestAsha:
             assert {"flushed_share", "init_scale_log2", "validation_loss"} <= trial.metrics.keys()
             assert "skipped_steps" in trial.training
             assert trial.history[-1][0] == (8 if trial.state == "complete" else 2)
+
+
+class TestComparison:
+    """`compare_precisions.yaml`: every precision with every seed, held against each other."""
+
+    TWO_OF_EACH = (
+        "hyperparameters.amp.precision.vals=[fp32, amp_fp16]",
+        "hyperparameters.seed.vals=[1, 2]",
+        *searching.SHORT,
+    )
+
+    def test_trials_are_runs_of_their_own_seed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        study = searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH)
+        assert {trial.state for trial in study.trials} == {"complete"}
+        found = {(t.params["amp.precision"], t.seed): t for t in study.trials}
+        assert found.keys() == {(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)}
+        # What a process of its own, which searches nothing, makes of it.
+        alone = training.run_small(
+            "mlp/amp.yaml",
+            tmp_path / "alone",
+            *searching.SHORT,
+            "reproducibility.experiment_seed=2",
+        )
+        ours = training.checkpoint(found["amp_fp16", 2].folder, 8)["models_state_dict"]
+        theirs = training.checkpoint(alone, 8)["models_state_dict"]
+        assert training.digest(ours) == training.digest(theirs)
+        for trial in study.trials:
+            assert "flushed_share" not in trial.metrics
+        shown = capsys.readouterr().out
+        folder = searching.only_folder(tmp_path).relative_to(tmp_path)
+        assert f"python -m reports.precision {folder}\n" in shown
+        assert "best" not in shown
+        assert "speeds cannot" not in shown
+
+    def test_warns_that_trials_side_by_side_are_no_measure_of_speed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH, workers=2)
+        assert "their speeds cannot" in capsys.readouterr().out
+
+    def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
+        """Three failures alike end a search, but here fp32 is still to come."""
+        path = searching.write(
+            tmp_path,
+            "compare_precisions.yaml",
+            *self.TWO_OF_EACH,
+            "hyperparameters.seed.vals=[1, 2, 3]",
+            "hyperparameters.trial=tests.mortal:OverflowingTrial",
+        )
+        base = tmp_path / "experiment.yaml"
+        strict = ["hyperparameters.amp.max_consecutive_skips=3"]
+        base.write_text(yaml.safe_dump(with_overrides(read_yaml(str(base)), strict)))
+        assert local.main([path.name]) == 0
+        study = read_study(searching.only_folder(tmp_path))
+        states = [(trial.params["amp.precision"], trial.state) for trial in study.trials]
+        assert states == [("amp_fp16", "failed")] * 3 + [("fp32", "complete")] * 3
+        assert all("overflow" in (trial.reason or "") for trial in study.trials[:3])
 
 
 def test_worker_that_always_dies_costs_its_trial_only(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ class TestMistakes:
         [
             ("python3 -m hp_search.score_trial", Work.SCORE),
             (["python3", "-m", "hp_search.train_trial"], Work.TRAIN),
+            ("python3 -m hp_search.compare_trial", Work.COMPARE),
         ],
     )
     def test_entrypoint_says_what_a_trial_does(self, entrypoint: object, work: Work) -> None:

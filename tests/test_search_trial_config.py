@@ -18,6 +18,7 @@ from trials import experiment
 from trials.settings import ConfigError
 
 SEARCHES = sorted((ROOT / "hp_search").glob("loss_scale_*.yaml"))
+COMPARISON = ROOT / "hp_search" / "compare_precisions.yaml"
 SCORED = {"experiment": "experiment.yaml", "amp": {"init_scale": 3000.0}}
 
 
@@ -85,6 +86,19 @@ class TestCompose:
             composed(tmp_path / "context", {**SCORED, "experiment": name})
         assert words in str(refused.value)
 
+    def test_seed_of_the_search_is_that_of_the_experiment(self, tmp_path: Path) -> None:
+        found = composed(tmp_path, {**SCORED, "seed": 7})
+        assert found["reproducibility"]["experiment_seed"] == 7
+        assert "seed" not in found["hyperparameters"]
+        assert composed(tmp_path, SCORED)["reproducibility"]["experiment_seed"] == 20261121
+
+    @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "1"])
+    def test_seed_that_is_none_is_named(self, seed: object, tmp_path: Path) -> None:
+        with pytest.raises(
+            ConfigError, match=r"hyperparameters\.seed: got .*; allowed: an integer"
+        ):
+            composed(tmp_path, {**SCORED, "seed": seed})
+
 
 class TestCheck:
     """What `hp_search.local` asks of the ends of every range before it starts a trial."""
@@ -130,7 +144,8 @@ def test_searches_are_exactly_these() -> None:
         "loss_scale_grid.yaml",
         "loss_scale_random.yaml",
     }
-    assert names - {path.name for path in SEARCHES} <= {"find_loss_scale.yaml"}
+    others = {"find_loss_scale.yaml", COMPARISON.name}
+    assert names - {path.name for path in SEARCHES} == others
 
 
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
@@ -168,6 +183,48 @@ class TestEverySearch:
         (policy,) = yaml.safe_load(path.read_text())["log_policies"]
         assert policy["action"] == "cancel_retries"
         assert "no retry can help: " in policy["pattern"]
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+class TestComparison:
+    """Its trials are the experiments of the YAMLs that lie beside each other."""
+
+    @pytest.fixture
+    def config(self, trial: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        monkeypatch.chdir(ROOT)
+        found: dict[str, Any] = yaml.safe_load(COMPARISON.read_text())
+        found["hyperparameters"]["experiment"] = f"experiment_configs/{trial}/amp.yaml"
+        return found
+
+    def test_each_precision_is_the_sibling_of_that_name(
+        self, trial: str, config: dict[str, Any]
+    ) -> None:
+        plan = searching.plan(config)
+        points = [plan.space.nested(point) for point in plan.grid]
+        assert len(points) == 12
+        for point in points:
+            name = {"amp_fp16": "amp", "amp_bf16": "bf16"}.get(
+                point["amp"]["precision"], point["amp"]["precision"]
+            )
+            path = ROOT / f"experiment_configs/{trial}/{name}.yaml"
+            sibling = experiment.parse(yaml.safe_load(path.read_text()), str(path))
+            found = trial_run.check(config, point)
+            assert (found.hparams, found.data) == (sibling.hparams, sibling.data)
+            assert found.seed == point["seed"]
+
+    def test_scaler_settings_of_the_comparison_itself_stay_a_mistake(
+        self, config: dict[str, Any]
+    ) -> None:
+        config["hyperparameters"] |= {"seed": 1, "amp": {"precision": "fp32", "init_scale": 8.0}}
+        with pytest.raises(ConfigError, match="precision fp32 does not scale the loss"):
+            trial_run.check(config, config["hyperparameters"])
+
+
+def test_header_of_the_comparison_gives_its_commands() -> None:
+    header = COMPARISON.read_text().split("\nname:")[0]
+    assert "det experiment create hp_search/compare_precisions.yaml ." in header
+    assert "-m hp_search.local hp_search/compare_precisions.yaml" in header
+    assert "-m reports.precision" in header
 
 
 def test_grid_has_every_power_of_two_of_its_range() -> None:
