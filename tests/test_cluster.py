@@ -63,6 +63,15 @@ SHORT = {"batches": 30, "epochs": 1}
 
 # The trials of a search are those of mlp/amp.yaml.
 OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
+# Three precisions, one seed each, a few batches long.
+COMPARED = (
+    "hyperparameters.amp.precision.vals=[fp32, amp_fp16, amp_bf16]",
+    "hyperparameters.seed.vals=[7]",
+    *(
+        f"hyperparameters.training.{name}.batches=20"
+        for name in ("max_length", "validation_period", "checkpoint_period", "reporting_period")
+    ),
+)
 # Trials are compared after 2, 8 and 32 batches.
 ASHA = (
     "searcher.max_time=32",
@@ -132,6 +141,8 @@ def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
     config = yaml.safe_load(path.read_text())
     changes = [*OF_A_SEARCH]
+    if path.stem == "compare_precisions":
+        return [*changes, *COMPARED]
     method = config["searcher"]["name"]
     if method == "grid":
         changes += [
@@ -273,6 +284,17 @@ class TestSearch:
             scores = [report[searcher["metric"]] for report in metrics(trial, "validation")]
             assert scores
             assert all(math.isfinite(score) for score in scores)
+
+    def test_precisions_of_one_seed_start_alike(self, searches: dict[Path, Run]) -> None:
+        """Equal weights and batches: after 20 steps the losses differ by roundings only."""
+        run = searches[ROOT / "hp_search" / "compare_precisions.yaml"].completed()
+        losses = {
+            (trial.hparams or {})["amp"]["precision"]: metrics(trial, "training")[-1]["loss"]
+            for trial in run.trials
+        }
+        assert losses.keys() == {"fp32", "amp_fp16", "amp_bf16"}
+        assert len({*losses.values()}) == 3
+        assert max(losses.values()) - min(losses.values()) < 1e-2
 
     def test_asha_stops_some_trials_early(self, searches: dict[Path, Run]) -> None:
         for path, run in searches.items():
