@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from rich.table import Table
 from hp_search.recorder import OUTSIDE, WHOLE_MODEL
 from hp_search.verdict import DEFAULT_LOG2, FLUSHED_LIMIT, Finding, Verdict
 from trials.amp import SCALER_KEYS
+
+# What a task on a cluster leaves in its checkpoint.
+FILE_NAME = "loss_scale.json"
 
 # Rows around the window, in bits.
 _MARGIN = 4
@@ -276,6 +280,11 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
         ],
         "yaml": yaml_changes(finding, run),
     }
+
+
+def json_text(finding: Finding, run: Run) -> str:
+    """The content of a file with `as_json` in it."""
+    return json.dumps(as_json(finding, run), indent=1) + "\n"
 
 
 def _share(share: float) -> str:

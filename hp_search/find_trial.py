@@ -2,9 +2,10 @@
 
     entrypoint: python3 -m determined.launch.torch_distributed python3 -m hp_search.find_trial
 
-Verdict and tables are in the task's log. The metrics of the trial are the window and the choice;
-the metric group `loss_scale` holds overflow and flush for every power of two from 2^1 on, which the
-WebUI plots over "batches": read log2 of the scale there.
+Verdict and tables are in the task's log, and everything is in `loss_scale.json` of its checkpoint:
+`python -m reports.loss_scale SEARCH --finding ID` reads it. The metrics of the trial are the window
+and the choice; the metric group `loss_scale` holds overflow and flush for every power of two from
+2^1 on, which the WebUI plots over "batches": read log2 of the scale there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from determined import core, pytorch
 from rich.console import Console
 
 from hp_search import on_cluster
-from hp_search.advice import shown_scales
+from hp_search.advice import FILE_NAME, Run, json_text, shown_scales
 from hp_search.finder import look, show
 from hp_search.opened import described
 from hp_search.verdict import Finding
@@ -44,6 +45,8 @@ def _find(info: det.ClusterInfo) -> int:
         if context.distributed.rank == 0:
             show(finding, run, Console(width=100))
             _report(context._core.train, finding, batches)
+            _save(context._core.checkpoint, finding, run)
+            context._core.train.report_progress(1.0)
     return 0
 
 
@@ -78,7 +81,11 @@ def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
     if finding.choice_log2 is not None:
         metrics["init_scale_log2"] = finding.choice_log2
     train.report_validation_metrics(steps_completed=batches, metrics=metrics)
-    train.report_progress(1.0)
+
+
+def _save(checkpoint: core.CheckpointContext, finding: Finding, run: Run) -> None:
+    with checkpoint.store_path({"steps_completed": run.batches}) as (folder, _):
+        (folder / FILE_NAME).write_text(json_text(finding, run))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ from rich.console import Console
 from hp_search.advice import (
     Run,
     as_json,
+    json_text,
     lines_to_paste,
     module_table,
     scale_table,
@@ -147,7 +147,7 @@ def show(finding: Finding, run: Run, console: Console) -> None:
 
 def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
     if options.json:
-        options.json.write_text(json.dumps(as_json(finding, run), indent=1) + "\n")
+        options.json.write_text(json_text(finding, run))
     if options.plot:
         # matplotlib takes seconds to import.
         from reports.figure import draw, save_png  # noqa: PLC0415

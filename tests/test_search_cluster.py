@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,11 @@ import determined as det
 import pytest
 import torch
 from determined import core, pytorch
+from determined.common import storage
 
 from hp_search import compare_trial, find_trial, score_trial, train_trial
 from hp_search.trials import SearchPlan
+from reports.forecast import Forecast
 from tests import searching
 from trials.local import alone
 
@@ -79,6 +82,10 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
             torch.manual_seed(trial.trial_seed)
             with alone.core_context_alone() as core_context:
                 core_context.train = master
+                core_context.checkpoint = core.DummyCheckpointContext(
+                    core_context.distributed,
+                    storage.SharedFSStorageManager(str(tmp_path / "checkpoints")),
+                )
                 yield pytorch.PyTorchTrialContext(
                     core_context=core_context,
                     trial_seed=trial.trial_seed,
@@ -116,7 +123,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
 
 
 def test_finder_reports_window_choice_and_curves(
-    task: Task, capsys: pytest.CaptureFixture[str]
+    task: Task, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     master = task(find_trial.main, "find_loss_scale.yaml")
     ((batches, metrics),) = master.validations
@@ -128,6 +135,10 @@ def test_finder_reports_window_choice_and_curves(
     for scale, share in zip(scales, shares, strict=True):
         assert (share["overflow_share"] > 0) == (scale > metrics["window_top_log2"])
     assert "verdict: default is fine" in capsys.readouterr().out
+    (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
+    forecast = Forecast.read(file)
+    assert forecast.window.choice == metrics["init_scale_log2"]
+    assert json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
 
 
 def test_trial_that_no_scale_can_train_is_invalid(task: Task) -> None:
