@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from determined.common.api import bindings, errors
-
-from reports.sources import ReportError, Row, Search, flat, table
+from reports.master import asking_for
+from reports.sources import Row, Search, flat, table
 
 if TYPE_CHECKING:
     from determined.experimental.client import Determined
-
-MASTER = "DET_MASTER"
 
 
 def read_experiment(number: int) -> Search:
@@ -23,39 +18,8 @@ def read_experiment(number: int) -> Search:
     Raises:
         ReportError: if there is no such master, login or experiment, or it is not about the scale.
     """
-    master = os.environ.get(MASTER)
-    if not master:
-        raise ReportError(
-            f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
-            "of the master, or give the folder of a local search"
-        )
-    try:
-        return _read(_connected(master), number, f"experiment {number} on {master}")
-    except errors.NotFoundException as error:
-        raise ReportError(f"{master} has no experiment {number}: {error}") from error
-    except (errors.UnauthenticatedException, errors.ForbiddenException, EOFError) as error:
-        raise ReportError(
-            f"{master} does not let us in: {error}. Log in with `det user login`, or set DET_USER "
-            "and DET_PASS"
-        ) from error
-    except errors.MasterNotFoundException as error:
-        raise ReportError(f"no master answers at {MASTER}={master}: {error}") from error
-    except (
-        errors.BadRequestException,
-        errors.BadResponseException,
-        bindings.APIHttpError,
-        OSError,  # of requests: TLS
-        KeyError,  # what answers is no master
-        ValueError,
-    ) as error:
-        raise ReportError(f"{master} gave no experiment {number}: {error}") from error
-
-
-def _connected(master: str) -> Determined:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
-        from determined.experimental.client import Determined  # noqa: PLC0415
-    return Determined(master)
+    with asking_for(number) as (determined, origin):
+        return _read(determined, number, origin)
 
 
 def _read(determined: Determined, number: int, origin: str) -> Search:
