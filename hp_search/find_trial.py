@@ -43,10 +43,10 @@ def _find(info: det.ClusterInfo) -> int:
         trial = description.make(context)
         finding, run = look(description.name, trial, context, batches)
         if context.distributed.rank == 0:
-            show(finding, run, Console(width=100))
             _report(context._core.train, finding, batches)
             _save(context._core.checkpoint, finding, run)
             context._core.train.report_progress(1.0)
+            show(finding, run, Console(width=100))  # last: the reports, too, are in the log
     return 0
 
 

@@ -1,15 +1,22 @@
-"""What a search observed, from a Determined master, through Determined's own SDK."""
+"""What a search observed, and what the finder found, from a Determined master through its SDK."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from determined import errors
+
+from hp_search.advice import FILE_NAME
+from reports.forecast import Forecast
 from reports.master import asking_for
-from reports.sources import Row, Search, flat, table
+from reports.sources import ReportError, Row, Search, flat, table
 
 if TYPE_CHECKING:
-    from determined.experimental.client import Determined
+    from determined.experimental.client import Checkpoint, Determined
 
 
 def read_experiment(number: int) -> Search:
@@ -20,6 +27,36 @@ def read_experiment(number: int) -> Search:
     """
     with asking_for(number) as (determined, origin):
         return _read(determined, number, origin)
+
+
+def read_finding(number: int) -> Forecast:
+    """What an experiment of `hp_search/find_loss_scale.yaml` found, from its checkpoint.
+
+    Raises:
+        ReportError: if there is no such experiment, or it left no finding.
+    """
+    with asking_for(number) as (determined, origin):
+        checkpoints = determined.get_experiment(number).list_checkpoints()
+        found = [one for one in checkpoints if FILE_NAME in (one.resources or {})]
+        if not found:
+            raise ReportError(
+                f"{origin}: has no checkpoint with {FILE_NAME}; allowed: one of "
+                "hp_search/find_loss_scale.yaml that has completed"
+            )
+        return Forecast.of_json(_downloaded(found[0], origin), origin)
+
+
+def _downloaded(checkpoint: Checkpoint, origin: str) -> Any:
+    uuid = checkpoint.uuid
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            checkpoint.download(folder)
+        except errors.MultipleDownloadsFailed as error:
+            raise ReportError(
+                f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
+                f"be reached: det checkpoint download {uuid}; and here: --finding {FILE_NAME}"
+            ) from error
+        return json.loads((Path(folder) / FILE_NAME).read_text())
 
 
 def _read(determined: Determined, number: int, origin: str) -> Search:

@@ -2,10 +2,11 @@
 
     python -m reports.loss_scale runs/loss-scale-grid/TIME      # a search without a cluster
     python -m reports.loss_scale 12                             # an experiment of DET_MASTER
-    python -m reports.loss_scale SOURCE [--finding FILE.json] [--output FOLDER]
+    python -m reports.loss_scale SOURCE [--finding FINDING] [--output FOLDER]
 
 It writes loss_scale.png and loss_scale.html. The prediction is made here, where that takes seconds,
-or read from what `python -m hp_search.finder CONFIG --json FILE.json` wrote elsewhere.
+or was made elsewhere: FINDING is what `hp_search.finder CONFIG --json FILE.json` wrote, or
+the id of an experiment of `hp_search/find_loss_scale.yaml`, made on the cluster's own device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import optuna
 
 from hp_search.advice import yaml_lines
 from hp_search.frozen import LossScaleError
-from reports.cluster import read_experiment
+from reports.cluster import read_experiment, read_finding
 from reports.figure import as_svg, draw, save_png
 from reports.forecast import Forecast
 from reports.observed import sentences
@@ -50,7 +51,7 @@ def _report(options: argparse.Namespace) -> None:
     folder: Path | None = options.output
     if folder is not None and not folder.is_dir():
         raise ConfigError("--output", [f"got {folder}, which is no folder; allowed: one that is"])
-    given = Forecast.read(options.finding) if options.finding else None
+    given = _finding(options.finding) if options.finding else None
     search, beside = _read(options.source)
     forecast, missing = (given, "") if given else _predicted(search)
     told = [*(forecast.sentences if forecast else [missing]), *sentences(forecast, search)]
@@ -74,10 +75,18 @@ def _report(options: argparse.Namespace) -> None:
 
 def _read(source: str) -> tuple[Search, Path]:
     """The search, and where its report goes unless told otherwise."""
-    path = Path(source)
-    if source.isdecimal() and not path.exists():
+    if _is_experiment(source):
         return read_experiment(int(source)), Path("runs") / f"experiment-{source}"
+    path = Path(source)
     return read_local(path), path if path.is_dir() else path.parent
+
+
+def _finding(source: str) -> Forecast:
+    return read_finding(int(source)) if _is_experiment(source) else Forecast.read(Path(source))
+
+
+def _is_experiment(source: str) -> bool:
+    return source.isdecimal() and not Path(source).exists()
 
 
 def _predicted(search: Search) -> tuple[Forecast | None, str]:
@@ -88,7 +97,8 @@ def _predicted(search: Search) -> tuple[Forecast | None, str]:
         reason = " ".join(str(error).split())
         return None, (
             f"no prediction: {reason}. Where the experiment is, `python -m hp_search.finder "
-            "CONFIG --json FILE` makes one for --finding FILE"
+            "CONFIG --json FILE` or `det experiment create hp_search/find_loss_scale.yaml .` makes "
+            "one for --finding"
         )
 
 
@@ -118,7 +128,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder of a local search, or id of an experiment on the master of DET_MASTER",
     )
     parser.add_argument(
-        "--finding", type=Path, metavar="FILE", help="the finder's JSON, instead of running it"
+        "--finding",
+        metavar="FILE_OR_EXPERIMENT_ID",
+        help="the finder's JSON, or its experiment on the master, instead of running it here",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="where to write; default: beside the study"

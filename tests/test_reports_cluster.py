@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from determined.experimental import client
 
-from reports.cluster import read_experiment
+from reports.cluster import read_experiment, read_finding
+from reports.forecast import Forecast
 from reports.sources import ReportError
-from tests.reporting import SEARCH, scored
+from tests.reporting import SEARCH, finding, scored
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
@@ -47,6 +49,7 @@ class Master:
         trials: Of experiment 7.
         reports: Of these trials, by group.
         password: The only right one.
+        checkpoints: Of experiment 7.
     """
 
     def __init__(self) -> None:
@@ -60,6 +63,7 @@ class Master:
             "training": [report(11, 4, "training", {"skipped_steps": 2})],
         }
         self.password = "right"
+        self.checkpoints: list[dict[str, Any]] = []
 
     def answer(self, path: str, query: str) -> tuple[int, str]:
         if path == "/api/v1/auth/login":
@@ -69,6 +73,9 @@ class Master:
         if path == "/api/v1/experiments/7/trials":
             page = {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": 2, "total": 2}
             return 200, json.dumps({"trials": self.trials, "pagination": page})
+        if path == "/api/v1/experiments/7/checkpoints":
+            page = {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": 1, "total": 1}
+            return 200, json.dumps({"checkpoints": self.checkpoints, "pagination": page})
         if path == "/api/v1/trials/metrics/trial_metrics":
             group = "training" if "group=training" in query else "validation"
             return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
@@ -118,6 +125,43 @@ def test_rows_are_the_last_reports_of_each_trial(master: Master) -> None:
     assert "note" not in search.rows[0].metrics
     assert search.rows[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"
+
+
+def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
+    """A checkpoint with one file, in storage that this machine reaches."""
+    (storage / "uuid").mkdir()
+    (storage / "uuid" / name).write_text(text)
+    config = {"checkpoint_storage": {"type": "shared_fs", "host_path": str(storage)}}
+    training = {"trialId": 11, "experimentId": 7, "experimentConfig": config}
+    return {
+        **{"uuid": "uuid", "state": "STATE_COMPLETED", "metadata": {"steps_completed": 4}},
+        **{"resources": {name: str(len(text))}, "training": training},
+    }
+
+
+class TestFinding:
+    def test_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
+        assert read_finding(7) == Forecast.of_json(finding(), "")
+
+    def test_checkpoint_of_something_else_is_not_even_downloaded(
+        self, master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "many GiB")]
+        monkeypatch.setattr(client.Checkpoint, "download", None)
+        with pytest.raises(ReportError, match=r"experiment 7 .* no checkpoint with loss"):
+            read_finding(7)
+
+    def test_file_of_something_else_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
+        with pytest.raises(ReportError, match=r"experiment 7 .* is not a finding"):
+            read_finding(7)
+
+    def test_storage_out_of_reach_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
+        (tmp_path / "uuid").rename(tmp_path / "elsewhere")
+        with pytest.raises(ReportError, match=r"cannot be downloaded from here.*download uuid"):
+            read_finding(7)
 
 
 def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:
