@@ -158,6 +158,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "is_current_stream_capturing": lambda: False,
     "max_memory_allocated": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
+    "reset_peak_memory_stats": lambda device=None: None,
 }
 # Loaders pin memory for it, and optimizers ask whether its stream is being captured in a graph.
 _ACCELERATOR: dict[str, Callable[..., Any]] = {

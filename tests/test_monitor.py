@@ -18,6 +18,7 @@ from trials.monitor import (
     DeviceSum,
     Stopwatch,
     TrainingMetrics,
+    forget_peak_memory,
 )
 from trials.precision import Precision
 
@@ -110,6 +111,20 @@ class TestTrainingMetrics:
         metrics.add(torch.tensor(1.0), 8)
         assert metrics.per_slot_reduce()["samples_per_second"] > 0
 
+    def test_peak_memory_of_the_first_batches_is_forgotten_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        metrics = training_metrics()
+        forgotten: list[torch.device] = []
+        monkeypatch.setattr("trials.monitor.forget_peak_memory", forgotten.append)
+        for _ in range(WARMUP_BATCHES - 1):
+            metrics.add(torch.tensor(1.0), 8)
+        assert forgotten == []
+        for _ in range(2 * WARMUP_BATCHES):
+            metrics.add(torch.tensor(1.0), 8)
+            metrics.reset()
+        assert forgotten == [torch.device("cpu")]
+
     def test_headroom_is_that_of_the_largest_scaled_gradient(self) -> None:
         """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""
         metrics = training_metrics()
@@ -170,6 +185,15 @@ class TestClassificationMetrics:
         metrics.add(logits, torch.zeros(4096, dtype=torch.int64))
         loss = metrics.cross_slot_reduce([metrics.per_slot_reduce()])["validation_loss"]
         assert loss == pytest.approx(math.log(10), rel=1e-6)
+
+
+def test_peak_of_a_gpu_alone_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    forget_peak_memory(torch.device("cpu"))
+    assert asked == []
+    forget_peak_memory(torch.device("cuda"))
+    assert asked == [torch.device("cuda")]
 
 
 def test_stopwatch_runs_from_start_to_stop() -> None:

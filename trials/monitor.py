@@ -41,7 +41,8 @@ class TrainingMetrics(pytorch.MetricReducer):
             of the report, looked at on every tenth step. `amp_fp16` only.
         samples_per_second: Over all slots, first batches of the process excluded.
         data_wait_share: Share of that time that the loop waited for data; the largest over slots.
-        peak_memory_mib: Largest over slots; allocated by torch on a GPU, resident on a CPU.
+        peak_memory_mib: Largest over slots; allocated by torch on a GPU, where the first batches
+            of the process are forgotten after them; resident on a CPU.
         peak_reserved_memory_mib: The same for what torch holds of a GPU.
 
     Args:
@@ -80,6 +81,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._loss_sum.add(loss.detach(), samples)
         self._samples += samples
         self._batches_of_process += 1
+        if self._batches_of_process == WARMUP_BATCHES:
+            forget_peak_memory(self._amp.device)
         if self._stopwatch.running:
             self._timed_samples += samples
         elif self._batches_of_process >= WARMUP_BATCHES:
@@ -313,6 +316,16 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
             "peak_reserved_memory_mib": torch.cuda.max_memory_reserved(device) / 2**20,
         }
     return {"peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Have the peak of a GPU start anew; that of a process cannot. No synchronisation.
+
+    What cuDNN tries out on the first batch allocates work space, some of it far larger than what
+    it then uses, and the audit keeps its books.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _ratio(total: float, count: float) -> float:
