@@ -92,7 +92,7 @@ def compare(ours: Summary, base: Summary, *, smaller_is_better: bool, margin: fl
         metric=ours.metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
-        speed=_ratio(ours, base, lambda run: run.speed),
+        speed=speed_ratio(ours, base),
         memory=_ratio(ours, base, _allocated) if on_gpu else None,
         difference=difference(ours, base, ours.metric),
     )
@@ -114,6 +114,11 @@ def comparisons(
         compare(ours, theirs, smaller_is_better=smaller_is_better, margin=margin)
         for ours, theirs in pairs
     ]
+
+
+def speed_ratio(ours: Summary, base: Summary) -> Ratio | None:
+    """Of samples per second; None if not measured."""
+    return _ratio(ours, base, lambda run: run.speed)
 
 
 def difference(ours: Summary, base: Summary, metric: str) -> Interval:

@@ -6,6 +6,7 @@ and Ito, which readers with any colour vision tell apart.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from statistics import mean
 
@@ -20,6 +21,7 @@ from reports.figure import STYLE
 from reports.panels import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
 from reports.precision.comparison import Comparison, Ratio
 from reports.precision.findings import Findings
+from reports.precision.interval import Verdict
 from reports.precision.run import Run
 from reports.precision.summary import Summary
 from reports.precision.words import seeds, setting
@@ -41,6 +43,13 @@ _SIZE = (10.0, 7.6)
 _HALO = [withStroke(linewidth=3, foreground=PAPER)]
 _MOST_COLUMN_WIDTH = 0.6
 _JITTER = 0.32
+_HEADROOM = 1.15
+_LINE = 150
+_SHORT = {
+    Verdict.EQUAL: "equal",
+    Verdict.DIFFERENT: "different",
+    Verdict.UNKNOWN: "cannot tell",
+}
 
 
 def draw(findings: Findings) -> Figure:
@@ -55,7 +64,8 @@ def draw(findings: Findings) -> Figure:
         _memory(axes[1, 0], findings, {p: c.memory for p, c in ratios.items()})
         _differences(axes[1, 1], findings)
         of = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
-        figure.suptitle(f"{setting(findings)}\n{of}", x=0.01, ha="left", fontsize=9.0, color=INK)
+        told = f"{setting(findings)}\n{textwrap.fill(of, _LINE)}"
+        figure.suptitle(told, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 
 
@@ -109,8 +119,9 @@ def _columns(
 ) -> None:
     """A dot per run, a column up to their median, and above it the ratio to the baseline."""
     width = min(_MOST_COLUMN_WIDTH, 0.2 * len(findings.summaries))
-    for place, summary in enumerate(findings.summaries):
-        color, spread = COLORS[summary.precision], summary.spread(value)
+    spreads = [summary.spread(value) for summary in findings.summaries]
+    for place, (summary, spread) in enumerate(zip(findings.summaries, spreads, strict=True)):
+        color = COLORS[summary.precision]
         if spread is None:
             axes.text(place, 0.0, _missing(summary), ha="center", va="bottom", color=MUTED)
             continue
@@ -132,8 +143,8 @@ def _columns(
     axes.set_xticks(range(len(findings.summaries)), [s.name for s in findings.summaries])
     axes.set_xlim(-0.6, len(findings.summaries) - 0.4)
     axes.tick_params(axis="x", length=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.14)
+    highest = max((s.high for s in spreads if s), default=1.0)
+    axes.set_ylim(0, _HEADROOM * highest)
 
 
 def _ratio_label(
@@ -165,7 +176,7 @@ def _differences(axes: Axes, findings: Findings) -> None:
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
     for place, comparison in enumerate(compared):
         _difference(axes, place, comparison)
-    names = [f"{c.ours.name}\n- {c.base.name}\n{c.verdict.value}" for c in compared]
+    names = [f"{c.ours.name}\n- {c.base.name}:\n{_SHORT[c.verdict]}" for c in compared]
     axes.set_xticks(range(len(compared)), names)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.6, max(len(compared), 1) - 0.4)

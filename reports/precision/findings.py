@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports.precision import fair
-from reports.precision.comparison import Comparison, comparisons
+from reports.precision.comparison import Comparison, Ratio, comparisons, speed_ratio
 from reports.precision.run import Machine, Reading, Run, State
 from reports.precision.summary import Summary, summaries
 from reports.sources import ReportError
@@ -51,6 +51,13 @@ class Findings:
         """The first and the last day on which a run began, as far as they are known."""
         days = sorted({run.machine.date[:10] for run in self.runs if run.machine.date})
         return tuple(dict.fromkeys(days[:1] + days[-1:]))
+
+    @property
+    def drift(self) -> Ratio | None:
+        """How far the speed of one and the same computation drifted: tf32 where that is fp32."""
+        base = [s for s in self.summaries if s.precision is Precision.FP32]
+        same = [s for s in self.summaries if s.is_only_fp32]
+        return speed_ratio(same[0], base[0]) if base and same else None
 
     @property
     def with_baseline(self) -> tuple[Comparison, ...]:

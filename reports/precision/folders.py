@@ -75,7 +75,7 @@ def _machine(environment: Mapping[str, Any]) -> Machine:
     on_gpu = device["name"] != "cpu"
     # How many threads of how many processors is what makes two CPUs here the same device.
     processors, threads = environment["processors"], environment["torch_threads"]
-    cpu = f"cpu ({processors} processors, {threads} torch threads)"
+    cpu = f"cpu ({processors} processors, torch threads: {threads})"
     return Machine(
         device=str(device["name"]) if on_gpu else cpu,
         on_gpu=on_gpu,

@@ -46,7 +46,7 @@ def sentences(findings: Findings, advice: Advice) -> list[str]:
 
 def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     """Heads and rows, a row per precision."""
-    memory = "allocated" if findings.machine.on_gpu else "resident, not judged"
+    memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
     heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
     speeds = {c.ours.precision: c.speed for c in findings.with_baseline}
     rows = []
@@ -80,7 +80,8 @@ def seeds(summary: Summary) -> str:
     """How many runs there are, and of which seeds."""
     count = len(summary.runs)
     known = ", ".join(map(str, summary.seeds)) or "unknown"
-    return f"{count} run{'s' * (count != 1)}" + (f", seeds {known}" if count else "")
+    plural = "s" * (count != 1)
+    return f"{count} run{plural}" + (f", seed{plural} {known}" if count else "")
 
 
 def _measured(findings: Findings) -> Iterator[str]:
@@ -121,15 +122,15 @@ def _audited(findings: Findings) -> Iterator[str]:
 
 def _notes(findings: Findings) -> Iterator[str]:
     if any(summary.is_only_fp32 for summary in findings.summaries):
-        yield (
-            f"tf32 is fp32 on this device ({findings.machine.device}), which has no TF32: it is "
-            "shown, and not compared"
+        drift = findings.drift
+        yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared" + (
+            "" if drift is None else f"; that its speed is {_times(drift)} is drift of the machine"
         )
     if not findings.machine.on_gpu:
         yield (
-            "these runs are of a CPU, most likely one after another: speed drifts there with time "
-            "and with what else runs, so that only ratios far outside the range of the runs mean "
-            "something; of memory a CPU tells that of the whole process"
+            "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
+            "believe only ratios far outside the range of the runs. The memory is that of the "
+            "whole process, libraries included"
         )
 
 
@@ -221,7 +222,7 @@ def _numbers(summary: Summary, times: str) -> list[str]:
         f"{summary.mean:.4g}{deviation}",
         _range(summary.speed),
         times,
-        _range(summary.memory),
+        _memory(summary),
         _range(summary.spread(lambda run: run.last("applied_steps"))),
         _range(summary.spread(lambda run: run.last("skipped_steps"))),
         _scale(summary),
@@ -229,6 +230,12 @@ def _numbers(summary: Summary, times: str) -> list[str]:
         "" if shares is None else f"{shares.low:.1%}",
         _range(summary.spread(lambda run: run.training_seconds)),
     ]
+
+
+def _memory(summary: Summary) -> str:
+    reserved = summary.reserved_memory
+    also = "" if reserved is None else f"; {_range(reserved)}"
+    return _range(summary.memory) + also
 
 
 def _scale(summary: Summary) -> str:
