@@ -260,7 +260,7 @@ class TestAdvice:
         ]
         assert advise(found(*folders)).precision is Precision.AMP_FP16
         lost = write_run(
-            tmp_path / "lost", "amp_fp16", 4, last_batch=60, trained={"loss": math.nan}
+            tmp_path / "lost", "amp_fp16", 4, last_batch=60, trained={"skip_ratio": 1.0}
         )
         advice = advise(found(*folders, lost))
         assert advice.precision is Precision.FP32

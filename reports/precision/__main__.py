@@ -35,6 +35,7 @@ from reports.precision.findings import Findings, find
 from reports.precision.folders import read_folder, read_search
 from reports.precision.numbers import numbers
 from reports.precision.run import Reading
+from reports.precision.settings import TRIAL
 from reports.precision.words import markdown, sentences, setting, table
 from reports.sources import ReportError
 
@@ -94,7 +95,7 @@ def _written(findings: Findings, folder: Path) -> str:
         "python": platform.python_version(),
         "matplotlib": matplotlib.__version__,
     }
-    title = f"Precisions: {findings.runs[0].settings['hyperparameters.trial']}"
+    title = f"Precisions: {findings.runs[0].settings[TRIAL]}"
     figure = draw(findings)
     save_png(figure, folder / "precision.png")
     page = _page(title, as_svg(figure), findings, told, drawn)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reports.precision import fair
 from reports.precision.comparison import Comparison, Ratio, comparisons, speed_ratio
 from reports.precision.run import Machine, Reading, Run, State
+from reports.precision.settings import METRIC, SMALLER_IS_BETTER
 from reports.precision.summary import Summary, summaries
 from reports.sources import ReportError
 from trials.precision import Precision
@@ -121,12 +122,12 @@ def _metric(finished: Sequence[Run], wanted: str | None) -> str:
 def _smaller_is_better(run: Run, metric: str) -> bool:
     """The searcher's word on its own metric; of others an accuracy alone is to be large."""
     if metric == _searched(run):
-        return bool(run.settings["searcher.smaller_is_better"])
+        return bool(run.settings[SMALLER_IS_BETTER])
     return not is_accuracy(metric)
 
 
 def _searched(run: Run) -> str:
-    return str(run.settings["searcher.metric"])
+    return str(run.settings[METRIC])
 
 
 def is_accuracy(metric: str) -> bool:

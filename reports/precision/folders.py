@@ -12,9 +12,8 @@ import yaml
 
 from hp_search.study import SearchTrial, StudyError, read_study
 from reports.precision.run import Machine, Reading, Report, Run, State, ended, one_line
-from reports.precision.settings import PRECISION, SEED, by_name
+from reports.precision.settings import SEED, by_name
 from reports.sources import ReportError
-from trials.precision import Precision
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
 
@@ -27,14 +26,14 @@ def read_folder(path: Path) -> Run:
     """
     try:
         settings = by_name(yaml.safe_load((path / "resolved.yaml").read_text()))
-        Precision(settings[PRECISION]), settings[SEED]
         machine = _machine(json.loads((path / "environment.json").read_text()))
+        reports = _reports(path / "metrics.jsonl")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ReportError(
-            f"{path}: is not a run folder that this version reads: {type(error).__name__} {error}; "
-            "allowed: what `python -m trials.train` leaves in runs/NAME/TIME"
+            f"{path}: is not a run folder that this version reads: {type(error).__name__} "
+            f"{one_line(str(error))}; allowed: what `python -m trials.train` leaves in "
+            "runs/NAME/TIME"
         ) from error
-    reports = _reports(path / "metrics.jsonl")
     state, reason = ended(settings, reports["training"], reports["validation"])
     return Run(str(path), settings, machine, settings[SEED], state=state, reason=reason, **reports)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from reports.precision.settings import AMP, BATCH_SIZE, LENGTH, PRECISION
+from reports.precision.settings import BATCH_SIZE, GUARD, LENGTH, LENGTH_UNITS, PRECISION
 from trials.precision import Precision
 
 _REASON_LENGTH = 240
@@ -190,7 +190,7 @@ def ended(
     A run that the guard ended leaves the report that it was ended for: it is told by that from one
     that was stopped or killed.
     """
-    unit = next(u for u in ("batches", "epochs") if settings.get(f"{LENGTH}.{u}") is not None)
+    unit = next(u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None)
     length = settings[f"{LENGTH}.{unit}"]
     validated = _length(validation, unit)
     if validated >= length:
@@ -219,17 +219,21 @@ def _length(reports: Sequence[Report], unit: str) -> float:
 
 
 def _trouble(settings: Mapping[str, Any], training: Sequence[Report]) -> Iterator[str]:
-    """What the guard would end a run for, in its last report."""
+    """What the guard would end a run for, in its last report.
+
+    In float16 it looks at skipped steps alone: a single batch that overflows is none.
+    """
     if not training:
         return
     report: Callable[..., float] = training[-1].metrics.get
-    if not math.isfinite(report("loss", 0.0)):
-        yield f"the training loss is {report('loss')}"
     if settings[PRECISION] != Precision.AMP_FP16.value:
+        if not math.isfinite(report("loss", 0.0)):
+            yield f"the training loss is {report('loss')}"
         return
+    floor, most_skips, highest_ratio = (settings[name] for name in GUARD)
     skips, ratio = report("consecutive_skips", 0), report("skip_ratio", 0.0)
-    at_floor = report("loss_scale_log2", math.inf) <= math.log2(settings[f"{AMP}.min_scale"])
-    if skips > settings[f"{AMP}.max_consecutive_skips"] or (skips and at_floor):
+    at_floor = report("loss_scale_log2", math.inf) <= math.log2(floor)
+    if skips > most_skips or (skips and at_floor):
         yield f"{skips:.0f} optimizer steps in a row were skipped"
-    elif ratio > settings[f"{AMP}.max_skip_ratio"]:
+    elif ratio > highest_ratio:
         yield f"{ratio:.0%} of the optimizer steps of the last report were skipped"
