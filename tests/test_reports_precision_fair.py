@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.trial import TrialState, create_trial
 
+from hp_search.study import load_study
 from reports.precision.advice import advise
 from reports.precision.findings import Findings, find
 from reports.precision.folders import read_folder, read_search
@@ -65,6 +67,19 @@ class TestDifferences:
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 2, settings=settings)
         assert found(one, other).comparisons
+
+    def test_within_a_precision_are_told(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        low = {"hparams.amp.init_scale": 8.0}
+        folders = [
+            write_run(tmp_path / "b", "amp_fp16", 1),
+            write_run(tmp_path / "c", "amp_fp16", 2, settings=low),
+            write_run(tmp_path / "d", "amp_fp16", 3, environment={"python": "3.12.1"}),
+        ]
+        said = told(found(one, *folders))
+        assert "the runs in amp_fp16 differ in init_scale: 65536.0, 8.0" in said
+        assert "the runs differ in python: 3.11.7, 3.12.1" in said
+        assert "differ in" not in told(found(one, folders[0]))
 
     def test_of_length_is_an_error(self, tmp_path: Path) -> None:
         shorter = {"hparams.training.max_length.batches": 90}
@@ -305,6 +320,19 @@ class TestSearch:
             findings = find([read_search(path)])
             assert [run.seed for run in findings.runs] == [0, 1, 2, 3]
             assert [len(summary.runs) for summary in findings.summaries] == [2, 2]
+
+    def test_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
+        folder = self.write(tmp_path, "fp32", "amp_fp16")
+        study = load_study(folder / "study.db")
+        ends = {"failed": TrialState.FAIL, "stopped": TrialState.PRUNED}
+        for number, state in enumerate(ends.values(), 2):
+            study.add_trial(create_trial(state=state, user_attrs={"reason": "no memory\nleft"}))
+            write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
+        ended = [(run.state, run.reason) for run in read_search(folder).runs[2:]]
+        assert ended == [
+            (State.FAILED, "no memory left"),
+            (State.UNFINISHED, "60 of 100 batches: stopped early by the search"),
+        ]
 
     def test_trial_without_a_folder_is_named(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32")

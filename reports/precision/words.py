@@ -10,8 +10,9 @@ from reports.precision.comparison import Comparison, Ratio
 from reports.precision.findings import Findings
 from reports.precision.interval import Interval, Verdict
 from reports.precision.run import Run, Spread
-from reports.precision.settings import BATCH_SIZE
+from reports.precision.settings import AMP, BATCH_SIZE
 from reports.precision.summary import WAITS_FOR_DATA, Summary
+from trials.amp import SCALER_KEYS
 from trials.precision import Precision
 
 HEADS = (
@@ -36,6 +37,7 @@ def sentences(findings: Findings, advice: Advice) -> list[str]:
         *_measured(findings),
         *_left_out(findings),
         *_audited(findings),
+        *_mixed(findings),
         *_notes(findings),
         *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
         *(_claimed(c) for c in findings.with_baseline if c.ours.precision.autocast_dtype),
@@ -81,7 +83,8 @@ def seeds(summary: Summary) -> str:
     count = len(summary.runs)
     known = ", ".join(map(str, summary.seeds)) or "unknown"
     plural = "s" * (count != 1)
-    return f"{count} run{plural}" + (f", seed{plural} {known}" if count else "")
+    failed = f" and {len(summary.failed)} failed" if summary.failed else ""
+    return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
 
 
 def _measured(findings: Findings) -> Iterator[str]:
@@ -118,6 +121,20 @@ def _audited(findings: Findings) -> Iterator[str]:
         yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
     if not short and not unaudited:
         yield "audit: every finished run computed all products in the precision that it asks for"
+
+
+def _mixed(findings: Findings) -> Iterator[str]:
+    """What may differ between runs, and is not precision."""
+    for summary in findings.summaries:
+        runs = (*summary.runs, *summary.failed)
+        for key in SCALER_KEYS:
+            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
+            if len(values) > 1:
+                yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
+    for name in findings.machine.versions:
+        values = dict.fromkeys(str(run.machine.versions.get(name)) for run in findings.runs)
+        if len(values) > 1:
+            yield f"the runs differ in {name}: {', '.join(values)}"
 
 
 def _notes(findings: Findings) -> Iterator[str]:
