@@ -211,6 +211,9 @@ class TestFigure:
         assert axes.get_ylim()[0] == 0
         memory = self.panel(figure, "Peak memory allocated by torch (less is better)")
         assert [text.get_text() for text in memory.texts] == ["baseline", "1.25x"]
+        heights = [patch.get_extents().height for patch in memory.patches]
+        assert heights[1] / heights[0] == pytest.approx(1.25)
+        assert memory.get_ylim()[1] == pytest.approx(1150.0)
 
     def test_memory_of_a_cpu_has_no_ratio(self, tmp_path: Path) -> None:
         axes = self.panel(self.drawn(tmp_path, device=CPU), "Peak memory of the process (not jud")

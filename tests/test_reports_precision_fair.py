@@ -132,9 +132,13 @@ class TestTwins:
         assert str(one) in str(caught.value)
         assert str(other) in str(caught.value)
 
-    def test_of_which_one_has_not_finished_are_none(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan}])
+    def test_of_which_one_has_not_finished_are_none(
+        self, tmp_path: Path, trained: dict[str, float]
+    ) -> None:
+        """It was killed, or it failed."""
         one = write_run(tmp_path / "a", "fp32", 1)
-        other = write_run(tmp_path / "b", "fp32", 1, last_batch=50)
+        other = write_run(tmp_path / "b", "fp32", 1, last_batch=50, trained=trained)
         assert found(one, other, write_run(tmp_path / "c", "amp_fp16", 1)).comparisons
 
 

@@ -78,6 +78,17 @@ class TestInterval:
         assert half_width(needed) <= 0.003 < half_width(needed - 1)
         assert paired([-1.0, 0.0, 1.0]).seeds_to_tell(0.003) is None  # more than a thousand
 
+    def test_number_of_other_seeds_to_tell_is_that_of_each_group(self) -> None:
+        """Groups of that number, with these variances, are just told apart."""
+        needed = unpaired([0.0, 2.0], [2.0, 4.0]).seeds_to_tell(0.1)
+        assert needed is not None
+
+        def low(seeds: int) -> float:
+            error = math.sqrt((2.0 + 2.0) / seeds)
+            return float(2.0 - stats.t.ppf(0.975, 2 * seeds - 2) * error)
+
+        assert low(needed) >= 0 > low(needed - 1)
+
 
 class TestMetric:
     def findings(self, root: Path, amp: Sequence[float]) -> Findings:
@@ -118,6 +129,11 @@ class TestMetric:
             sentences(findings, advise(findings))
         )
 
+    def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
+        findings = self.findings(tmp_path, BASE)
+        said = "\n".join(sentences(findings, advise(findings)))
+        assert "(the same in all 3 seeds, which leaves no spread to judge by): equal" in said
+
     def test_margin_is_the_users(self, tmp_path: Path) -> None:
         folders = [
             *write_seeds(tmp_path, "fp32", BASE),
@@ -132,6 +148,11 @@ class TestMetric:
         findings = found(*base, *worse, metric="validation_loss")
         assert findings.margin == pytest.approx(0.02)
         assert "different, worse" in "\n".join(sentences(findings, advise(findings)))
+
+    def test_searcher_knows_the_direction_of_its_metric(self, tmp_path: Path) -> None:
+        upwards = {"platform.searcher.smaller_is_better": False}
+        folders = [write_run(tmp_path / p, p, 1, settings=upwards) for p in ("fp32", "amp_fp16")]
+        assert not found(*folders, metric="validation_loss").smaller_is_better
 
 
 class TestSpeed:

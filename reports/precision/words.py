@@ -194,7 +194,9 @@ def _metric(comparison: Comparison) -> str:
         Verdict.UNKNOWN: _untold(found, comparison.margin),
     }[verdict]
     interval = ""
-    if found.half_width is not None:
+    if found.deviation == 0.0:  # as with a metric of few validation samples
+        interval = f" (the same in all {found.seeds} seeds, which leaves no spread to judge by)"
+    elif found.half_width is not None:
         kind = "paired by seed" if found.paired else "seeds differ"
         interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
     return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
