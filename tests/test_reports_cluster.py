@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,104 +13,29 @@ from determined.experimental import client
 from reports.cluster import read_experiment, read_finding
 from reports.forecast import Forecast
 from reports.sources import ReportError
+from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
-EXPERIMENT = {
-    **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
-    **{"originalConfig": "", "projectId": 1, "projectOwnerId": 1, "searcherType": "grid"},
-    **{"startTime": "", "state": "STATE_COMPLETED", "username": "someone", "config": SEARCH},
-}
-TRIAL = {
-    **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
-    "totalBatchesProcessed": 4,
-}
 HPARAMS = {"experiment": "experiment.yaml", "training": {"max_length": {"batches": 4}}}
-USER = {"active": True, "admin": False, "username": "someone"}
 
 
 def trial(number: int, scale: float) -> dict[str, Any]:
     return {**TRIAL, "id": number, "hparams": {**HPARAMS, "amp": {"init_scale": scale}}}
 
 
-def report(number: int, batches: int, group: str, metrics: dict[str, Any]) -> dict[str, Any]:
-    key = "validation_metrics" if group == "validation" else "avg_metrics"
-    return {
-        **{"archived": False, "endTime": "2026-01-01T00:00:00Z", "id": 0, "group": group},
-        **{"trialId": number, "trialRunId": 1, "totalBatches": batches, "metrics": {key: metrics}},
-    }
-
-
-class Master:
-    """Answers to the few requests that a report makes.
-
-    Attributes:
-        trials: Of experiment 7.
-        reports: Of these trials, by group.
-        password: The only right one.
-        checkpoints: Of experiment 7.
-    """
-
-    def __init__(self) -> None:
-        self.trials = [trial(11, 65536), trial(12, 2.0**20)]
-        self.reports = {
-            "validation": [
-                report(11, 2, "validation", {"loss_scale_score": 9.0}),
-                report(11, 4, "validation", {**scored(16), "note": "text"}),
-                report(12, 4, "validation", scored(20)),
-            ],
-            "training": [report(11, 4, "training", {"skipped_steps": 2})],
-        }
-        self.password = "right"
-        self.checkpoints: list[dict[str, Any]] = []
-
-    def answer(self, path: str, query: str) -> tuple[int, str]:
-        if path == "/api/v1/auth/login":
-            return 200, json.dumps({"token": "a-token", "user": USER})
-        if path == "/api/v1/experiments/7":
-            return 200, json.dumps({"experiment": EXPERIMENT})
-        if path == "/api/v1/experiments/7/trials":
-            page = {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": 2, "total": 2}
-            return 200, json.dumps({"trials": self.trials, "pagination": page})
-        if path == "/api/v1/experiments/7/checkpoints":
-            page = {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": 1, "total": 1}
-            return 200, json.dumps({"checkpoints": self.checkpoints, "pagination": page})
-        if path == "/api/v1/trials/metrics/trial_metrics":
-            group = "training" if "group=training" in query else "validation"
-            return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
-        return 404, json.dumps({"message": "experiment not found"})
-
-
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
-    made = Master()
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path, _, query = self.path.partition("?")
-            status, said = made.answer(path, query)
-            if made.password != "right" and body:
-                status, said = 403, json.dumps({"message": "user not found"})
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(said.encode())
-
-        do_GET = do_POST = answer  # noqa: N815 - http.server's names
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("DET_MASTER", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(tmp_path))
-    monkeypatch.setenv("DET_USER", "someone")
-    monkeypatch.setenv("DET_PASS", "Correct-horse-1")
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    made = Master(SEARCH, [trial(11, 65536), trial(12, 2.0**20)])
+    made.reports = {
+        "validation": [
+            report(11, 2, "validation", {"loss_scale_score": 9.0}),
+            report(11, 4, "validation", {**scored(16), "note": "text"}),
+            report(12, 4, "validation", scored(20)),
+        ],
+        "training": [report(11, 4, "training", {"skipped_steps": 2})],
+    }
+    with serving(made, monkeypatch, tmp_path):
+        yield made
 
 
 def test_rows_are_the_last_reports_of_each_trial(master: Master) -> None:

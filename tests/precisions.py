@@ -1,0 +1,148 @@
+"""Run folders written by hand for the tests of `reports.precision`: the answer is known."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reports.precision.findings import Findings, find
+from reports.precision.folders import read_folder
+from reports.precision.run import Reading
+
+GPU, CPU = "NVIDIA H100", "cpu"
+# As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
+RESOLVED: dict[str, Any] = {
+    "platform": {
+        "searcher": {"metric": "validation_loss", "smaller_is_better": True, "name": "single"},
+        "reproducibility": {"experiment_seed": 0},
+        "name": "a-name",
+        "resources": {"slots_per_trial": 1},
+        "profiling": {"enabled": False},
+        "checkpoint_policy": "best",
+    },
+    "data": {"dataset": "digits", "samples": 1280},
+    "hparams": {
+        "trial": "trials.mlp:MLPTrial",
+        "global_batch_size": 64,
+        "learning_rate": 0.001,
+        "amp": {
+            "precision": "fp32",
+            "init_scale": 65536.0,
+            "min_scale": 1.0,
+            "max_consecutive_skips": 50,
+            "max_skip_ratio": 0.5,
+        },
+        "training": {"max_length": {"batches": 100, "epochs": None}},
+    },
+}
+# Of a training report: one that is no first one, and of which nothing is to be said.
+TRAINED = {
+    "loss": 0.5,
+    "loss_scale_log2": 16.0,
+    "applied_steps": 98,
+    "skipped_steps": 2,
+    "consecutive_skips": 0,
+    "skip_ratio": 0.0,
+    "data_wait_share": 0.05,
+}
+
+
+def write_run(
+    folder: Path,
+    precision: str,
+    seed: int,
+    *,
+    accuracy: float = 0.9,
+    loss: float | None = None,
+    speed: float | Sequence[float] = 1000.0,
+    memory: float = 1000.0,
+    device: str = GPU,
+    last_batch: int = 100,
+    settings: Mapping[str, Any] = {},
+    environment: Mapping[str, Any] = {},
+    trained: Mapping[str, Any] = {},
+    audit_share: float | None = 1.0,
+) -> Path:
+    """A run folder; without changes one that has finished.
+
+    Args:
+        folder: Made here.
+        precision: Of the run.
+        seed: Of the run.
+        accuracy: After the last batch; it was 0.5 half way.
+        loss: The same; half of what the accuracy leaves by default.
+        speed: Samples per second of every report but the first, which says 1.
+        memory: Peak MiB.
+        device: What it ran on.
+        last_batch: After which it ended; only that of batch 100 is validated.
+        settings: Changes of `RESOLVED`, by dotted name.
+        environment: Changes of what it ran on.
+        trained: Changes of the last training report.
+        audit_share: Of the first report.
+    """
+    folder.mkdir(parents=True)
+    changes = {"hparams.amp.precision": precision, "platform.reproducibility.experiment_seed": seed}
+    resolved = changed(RESOLVED, {**changes, **settings})
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved))
+    (folder / "environment.json").write_text(json.dumps({**made_on(device), **environment}))
+    peak = {"peak_memory_mib": memory}
+    if device != CPU:
+        peak["peak_reserved_memory_mib"] = memory + 100
+    speeds = [speed, speed] if isinstance(speed, (int, float)) else list(speed)
+    first = {} if audit_share is None else {"audit_share": audit_share}
+    lines: list[dict[str, Any]] = [
+        {"group": "training", **TRAINED, **peak, "samples_per_second": 1.0, **first},
+        {"group": "validation", "validation_accuracy": 0.5, "validation_loss": 1.0},
+        *({"group": "training", **TRAINED, **peak, "samples_per_second": s} for s in speeds),
+    ]
+    lines[-1].update(trained)
+    for i, line in enumerate(lines):
+        line["batches"] = last_batch * (i + 1) // len(lines)
+    if last_batch == 100:
+        final = {"validation_accuracy": accuracy, "validation_loss": loss or (1 - accuracy) / 2}
+        lines.append({"group": "validation", **final, "batches": 100})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def made_on(device: str) -> dict[str, Any]:
+    """What `environment.json` says of a device."""
+    on_gpu = device != CPU
+    return {
+        "date": "2026-01-02T03:04:05+00:00",
+        "torch": "2.6.0",
+        "python": "3.11.7",
+        "device": {"name": device, "tf32": on_gpu, "fp16": on_gpu, "bf16": on_gpu},
+        "processors": 4,
+        "torch_threads": 2,
+    }
+
+
+def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with other values at some dotted names."""
+    made = copy.deepcopy(dict(nested))
+    for name, value in changes.items():
+        *parents, last = name.split(".")
+        section = made
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    return made
+
+
+def found(*folders: Path, **options: Any) -> Findings:
+    """The comparison of some run folders."""
+    return find([Reading((read_folder(folder),)) for folder in folders], **options)
+
+
+def write_seeds(root: Path, precision: str, values: Sequence[float], **others: Any) -> list[Path]:
+    """A run per accuracy, of seeds 1, 2, 3 and so on."""
+    return [
+        write_run(root / f"{precision}-{seed}", precision, seed, accuracy=value, **others)
+        for seed, value in enumerate(values, 1)
+    ]

@@ -1,0 +1,126 @@
+"""As much of a Determined master, over HTTP, as a report asks: one experiment and its trials."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import pytest
+
+EXPERIMENT = {
+    **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
+    **{"originalConfig": "", "projectId": 1, "projectOwnerId": 1, "searcherType": "grid"},
+    **{"startTime": "", "state": "STATE_COMPLETED", "username": "someone"},
+}
+TRIAL = {
+    **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
+    "totalBatchesProcessed": 4,
+}
+USER = {"active": True, "admin": False, "username": "someone"}
+
+
+def report(number: int, batches: int, group: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What trial `number` reported after that many batches."""
+    key = "validation_metrics" if group == "validation" else "avg_metrics"
+    return {
+        **{"archived": False, "endTime": "2026-01-01T00:00:00Z", "id": 0, "group": group},
+        **{"trialId": number, "trialRunId": 1, "totalBatches": batches, "metrics": {key: metrics}},
+    }
+
+
+class Master:
+    """Answers to the few requests that a report makes.
+
+    Attributes:
+        config: Of experiment 7.
+        trials: Of experiment 7.
+        reports: Of these trials, by group.
+        checkpoints: Of experiment 7.
+        logs: Lines by trial.
+        password: The only right one.
+    """
+
+    def __init__(self, config: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> None:
+        self.config = config
+        self.trials = list(trials)
+        self.reports: dict[str, list[dict[str, Any]]] = {"validation": [], "training": []}
+        self.checkpoints: list[dict[str, Any]] = []
+        self.logs: dict[int, list[str]] = {}
+        self.password = "right"
+
+    def answer(self, path: str, query: str) -> tuple[int, str]:
+        if path == "/api/v1/auth/login":
+            return 200, json.dumps({"token": "a-token", "user": USER})
+        if path.startswith("/api/v1/experiments/7"):
+            asked = path.removeprefix("/api/v1/experiments/7").lstrip("/")
+            return 200, json.dumps(self._experiment()[asked])
+        if path == "/api/v1/trials/metrics/trial_metrics":
+            group = "training" if "group=training" in query else "validation"
+            return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
+        if logs := re.fullmatch(r"/api/v1/trials/(\d+)/logs", path):
+            return 200, self._log(int(logs[1]), parse_qs(query)["searchText"][0])
+        return 404, json.dumps({"message": "experiment not found"})
+
+    def _experiment(self) -> dict[str, dict[str, Any]]:
+        trials, saved = self.trials, self.checkpoints
+        return {
+            "": {"experiment": {**EXPERIMENT, "config": self.config}},
+            "trials": {"trials": trials, "pagination": _page_of(trials)},
+            "checkpoints": {"checkpoints": saved, "pagination": _page_of(saved)},
+        }
+
+    def _log(self, trial: int, text: str) -> str:
+        common = {"id": "", "level": "LOG_LEVEL_INFO", "timestamp": "", "trialId": trial}
+        lines = [line for line in self.logs.get(trial, []) if text in line]
+        return "".join(json.dumps({"result": {**common, "message": m}}) + "\n" for m in lines)
+
+
+def _page_of(rows: Sequence[object]) -> dict[str, int]:
+    count = len(rows)
+    return {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": count, "total": count}
+
+
+@contextmanager
+def serving(master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Master]:
+    """Answer meanwhile, as the master of DET_MASTER.
+
+    Args:
+        master: Its answers.
+        monkeypatch: Sets the variables of the environment.
+        folder: For what the SDK wants to keep.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, _, query = self.path.partition("?")
+            status, said = master.answer(path, query)
+            if master.password != "right" and body:
+                status, said = 403, json.dumps({"message": "user not found"})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        do_GET = do_POST = answer  # noqa: N815 - http.server's names
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("DET_MASTER", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(folder))
+    monkeypatch.setenv("DET_USER", "someone")
+    monkeypatch.setenv("DET_PASS", "Correct-horse-1")
+    yield master
+    server.shutdown()
+    thread.join()
+    server.server_close()

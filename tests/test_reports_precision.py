@@ -1,0 +1,267 @@
+"""`python -m reports.precision` on runs that were really trained, and the files it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from reports.figure import as_svg
+from reports.precision import __main__ as precision
+from reports.precision.figure import COLORS, draw
+from reports.precision.folders import read_folder
+from tests.precisions import CPU, RESOLVED, found, write_run, write_seeds
+from tests.test_reports import PNG, Page, needs_the_network
+from tests.training import run_small
+
+FILES = [f"precision.{kind}" for kind in ("html", "json", "md", "png")]
+BASE = (0.90, 0.91, 0.92)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small runs in three precisions, 24 batches each."""
+    root = tmp_path_factory.mktemp("runs")
+    longer = (
+        "hyperparameters.training.max_length.batches=24",
+        "hyperparameters.training.reporting_period.batches=6",
+    )
+    for name in ("fp32", "amp", "bf16"):
+        run_small(f"mlp/{name}.yaml", root / name, *longer)
+    return root
+
+
+def sources(root: Path) -> list[str]:
+    return [str(root / name) for name in ("fp32", "amp", "bf16")]
+
+
+class TestRealRuns:
+    def test_are_compared(
+        self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert precision.main([*sources(trained), "--output", str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+        assert (tmp_path / "precision.png").read_bytes().startswith(PNG)
+        assert said.startswith((tmp_path / "precision.md").read_text())
+        document = (tmp_path / "precision.html").read_text()
+        assert needs_the_network(document) == []
+        shown = Page(document)
+        assert shown.tags.count("svg") == 1
+        told = [line[2:] for line in said.splitlines() if line.startswith("- ")]
+        assert len(told) >= 8
+        for sentence in told:
+            assert sentence in shown.text
+        assert "audit: every finished run computed all products" in said
+        assert "24 batches of 32" in said
+        assert "validation_accuracy" in said
+
+    def test_give_the_numbers_that_they_reported(self, trained: Path, tmp_path: Path) -> None:
+        assert precision.main([*sources(trained), "--output", str(tmp_path)]) == 0
+        found = json.loads((tmp_path / "precision.json").read_text())
+        assert [s["precision"] for s in found["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
+        lines = [
+            json.loads(line) for line in (trained / "amp/metrics.jsonl").read_text().splitlines()
+        ]
+        training = [line for line in lines if line["group"] == "training"]
+        accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
+        (run,) = [run for run in found["runs"] if run["precision"] == "amp_fp16"]
+        speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
+        assert run["samples_per_second"]["middle"] == pytest.approx(np.median(speeds))
+        assert run["final"] == accuracies[-1]
+        assert run["best"] == max(accuracies)
+        assert run["peak_memory_mib"] == max(line["peak_memory_mib"] for line in training)
+        assert run["audit_share"] == training[0]["audit_share"]
+        assert run["applied_steps"] == training[-1]["applied_steps"]
+        assert run["seed"] == 20261121
+        assert run["device"].startswith("cpu (")
+        assert found["torch"] == run["torch"]
+        assert {c["verdict"] for c in found["comparisons"]} == {"cannot be told"}
+        assert {"python", "numpy", "determined"} <= set(found["versions"])
+
+    def test_have_the_settings_that_the_written_ones_have(self, trained: Path) -> None:
+        resolved = yaml.safe_load((trained / "fp32/resolved.yaml").read_text())
+
+        def within(part: Any, whole: Any) -> bool:
+            if not isinstance(part, dict):
+                return True
+            return all(key in whole and within(part[key], whole[key]) for key in part)
+
+        assert within(RESOLVED, resolved)
+        assert not within({"platform": {"searcher": {"no": 1}}}, resolved)  # negative control
+
+    def test_of_another_rate_are_not(
+        self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        resolved = trained / "amp/resolved.yaml"
+        other = tmp_path / "other"
+        other.mkdir()
+        for path in (trained / "amp").iterdir():
+            if path.is_file():
+                (other / path.name).write_bytes(path.read_bytes())
+        text = resolved.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002")
+        (other / "resolved.yaml").write_text(text)
+        assert precision.main([str(trained / "fp32"), str(other)]) == 2
+        assert "hyperparameters.learning_rate: 0.001 in fp32" in capsys.readouterr().err
+        assert not list(trained.glob("*/precision.*"))
+
+
+class TestCommand:
+    def test_writes_beside_the_first_source(self, tmp_path: Path) -> None:
+        folders = [str(write_run(tmp_path / p, p, 1)) for p in ("fp32", "amp_fp16")]
+        assert precision.main(folders) == 0
+        assert sorted(p.name for p in (tmp_path / "fp32").glob("precision.*")) == FILES
+        assert not list((tmp_path / "amp_fp16").glob("precision.*"))
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            (["nowhere"], "nowhere: there is no such folder; allowed: a run folder, the folder"),
+            (["7"], "DET_MASTER is not set"),
+            (["fp32", "--output", "none"], "--output: got none, which is no folder"),
+            (["fp32"], "there is nothing to compare"),
+            (["."], "is not a run folder"),
+            (["fp32", "fp32", "amp_fp16"], "fp32 has finished 2 times with seed 1"),
+            (["fp32", "amp_fp16", "--metric", "fvd"], "--metric: fvd is not in"),
+        ],
+    )
+    def test_bad_input_is_a_sentence(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: Sequence[str],
+        sentence: str,
+    ) -> None:
+        monkeypatch.delenv("DET_MASTER", raising=False)
+        monkeypatch.chdir(tmp_path)
+        for name in ("fp32", "amp_fp16"):
+            write_run(tmp_path / name, name, 1)
+        assert precision.main(arguments) == 2
+        said = capsys.readouterr()
+        assert sentence in said.err
+        assert not said.out
+        assert not list(tmp_path.rglob("precision.*"))
+
+    @pytest.mark.parametrize("margin", ["0", "-1", "nan", "inf", "wide"])
+    def test_margin_is_a_positive_number(
+        self, capsys: pytest.CaptureFixture[str], margin: str
+    ) -> None:
+        with pytest.raises(SystemExit):
+            precision.main(["a", f"--margin={margin}"])
+        assert f"got {margin}; allowed: a number above 0" in capsys.readouterr().err
+
+    def test_json_of_failed_runs_has_no_nan(self, tmp_path: Path) -> None:
+        lost = {"loss": float("nan")}
+        folders = [
+            write_run(tmp_path / "a", "fp32", 1),
+            write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, trained=lost),
+            write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan")),
+        ]
+        assert precision.main(list(map(str, folders))) == 0
+        text = (tmp_path / "a/precision.json").read_text()
+        assert json.loads(text)["precisions"][1]["failed"] == 2
+        assert "NaN" not in text
+        assert "3 of 3" not in (tmp_path / "a/precision.md").read_text()
+        assert "2 of 2 runs failed" in (tmp_path / "a/precision.md").read_text()
+
+    def test_what_others_wrote_stays_text(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
+        for folder in folders:
+            path = folder / "resolved.yaml"
+            path.write_text(path.read_text().replace("trials.mlp:MLPTrial", "a:<b>"))
+        assert precision.main(list(map(str, folders))) == 0
+        document = (tmp_path / "fp32/precision.html").read_text()
+        assert "a:&lt;b&gt;" in document
+        assert "<b>" not in document
+
+
+class TestFigure:
+    def drawn(self, root: Path, **options: Any) -> Figure:
+        base = write_seeds(root, "fp32", BASE, speed=1000.0, memory=800.0, **options)
+        amp = write_seeds(root, "amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)
+        return draw(found(*base, *amp))
+
+    def panel(self, figure: Figure, title: str) -> Axes:
+        (axes,) = [ax for ax in figure.axes if ax.get_title(loc="left").startswith(title)]
+        return axes
+
+    def test_every_run_is_a_line_and_their_mean_a_thick_one(self, tmp_path: Path) -> None:
+        axes = self.panel(self.drawn(tmp_path), "validation_accuracy (more is better)")
+        lines = [[float(y) for y in np.asarray(line.get_ydata())] for line in axes.get_lines()]
+        for value in BASE:
+            assert [0.5, value] in lines
+        means = {line.get_label(): line for line in axes.get_lines() if line.get_linewidth() == 2.0}
+        assert set(means) == {"fp32", "amp_bf16"}
+        assert np.asarray(means["fp32"].get_ydata()) == pytest.approx([0.5, 0.91])
+
+    def test_columns_have_a_dot_per_run_and_the_ratio(self, tmp_path: Path) -> None:
+        figure = self.drawn(tmp_path)
+        axes = self.panel(figure, "Samples per second")
+        assert [text.get_text() for text in axes.texts] == ["baseline", "2.00x"]
+        dots = [sorted(np.asarray(line.get_ydata())) for line in axes.get_lines()]
+        assert dots == [[1000.0] * 3, [2000.0] * 3]
+        assert axes.get_ylim()[0] == 0
+        memory = self.panel(figure, "Peak memory allocated by torch (less is better)")
+        assert [text.get_text() for text in memory.texts] == ["baseline", "1.25x"]
+        heights = [patch.get_extents().height for patch in memory.patches]
+        assert heights[1] / heights[0] == pytest.approx(1.25)
+        assert memory.get_ylim()[1] == pytest.approx(1150.0)
+
+    def test_memory_of_a_cpu_has_no_ratio(self, tmp_path: Path) -> None:
+        axes = self.panel(self.drawn(tmp_path, device=CPU), "Peak memory of the process (not jud")
+        assert [text.get_text() for text in axes.texts] == ["", ""]
+
+    def test_difference_has_its_interval_over_the_margin(self, tmp_path: Path) -> None:
+        axes = self.panel(self.drawn(tmp_path), "Difference")
+        (container,) = axes.containers
+        drawn: Any = container.get_children()[-1]
+        (bar,) = drawn.get_segments()
+        # Differences 0, -0.01 and 0: mean -0.0033, deviation 0.0058.
+        middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
+        assert sorted(bar[:, 1]) == pytest.approx([middle - half, middle + half], rel=1e-4)
+        assert [label.get_text() for label in axes.get_xticklabels()] == [
+            "amp_bf16\n- fp32:\ncannot tell"
+        ]
+        band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
+        assert (band.y0, band.y1) == pytest.approx((-0.003, 0.003))
+
+    def test_one_seed_has_no_interval(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_bf16")]
+        axes = self.panel(draw(found(*folders)), "Difference")
+        assert [text.get_text() for text in axes.texts] == ["no interval\nof one seed"]
+
+    def test_lost_precision_has_an_empty_column(self, tmp_path: Path) -> None:
+        lost = write_run(tmp_path / "b", "amp_fp16", 1, last_batch=60, trained={"skip_ratio": 1.0})
+        figure = draw(found(write_run(tmp_path / "a", "fp32", 1), lost))
+        axes = self.panel(figure, "Samples per second")
+        assert "1 of 1\nfailed" in [text.get_text() for text in axes.texts]
+        nothing = self.panel(figure, "Difference")
+        assert [t.get_text() for t in nothing.texts] == ["no other precision has a finished run"]
+
+    def test_says_what_it_was_made_on(self, tmp_path: Path) -> None:
+        told = self.drawn(tmp_path).get_suptitle()
+        for word in ("NVIDIA H100", "torch 2.6.0", "3 runs, seeds 1, 2, 3", "2026-01-02"):
+            assert word in told
+
+    def test_takes_its_ink_from_the_page(self, tmp_path: Path) -> None:
+        svg = as_svg(self.drawn(tmp_path))
+        assert "var(--ink)" in svg
+        assert "var(--blue)" in svg
+
+    def test_every_precision_has_a_colour_of_its_own(self) -> None:
+        assert len(set(COLORS.values())) == len(COLORS) == 4
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    before = sorted(path.name for path in folder.iterdir())
+    read_folder(folder)
+    assert sorted(path.name for path in folder.iterdir()) == before

@@ -1,0 +1,164 @@
+"""`reports.precision` on the trials of a master, here a small HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reports.precision import __main__ as precision
+from reports.precision.cluster import read_trials
+from reports.precision.findings import find
+from reports.precision.folders import read_folder
+from reports.precision.run import State
+from reports.sources import ReportError
+from tests.precisions import TRAINED
+from tests.report_master import TRIAL, Master, report, serving
+from tests.training import ROOT, run_small
+from trials.experiment import read_yaml
+from trials.overrides import with_overrides
+
+CONFIG = with_overrides(
+    read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
+    ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
+)
+HOOK = (
+    "[rank=0] || 1 x NVIDIA H100, natively: fp32 yes, tf32 yes, amp_fp16 yes, amp_bf16 yes",
+    "[rank=0] || startup-hook: Python 3.10.12 torch==2.3.1 torchvision==0.18.1 numpy==1.26.4",
+)
+
+
+def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
+    hparams = with_overrides(CONFIG, (f"hyperparameters.amp.precision={precision}",))
+    return {**TRIAL, "id": number, "hparams": hparams["hyperparameters"], **others}
+
+
+def reports_of(number: int, accuracy: float, speed: float) -> list[dict[str, Any]]:
+    memory = {"peak_memory_mib": speed, "peak_reserved_memory_mib": speed}
+    numbers = {**TRAINED, **memory, "samples_per_second": speed}
+    return [
+        report(number, 100, "training", numbers),
+        report(number, 50, "training", {**numbers, "samples_per_second": 1.0, "epochs": 2}),
+        report(number, 100, "validation", {"validation_accuracy": accuracy, "validation_loss": 1}),
+    ]
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
+    """Two trials in fp32, two in amp_bf16, 11 to 14."""
+    trials = [trial(n, p) for n, p in enumerate(("fp32", "fp32", "amp_bf16", "amp_bf16"), 11)]
+    made = Master(CONFIG, trials)
+    for number, accuracy, speed in (
+        (11, 0.90, 1000.0),
+        (12, 0.901, 1010.0),
+        (13, 0.90, 2000.0),
+        (14, 0.9005, 2020.0),
+    ):
+        for sent in reports_of(number, accuracy, speed):
+            made.reports[sent["group"]].append(sent)
+        made.logs[number] = list(HOOK)
+    with serving(made, monkeypatch, tmp_path):
+        yield made
+
+
+def test_all_trials_are_runs(master: Master) -> None:
+    runs = read_trials(7).runs
+    assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
+    assert {run.state for run in runs} == {State.FINISHED}
+    assert {run.machine.device for run in runs} == {"NVIDIA H100"}
+    assert {run.machine.torch for run in runs} == {"2.3.1"}
+    assert all(run.machine.on_gpu and run.machine.has_tf32 for run in runs)
+    assert [run.final("validation_accuracy") for run in runs] == [0.9, 0.901, 0.9, 0.9005]
+    speeds = [run.speed.middle for run in runs if run.speed]
+    assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
+    assert runs[0].machine.date == "2026-01-01T00:00:00+00:00"
+
+
+def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Master) -> None:
+    findings = find([read_trials(7)])
+    (comparison,) = findings.comparisons
+    assert {run.seed for run in findings.runs} == {None}
+    assert not comparison.difference.paired
+    assert comparison.speed is not None
+    assert comparison.speed.pairs == 4
+
+
+def test_seed_of_a_single_experiment_is_its_own(master: Master) -> None:
+    master.config = with_overrides(CONFIG, ("searcher.name=single",))
+    assert {run.seed for run in read_trials(7).runs} == {20261121}
+
+
+def test_trial_that_failed_says_why(master: Master) -> None:
+    why = "no retry can help: 60% of the optimizer steps were skipped"
+    master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
+    master.logs[13].append(f"[rank=0] || {why}")
+    run = read_trials(7).runs[2]
+    assert (run.state, run.reason) == (State.FAILED, "60% of the optimizer steps were skipped")
+
+
+def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
+    master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
+    run = read_trials(7).runs[2]
+    assert (run.state, run.reason) == (State.FAILED, "its log has the reason")
+
+
+def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
+    """A search's trial that the guard gave up is completed to the platform."""
+    master.reports["validation"] = [r for r in master.reports["validation"] if r["trialId"] != 13]
+    broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
+    training = [r for r in master.reports["training"] if r["trialId"] != 13]
+    master.reports["training"] = [*training, report(13, 60, "training", broken)]
+    run = read_trials(7).runs[2]
+    assert run.state is State.FAILED
+    assert run.reason == "the training loss is nan; it ended after 60 of 100 batches"
+
+
+def test_device_that_no_log_names_is_unknown(master: Master) -> None:
+    master.logs = {}
+    machine = read_trials(7).runs[0].machine
+    assert (machine.device, machine.torch) == ("unknown", "unknown")
+    assert machine.on_gpu  # only there, memory is reserved
+
+
+def test_search_is_the_experiment_with_what_was_sampled(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    length = {"max_length": {"batches": 100}}
+    sampled = {"experiment": "experiment_configs/mlp/amp.yaml", "training": length}
+    master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled}
+    run = read_trials(7).runs[2]
+    assert run.precision.value == "amp_fp16"
+    assert run.settings["hyperparameters.training.max_length.batches"] == 100
+
+
+def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
+    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
+    master.reports = {"training": [], "validation": []}
+    with pytest.raises(ReportError, match=r"amp.precision: missing(.|\n)*of trials.train"):
+        read_trials(7)
+
+
+def test_unknown_experiment_is_a_sentence(master: Master) -> None:
+    with pytest.raises(ReportError, match="has no experiment 8"):
+        read_trials(8)
+
+
+def test_run_folder_has_the_same_names_as_a_master(master: Master, tmp_path: Path) -> None:
+    """Or runs of both could not be compared."""
+    folder = read_folder(run_small("mlp/fp32.yaml", tmp_path / "run"))
+    assert read_trials(7).runs[0].settings.keys() == folder.settings.keys()
+
+
+def test_report_of_a_master_goes_into_runs(
+    master: Master,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert precision.main(["7"]) == 0
+    assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
+    assert (tmp_path / "runs/experiment-7/precision.html").exists()

@@ -1,0 +1,383 @@
+"""`reports.precision` compares only what can be compared; every guard has its negative control."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState, create_trial
+
+from hp_search.study import load_study
+from reports.precision.advice import advise
+from reports.precision.findings import Findings, find
+from reports.precision.folders import read_folder, read_search
+from reports.precision.run import State
+from reports.precision.words import sentences, table
+from reports.sources import ReportError
+from tests.precisions import CPU, GPU, found, write_run
+from tests.reporting import write_study
+from trials.amp import SCALER_KEYS
+
+OVERFLOWED = {"loss": math.nan, "consecutive_skips": 6, "skip_ratio": 1.0}
+
+
+def told(findings: Findings) -> str:
+    return "\n".join(sentences(findings, advise(findings)))
+
+
+class TestDifferences:
+    @pytest.mark.parametrize(
+        ("name", "value", "shown"),
+        [
+            ("hparams.learning_rate", 0.01, "hyperparameters.learning_rate: 0.001 in"),
+            ("hparams.global_batch_size", 32, "hyperparameters.global_batch_size: 64 in"),
+            ("hparams.amp.fp32_modules", ["^head$"], r"hyperparameters.amp.fp32_modules: not set"),
+            ("hparams.trial", "trials.resnet50:ResNet50Trial", "hyperparameters.trial: trials.mlp"),
+            ("data.samples", 640, "data.samples: 1280 in"),
+            ("platform.resources.slots_per_trial", 2, "resources.slots_per_trial: 1 in"),
+            ("platform.searcher.metric", "x", "searcher.metric: validation_loss in"),
+        ],
+    )
+    def test_of_anything_else_is_an_error(
+        self, tmp_path: Path, name: str, value: object, shown: str
+    ) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 2, settings={name: value})
+        with pytest.raises(ReportError, match="cannot be compared: 1 problem\n") as caught:
+            found(one, other)
+        message = str(caught.value)
+        assert shown in message
+        assert f"fp32, seed 1 ({one})" in message
+        assert f"amp_fp16, seed 2 ({other})" in message
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"platform.name": "another"},
+            {"platform.searcher.name": "grid"},
+            *({f"hparams.amp.{key}": 8.0} for key in SCALER_KEYS),
+        ],
+    )
+    def test_of_names_and_scaler_are_none(
+        self, tmp_path: Path, settings: Mapping[str, Any]
+    ) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 2, settings=settings)
+        assert found(one, other).comparisons
+
+    def test_within_a_precision_are_told(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        low = {"hparams.amp.init_scale": 8.0}
+        folders = [
+            write_run(tmp_path / "b", "amp_fp16", 1),
+            write_run(tmp_path / "c", "amp_fp16", 2, settings=low),
+            write_run(tmp_path / "d", "amp_fp16", 3, environment={"python": "3.12.1"}),
+        ]
+        said = told(found(one, *folders))
+        assert "the runs in amp_fp16 differ in init_scale: 65536.0, 8.0" in said
+        assert "the runs differ in python: 3.11.7, 3.12.1" in said
+        assert "differ in" not in told(found(one, folders[0]))
+
+    def test_of_length_is_an_error(self, tmp_path: Path) -> None:
+        shorter = {"hparams.training.max_length.batches": 90}
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 1, settings=shorter)
+        with pytest.raises(ReportError, match=r"max_length.batches: 100 in .*; 90 in "):
+            found(one, other)
+
+    @pytest.mark.parametrize(
+        ("device", "environment", "shown"),
+        [
+            (GPU, {"torch": "2.7.0"}, "torch: 2.6.0 in"),
+            ("NVIDIA A100", {}, "device: NVIDIA H100 in"),
+        ],
+    )
+    def test_of_device_or_torch_are_errors(
+        self, tmp_path: Path, device: str, environment: dict[str, str], shown: str
+    ) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 1, device=device, environment=environment)
+        with pytest.raises(ReportError, match=shown):
+            found(one, other)
+
+    def test_of_threads_make_another_cpu(self, tmp_path: Path) -> None:
+        """Half the threads look like a slow precision."""
+        one = write_run(tmp_path / "a", "fp32", 1, device=CPU)
+        other = write_run(tmp_path / "b", "amp_bf16", 1, device=CPU)
+        assert found(one, other).comparisons
+        halved = write_run(
+            tmp_path / "c", "amp_bf16", 1, device=CPU, environment={"torch_threads": 1}
+        )
+        with pytest.raises(ReportError, match=r"torch threads: 2\) in .*torch threads: 1\) in"):
+            found(one, halved)
+
+    def test_all_are_named_at_once_and_runs_by_the_value(self, tmp_path: Path) -> None:
+        changes = {"hparams.learning_rate": 0.01, "data.samples": 1}
+        folders = [write_run(tmp_path / str(seed), "fp32", seed) for seed in (1, 2, 3)]
+        other = write_run(tmp_path / "b", "amp_fp16", 1, settings=changes)
+        with pytest.raises(ReportError, match="2 problems") as caught:
+            found(*folders, other)
+        assert "and 1 more; 0.01 in amp_fp16, seed 1" in str(caught.value)
+
+
+class TestTwins:
+    def test_are_an_error_that_names_both(self, tmp_path: Path) -> None:
+        one, other = (write_run(tmp_path / name, "fp32", 1) for name in "ab")
+        amp = write_run(tmp_path / "c", "amp_fp16", 1)
+        with pytest.raises(ReportError, match="fp32 has finished 2 times with seed 1") as caught:
+            found(one, other, amp)
+        assert str(one) in str(caught.value)
+        assert str(other) in str(caught.value)
+
+    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan}])
+    def test_of_which_one_has_not_finished_are_none(
+        self, tmp_path: Path, trained: dict[str, float]
+    ) -> None:
+        """It was killed, or it failed."""
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "fp32", 1, last_batch=50, trained=trained)
+        assert found(one, other, write_run(tmp_path / "c", "amp_fp16", 1)).comparisons
+
+
+class TestMissing:
+    def test_one_precision_is_an_error(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / str(seed), "fp32", seed) for seed in (1, 2)]
+        with pytest.raises(ReportError, match="all runs are fp32 and there is nothing to compare"):
+            found(*folders)
+
+    def test_no_baseline_is_an_error(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / p, p, 1) for p in ("amp_fp16", "amp_bf16")]
+        with pytest.raises(ReportError, match=r"no baseline.*of fp32 or tf32 a finished run"):
+            found(*folders)
+        baseline = write_run(tmp_path / "tf32", "tf32", 1)
+        pairs = found(*folders, baseline).comparisons
+        assert [(c.ours.name, c.base.name) for c in pairs] == [
+            ("amp_fp16", "tf32"),
+            ("amp_bf16", "tf32"),
+        ]
+
+    def test_nothing_finished_is_an_error_that_says_what_there_is(self, tmp_path: Path) -> None:
+        running = write_run(tmp_path / "a", "fp32", 1, last_batch=50)
+        with pytest.raises(ReportError, match="no run has finished; left out: fp32, seed 1"):
+            found(running)
+        failed = [
+            write_run(tmp_path / p, p, 1, last_batch=50, trained=OVERFLOWED)
+            for p in ("fp32", "amp_fp16")
+        ]
+        with pytest.raises(ReportError, match="no run has finished; allowed"):
+            found(*failed)
+
+    def test_metric_that_not_all_report_is_an_error(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
+        with pytest.raises(
+            ReportError, match=r"--metric: fvd is not .*: validation_accuracy, validation_loss"
+        ):
+            found(*folders, metric="fvd")
+        assert found(*folders).metric == "validation_accuracy"
+        assert found(*folders, metric="validation_loss").metric == "validation_loss"
+
+
+class TestDevice:
+    def test_tf32_of_a_cpu_is_shown_and_not_compared(self, tmp_path: Path) -> None:
+        folders = [
+            write_run(tmp_path / precision, precision, 1, device=CPU, speed=speed)
+            for precision, speed in (("fp32", 1000.0), ("tf32", 700.0), ("amp_bf16", 300.0))
+        ]
+        findings = found(*folders)
+        assert [(c.ours.name, c.base.name) for c in findings.comparisons] == [("amp_bf16", "fp32")]
+        said = told(findings)
+        assert "tf32 is fp32 on this device" in said
+        assert "that its speed is 0.70x" in said
+        assert "on a CPU speed drifts" in said
+        assert "speed 0.30x" in said
+        assert "slower (3.3 times the time)" in said
+        with pytest.raises(ReportError, match="all runs are fp32 and tf32, which is fp32 on this"):
+            found(*folders[:2])
+
+    def test_tf32_of_a_gpu_is_compared_with_both_sides(self, tmp_path: Path) -> None:
+        """Negative control."""
+        precisions = ("fp32", "tf32", "amp_fp16", "amp_bf16")
+        findings = found(*(write_run(tmp_path / p, p, 1) for p in precisions))
+        assert [(c.ours.name, c.base.name) for c in findings.comparisons] == [
+            ("tf32", "fp32"),
+            ("amp_fp16", "fp32"),
+            ("amp_bf16", "fp32"),
+            ("amp_fp16", "tf32"),
+            ("amp_bf16", "tf32"),
+        ]
+        assert "tf32 is fp32" not in told(findings)
+        assert "on a CPU" not in told(findings)
+
+    def test_loop_that_waits_for_data_is_told(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        waits = {"data_wait_share": 0.6}
+        other = write_run(tmp_path / "b", "amp_fp16", 1, speed=[1000.0], trained=waits)
+        assert "waits for data more than 20% of the time (amp_fp16 60%)" in told(found(one, other))
+        assert "waits for data" not in told(
+            found(one, write_run(tmp_path / "c", "amp_fp16", 1, speed=[1000.0]))
+        )
+
+
+class TestAudit:
+    def test_below_one_is_named(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 1, audit_share=0.973)
+        assert f"amp_fp16, seed 1 ({other}) computed 97.3% of the FLOPs" in told(found(one, other))
+
+    def test_missing_is_named(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_fp16", 1, audit_share=None)
+        said = told(found(one, other))
+        assert f"whether the precision was on is unknown: amp_fp16, seed 1 ({other})" in said
+        assert "audit: every" not in said
+
+    def test_of_all_is_one_sentence(self, tmp_path: Path) -> None:
+        one, other = (write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16"))
+        assert "audit: every finished run computed all products" in told(found(one, other))
+
+
+class TestEnd:
+    @pytest.mark.parametrize(
+        ("precision", "trained", "reason"),
+        [
+            ("fp32", {"loss": math.inf}, "the training loss is inf; it ended after 60 of 100"),
+            (
+                "amp_fp16",
+                OVERFLOWED,
+                "100% of the optimizer steps of the last report were skipped; it ended",
+            ),
+            ("amp_fp16", {"consecutive_skips": 51}, "51 optimizer steps in a row were skipped"),
+            (
+                "amp_fp16",
+                {"consecutive_skips": 1, "loss_scale_log2": 0.0},
+                "1 optimizer steps in a row were skipped",
+            ),
+        ],
+    )
+    def test_by_the_guard_is_told_by_the_last_report(
+        self, tmp_path: Path, precision: str, trained: dict[str, float], reason: str
+    ) -> None:
+        run = read_folder(write_run(tmp_path / "a", precision, 1, last_batch=60, trained=trained))
+        assert run.state is State.FAILED
+        assert reason in run.reason
+
+    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "skip_ratio": 0.5}])
+    def test_without_trouble_is_a_stop(self, tmp_path: Path, trained: dict[str, float]) -> None:
+        """In float16 the loss of one batch may overflow, and its step is skipped."""
+        folder = write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, trained=trained)
+        run = read_folder(folder)
+        assert run.state is State.UNFINISHED
+        assert run.reason == "60 of 100 batches: it is running, or was stopped or killed"
+
+    def test_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
+        length = {"hparams.training.max_length": {"batches": None, "epochs": 5}}
+        folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
+        assert read_folder(folder).state is State.UNFINISHED
+        lines = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
+        assert read_folder(folder).state is State.FINISHED
+
+    def test_with_a_metric_that_is_not_finite_is_a_failure(self, tmp_path: Path) -> None:
+        run = read_folder(write_run(tmp_path / "a", "fp32", 1, loss=math.nan))
+        assert (run.state, run.reason) == (State.FAILED, "validation_loss is nan at the end")
+
+    def test_of_all_runs_of_a_precision_is_a_finding(self, tmp_path: Path) -> None:
+        base = [write_run(tmp_path / f"a{seed}", "fp32", seed) for seed in (1, 2, 3)]
+        lost = [
+            write_run(tmp_path / f"b{seed}", "amp_fp16", seed, last_batch=60, trained=OVERFLOWED)
+            for seed in (1, 2, 3)
+        ]
+        findings = found(*base, *lost)
+        said = told(findings)
+        assert f"amp_fp16: 3 of 3 runs failed: seed 1 ({lost[0]}): 100% of the optimizer" in said
+        assert "use fp32 here: amp_fp16 has no finished run" in said
+        assert [row[:2] for row in table(findings)[1]] == [
+            ["fp32", "3"],
+            ["amp_fp16", "0, 3 failed"],
+        ]
+
+    def test_before_the_last_batch_is_left_out_and_named(self, tmp_path: Path) -> None:
+        """Its settings count for nothing."""
+        one, other = (write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16"))
+        changes = {"hparams.learning_rate": 1.0}
+        half = write_run(tmp_path / "half", "amp_bf16", 1, last_batch=60, settings=changes)
+        findings = found(one, other, half)
+        assert [summary.name for summary in findings.summaries] == ["fp32", "amp_fp16"]
+        assert f"left out: amp_bf16, seed 1 ({half}): 60 of 100 batches" in told(findings)
+
+
+class TestSearch:
+    def write(self, root: Path, *states: str) -> Path:
+        """A search of trials in fp32, amp_fp16 and so on, each with a seed of its own."""
+        metrics = {"loss_scale_score": 0.0, "validation_loss": 0.1}
+        folder = write_study(root / "search", [(1.0, metrics)] * len(states))
+        for number, precision in enumerate(states):
+            write_run(folder / "trials" / f"{number:04d}", precision, number)
+        return folder
+
+    def test_trials_are_runs(self, tmp_path: Path) -> None:
+        folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32", "amp_fp16")
+        for path in (folder, folder / "study.db"):
+            findings = find([read_search(path)])
+            assert [run.seed for run in findings.runs] == [0, 1, 2, 3]
+            assert [len(summary.runs) for summary in findings.summaries] == [2, 2]
+
+    def test_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
+        folder = self.write(tmp_path, "fp32", "amp_fp16")
+        study = load_study(folder / "study.db")
+        ends = {"failed": TrialState.FAIL, "stopped": TrialState.PRUNED}
+        for number, state in enumerate(ends.values(), 2):
+            study.add_trial(create_trial(state=state, user_attrs={"reason": "no memory\nleft"}))
+            write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
+        ended = [(run.state, run.reason) for run in read_search(folder).runs[2:]]
+        assert ended == [
+            (State.FAILED, "no memory left"),
+            (State.UNFINISHED, "60 of 100 batches: stopped early by the search"),
+        ]
+
+    def test_trial_without_a_folder_is_named(self, tmp_path: Path) -> None:
+        folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32")
+        (folder / "trials" / "0002").rename(tmp_path / "elsewhere")
+        reading = read_search(folder)
+        assert len(reading.runs) == 2
+        assert f"trial 2 of {folder}: complete: its run folder is not there" in told(
+            find([reading])
+        )
+
+    def test_that_is_none_is_a_sentence(self, tmp_path: Path) -> None:
+        with pytest.raises(ReportError, match="there is no such file"):
+            read_search(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["resolved.yaml", "environment.json"])
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", "data: {}"])
+def test_what_is_no_run_folder_is_a_sentence(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    assert read_folder(folder).state is State.FINISHED
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ReportError, match=r"is not a run folder .*allowed: what .*trials.train"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"group": "training"}', "3"])
+def test_foreign_reports_are_a_sentence(tmp_path: Path, line: str) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    (folder / "metrics.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ReportError, match="is not a run folder"):
+        read_folder(folder)
+
+
+def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines[:-20])
+    run = read_folder(folder)
+    assert (run.state, len(run.training)) == (State.UNFINISHED, 3)

@@ -1,0 +1,297 @@
+"""Verdicts of `reports.precision` on numbers whose answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from scipy import stats  # type: ignore[import-untyped]
+
+from reports.precision.advice import advise
+from reports.precision.claims import Judgement, claims
+from reports.precision.findings import Findings
+from reports.precision.interval import Verdict, paired, student_t, unpaired
+from reports.precision.words import sentences
+from tests.precisions import CPU, found, write_run, write_seeds
+from trials.precision import Precision
+
+BASE = (0.90, 0.91, 0.92)
+
+
+def shifted(*by: float) -> list[float]:
+    return [base + shift for base, shift in zip(BASE, by, strict=True)]
+
+
+class TestInterval:
+    def test_of_pairs_is_students(self) -> None:
+        """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.303."""
+        interval = paired([1.0, 2.0, 3.0])
+        assert (interval.mean, interval.deviation, interval.seeds) == (2.0, 1.0, 3)
+        assert interval.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+
+    def test_of_pairs_is_scipys(self) -> None:
+        differences = [0.1, -0.3, 0.25, 0.7]
+        low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
+        interval = paired(differences)
+        assert (interval.low, interval.high) == pytest.approx((low, high))
+
+    def test_of_other_seeds_is_welchs(self) -> None:
+        ours, theirs = [1.0, 2.0, 4.0, 3.5], [0.1, 0.2, 0.15]
+        low, high = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+        interval = unpaired(ours, theirs)
+        assert (interval.low, interval.high) == pytest.approx((low, high))
+        assert not interval.paired
+
+    def test_of_equal_values_is_a_point(self) -> None:
+        assert paired([0.0, 0.0]).verdict(0.001) is Verdict.EQUAL
+        assert unpaired([1.0, 1.0], [1.0, 1.0]).verdict(0.001) is Verdict.EQUAL
+
+    def test_of_one_seed_tells_nothing(self) -> None:
+        for interval in (paired([5.0]), unpaired([5.0], [0.0, 0.0])):
+            assert interval.verdict(0.001) is Verdict.UNKNOWN
+            assert interval.verdict(1000.0) is Verdict.UNKNOWN
+            assert interval.seeds_to_tell(0.001) is None
+
+    @pytest.mark.parametrize(
+        ("differences", "verdict"),
+        [
+            ((-0.001, 0.0, 0.001), Verdict.EQUAL),  # half width 0.0025
+            ((0.001, 0.0011, 0.0012), Verdict.EQUAL),  # real, and too small to matter
+            ((0.01, 0.011, 0.012), Verdict.DIFFERENT),
+            ((0.0, 0.0, 0.01), Verdict.UNKNOWN),
+            ((-0.002, 0.0, 0.002), Verdict.UNKNOWN),  # not significant, which is not equal
+        ],
+    )
+    def test_decides_by_the_margin(self, differences: Sequence[float], verdict: Verdict) -> None:
+        assert paired(differences).verdict(0.003) is verdict
+
+    def test_number_of_seeds_to_tell_is_the_first_that_would(self) -> None:
+        interval = paired([-0.002, 0.0, 0.002])
+        needed = interval.seeds_to_tell(0.003)
+        assert needed is not None
+
+        def half_width(seeds: int) -> float:
+            return student_t(seeds - 1) * 0.002 / math.sqrt(seeds)
+
+        assert half_width(needed) <= 0.003 < half_width(needed - 1)
+        assert paired([-1.0, 0.0, 1.0]).seeds_to_tell(0.003) is None  # more than a thousand
+
+    def test_number_of_other_seeds_to_tell_is_that_of_each_group(self) -> None:
+        """Groups of that number, with these variances, are just told apart."""
+        needed = unpaired([0.0, 2.0], [2.0, 4.0]).seeds_to_tell(0.1)
+        assert needed is not None
+
+        def low(seeds: int) -> float:
+            error = math.sqrt((2.0 + 2.0) / seeds)
+            return float(2.0 - stats.t.ppf(0.975, 2 * seeds - 2) * error)
+
+        assert low(needed) >= 0 > low(needed - 1)
+
+
+class TestMetric:
+    def findings(self, root: Path, amp: Sequence[float]) -> Findings:
+        return found(*write_seeds(root, "fp32", BASE), *write_seeds(root, "amp_fp16", amp))
+
+    @pytest.mark.parametrize(
+        ("shifts", "said"),
+        [
+            ((0.001, 0.0, -0.001), "equal within the margin of 0.003"),
+            ((-0.05, -0.051, -0.049), "different, worse"),
+            ((0.05, 0.051, 0.049), "different, better"),
+            ((-0.01, 0.0, 0.01), "cannot be told with 3 seeds: it would take about "),
+        ],
+    )
+    def test_verdict_is_said(self, tmp_path: Path, shifts: Sequence[float], said: str) -> None:
+        findings = self.findings(tmp_path, shifted(*shifts))
+        assert said in "\n".join(sentences(findings, advise(findings)))
+
+    def test_pairs_by_seed_see_what_groups_do_not(self, tmp_path: Path) -> None:
+        """Seeds differ by 0.01, the precisions by 0.004 in each of them."""
+        (comparison,) = self.findings(tmp_path / "a", shifted(0.004, 0.004, 0.004)).comparisons
+        assert comparison.difference.paired
+        assert comparison.verdict is Verdict.DIFFERENT
+        base = write_seeds(tmp_path / "b", "fp32", BASE)
+        others = [
+            write_run(tmp_path / f"b/{seed}", "amp_fp16", seed, accuracy=value)
+            for seed, value in enumerate(shifted(0.004, 0.004, 0.004), 11)
+        ]
+        (comparison,) = found(*base, *others).comparisons
+        assert not comparison.difference.paired
+        assert comparison.verdict is Verdict.UNKNOWN
+
+    def test_one_seed_says_so(self, tmp_path: Path) -> None:
+        findings = found(
+            write_run(tmp_path / "a", "fp32", 1), write_run(tmp_path / "b", "amp_bf16", 1)
+        )
+        assert "cannot be told with 1 seed: it takes 2 at least" in "\n".join(
+            sentences(findings, advise(findings))
+        )
+
+    def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
+        findings = self.findings(tmp_path, BASE)
+        said = "\n".join(sentences(findings, advise(findings)))
+        assert "(the same in all 3 seeds, which leaves no spread to judge by): equal" in said
+
+    def test_margin_is_the_users(self, tmp_path: Path) -> None:
+        folders = [
+            *write_seeds(tmp_path, "fp32", BASE),
+            *write_seeds(tmp_path, "amp_fp16", shifted(-0.01, 0.0, 0.01)),
+        ]
+        assert found(*folders).comparisons[0].verdict is Verdict.UNKNOWN
+        assert found(*folders, margin=0.1).comparisons[0].verdict is Verdict.EQUAL
+
+    def test_of_a_loss_one_percent_is_the_margin_and_less_is_better(self, tmp_path: Path) -> None:
+        base = write_seeds(tmp_path, "fp32", BASE, loss=2.0)
+        worse = write_seeds(tmp_path, "amp_fp16", BASE, loss=2.5)
+        findings = found(*base, *worse, metric="validation_loss")
+        assert findings.margin == pytest.approx(0.02)
+        assert "different, worse" in "\n".join(sentences(findings, advise(findings)))
+
+    def test_searcher_knows_the_direction_of_its_metric(self, tmp_path: Path) -> None:
+        upwards = {"platform.searcher.smaller_is_better": False}
+        folders = [write_run(tmp_path / p, p, 1, settings=upwards) for p in ("fp32", "amp_fp16")]
+        assert not found(*folders, metric="validation_loss").smaller_is_better
+
+
+class TestSpeed:
+    def test_is_the_median_of_steady_reports(self, tmp_path: Path) -> None:
+        """The first report says 1, and a zero counts for nothing."""
+        findings = found(
+            write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 0.0, 300.0, 110.0]),
+            write_run(tmp_path / "b", "amp_fp16", 1, speed=220.0),
+        )
+        speeds = [s.speed.middle for s in findings.summaries if s.speed]
+        assert speeds == [110.0, 220.0]
+        ratio = findings.comparisons[0].speed
+        assert ratio is not None
+        # Of one pair, the range is what its reports make of it.
+        assert (ratio.middle, ratio.low, ratio.high) == pytest.approx((2.0, 220 / 300, 2.2))
+
+    def test_first_report_of_a_resumed_process_is_left_out(self, tmp_path: Path) -> None:
+        resumed = {"audit_share": 1.0, "samples_per_second": 9999.0}
+        run = write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 7.0], trained=resumed)
+        findings = found(run, write_run(tmp_path / "b", "amp_fp16", 1))
+        speed = findings.summaries[0].speed
+        assert speed is not None
+        assert speed.middle == 100.0
+
+    def test_ratio_is_over_pairs_of_equal_seed(self, tmp_path: Path) -> None:
+        """The machine slows down from seed to seed; in each, AMP is twice as fast."""
+        folders = [
+            write_run(tmp_path / f"{precision}{seed}", precision, seed, speed=speed * times)
+            for precision, times in (("fp32", 1.0), ("amp_fp16", 2.0))
+            for seed, speed in ((1, 1000.0), (2, 500.0), (3, 250.0))
+        ]
+        ratio = found(*folders).comparisons[0].speed
+        assert ratio is not None
+        assert (ratio.low, ratio.middle, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 3)
+
+    def test_without_equal_seeds_all_are_paired_with_all(self, tmp_path: Path) -> None:
+        folders = [
+            write_run(tmp_path / f"{precision}{seed}", precision, seed, speed=speed)
+            for precision, seed, speed in (
+                *(("fp32", 1, 1000.0), ("fp32", 2, 500.0)),
+                *(("amp_fp16", 3, 1000.0), ("amp_fp16", 4, 500.0)),
+            )
+        ]
+        ratio = found(*folders).comparisons[0].speed
+        assert ratio is not None
+        assert (ratio.low, ratio.high, ratio.pairs, ratio.by_seed) == (0.5, 2.0, 4, False)
+
+
+class TestClaims:
+    @pytest.mark.parametrize(
+        ("speeds", "memory", "accuracies", "judged"),
+        [
+            ((2100, 2200, 2300), 490, (0.0, 0.0, 0.001), "hhh"),
+            ((1700, 1800, 1900), 600, (-0.02, -0.021, -0.022), "fff"),
+            ((1900, 2000, 2100), 500, (-0.01, 0.0, 0.01), "uhu"),
+        ],
+    )
+    def test_are_judged_each(
+        self,
+        tmp_path: Path,
+        speeds: Sequence[float],
+        memory: float,
+        accuracies: Sequence[float],
+        judged: str,
+    ) -> None:
+        base = write_seeds(tmp_path, "fp32", BASE, speed=1000, memory=1000)
+        amp = [
+            write_run(tmp_path / str(i), "amp_fp16", i, accuracy=value, speed=speed, memory=memory)
+            for i, (value, speed) in enumerate(zip(shifted(*accuracies), speeds, strict=True), 1)
+        ]
+        (comparison,) = found(*base, *amp).comparisons
+        words = {"h": Judgement.HOLDS, "f": Judgement.FAILS, "u": Judgement.UNKNOWN}
+        assert [c.judgement for c in claims(comparison)] == [words[letter] for letter in judged]
+
+    def test_memory_of_a_cpu_is_not_judged(self, tmp_path: Path) -> None:
+        base = write_seeds(tmp_path, "fp32", BASE, device=CPU, memory=1000)
+        amp = write_seeds(tmp_path, "amp_fp16", BASE, device=CPU, memory=100)
+        (comparison,) = found(*base, *amp).comparisons
+        assert claims(comparison)[1].judgement is Judgement.UNMEASURED
+
+    def test_accuracy_is_judged_whatever_metric_is_compared(self, tmp_path: Path) -> None:
+        base, amp = (write_seeds(tmp_path, p, BASE) for p in ("fp32", "amp_fp16"))
+        (comparison,) = found(*base, *amp, metric="validation_loss").comparisons
+        assert claims(comparison)[2].judgement is Judgement.HOLDS
+
+
+class TestAdvice:
+    def advised(self, root: Path, **amp: dict[str, object]) -> tuple[Precision, str]:
+        """Of three seeds in fp32 at 1000 samples/s, and what is given of others."""
+        folders = write_seeds(root, "fp32", BASE)
+        for precision, options in amp.items():
+            given = {"values": BASE, **options}
+            folders += write_seeds(root, precision, **given)  # type: ignore[arg-type]  # as given
+        advice = advise(found(*folders))
+        return advice.precision, advice.why
+
+    def test_fastest_of_those_that_are_not_worse(self, tmp_path: Path) -> None:
+        advised, why = self.advised(
+            tmp_path,
+            tf32={"speed": 1500.0},
+            amp_fp16={"speed": 2500.0, "values": shifted(-0.05, -0.05, -0.05)},
+            amp_bf16={"speed": 2000.0},
+        )
+        assert advised is Precision.AMP_BF16
+        assert why == "it is 2.00 times as fast as fp32 with equal validation_accuracy"
+
+    def test_baseline_where_amp_is_slower(self, tmp_path: Path) -> None:
+        advised, why = self.advised(tmp_path, amp_fp16={"speed": 300.0})
+        assert advised is Precision.FP32
+        assert why == "amp_fp16 is slower (0.30 times the speed)"
+
+    def test_baseline_where_nothing_is_faster_by_more_than_the_spread(self, tmp_path: Path) -> None:
+        folders = [
+            write_run(tmp_path / f"{precision}{seed}", precision, seed, speed=speed)
+            for precision, speeds in (("fp32", (900, 1100)), ("amp_bf16", (1000, 1090)))
+            for seed, speed in enumerate(speeds)
+        ]
+        advice = advise(found(*folders))
+        assert advice.precision is Precision.FP32
+        assert advice.why == "amp_bf16 is not faster by more than the spread"
+
+    def test_not_one_that_lost_a_run(self, tmp_path: Path) -> None:
+        folders = [
+            *write_seeds(tmp_path, "fp32", BASE),
+            *write_seeds(tmp_path, "amp_fp16", BASE, speed=3000.0),
+        ]
+        assert advise(found(*folders)).precision is Precision.AMP_FP16
+        lost = write_run(
+            tmp_path / "lost", "amp_fp16", 4, last_batch=60, trained={"skip_ratio": 1.0}
+        )
+        advice = advise(found(*folders, lost))
+        assert advice.precision is Precision.FP32
+        assert "amp_fp16 lost a run" in advice.why
+
+    def test_says_so_if_the_metric_cannot_be_told(self, tmp_path: Path) -> None:
+        one = write_run(tmp_path / "a", "fp32", 1)
+        other = write_run(tmp_path / "b", "amp_bf16", 1, speed=2000.0)
+        advice = advise(found(one, other))
+        assert advice.precision is Precision.AMP_BF16
+        assert "cannot be told with 1 seed: train more before you rely on it" in advice.why
+        worse = write_run(tmp_path / "c", "amp_bf16", 1, speed=2000.0, accuracy=0.1)
+        assert advise(found(one, worse)).precision is Precision.FP32
