@@ -13,7 +13,7 @@ RUN = $(ENV)/bin/python
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard report test test-oldest test-cluster lint format tensorboard clean
+.PHONY: help run search dashboard report compare test test-oldest test-cluster lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,10 @@ dashboard: $(ENV)/ready ## open the newest local search, also while it runs
 report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder or experiment id]
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
 	@$(RUN) -m reports.loss_scale $(STUDY)
+
+compare: $(ENV)/ready ## train in every precision with three seeds, and compare: make compare [CONFIG=...]
+	@$(RUN) -m hp_search.local hp_search/compare_precisions.yaml --config hyperparameters.experiment=$(CONFIG)
+	@$(RUN) -m reports.precision $$(ls -td runs/compare-precisions/*/ | head -n 1)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@$(RUN) -m pytest -n 2 --dist loadfile -m "not cluster"

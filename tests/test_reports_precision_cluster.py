@@ -76,6 +76,23 @@ def test_all_trials_are_runs(master: Master) -> None:
     assert runs[0].machine.date == "2026-01-01T00:00:00+00:00"
 
 
+def test_seeds_that_a_search_gives_are_known(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    search = read_yaml("hp_search/compare_precisions.yaml")
+    # The length of CONFIG, by which the trials of `master` have finished.
+    search["hyperparameters"]["training"] = {"max_length": {"batches": 100}}
+    constant = {key: search["hyperparameters"][key] for key in ("experiment", "training")}
+    master.config = search
+    for number, sent in enumerate(master.trials):
+        precision = sent["hparams"]["amp"]["precision"]
+        sent["hparams"] = {**constant, "seed": 5 + number % 2, "amp": {"precision": precision}}
+    findings = find([read_trials(7)])
+    assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
+    assert findings.comparisons[0].difference.paired
+
+
 def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Master) -> None:
     findings = find([read_trials(7)])
     (comparison,) = findings.comparisons

@@ -52,19 +52,20 @@ def _run(
     training: tuple[Report, ...],
     validation: tuple[Report, ...],
 ) -> Run:
-    settings = _settings(origin, config, trial.hparams or {})
+    hparams = trial.hparams or {}
+    settings = _settings(origin, config, hparams)
     state, reason = ended(settings, training, validation)
     status = str(trial.state.value if trial.state else _UNKNOWN).removeprefix("STATE_").lower()
     if status == "error":
         said = _last_match(trial, "no retry can help", r"no retry can help: (.*)")
         state, reason = State.FAILED, said[0] if said else reason or "its log has the reason"
-    # In a search every trial has a seed of its own, made from the experiment's.
-    alone = settings["searcher.name"] == "single"
+    # In a search every trial has a seed of its own, made from the experiment's; or it is given one.
+    known = settings["searcher.name"] == "single" or {"experiment", "seed"} <= hparams.keys()
     return Run(
         name=f"{origin}, trial {trial.id}",
         settings=settings,
         machine=_machine(trial, training),
-        seed=settings[SEED] if alone else None,
+        seed=settings[SEED] if known else None,
         training=training,
         validation=validation,
         state=state,
