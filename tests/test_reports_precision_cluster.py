@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,17 @@ def test_seeds_that_a_search_gives_are_known(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    search = read_yaml("hp_search/compare_precisions.yaml")
     # The length of CONFIG, by which the trials of `master` have finished.
-    search["hyperparameters"]["training"] = {"max_length": {"batches": 100}}
-    constant = {key: search["hyperparameters"][key] for key in ("experiment", "training")}
-    master.config = search
-    for number, sent in enumerate(master.trials):
-        precision = sent["hparams"]["amp"]["precision"]
-        sent["hparams"] = {**constant, "seed": 5 + number % 2, "amp": {"precision": precision}}
+    training = "hyperparameters.training={max_length: {batches: 100}}"
+    master.config = with_overrides(read_yaml("hp_search/compare_precisions.yaml"), (training,))
+    hparams = master.config["hyperparameters"]
+    constant = {key: hparams[key] for key in ("experiment", "training")}
+    master.trials = [
+        {**sent, "hparams": {**constant, "seed": seed, "amp": {"precision": precision}}}
+        for sent, (precision, seed) in zip(
+            master.trials, itertools.product(("fp32", "amp_bf16"), (5, 6)), strict=True
+        )
+    ]
     findings = find([read_trials(7)])
     assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
     assert findings.comparisons[0].difference.paired
