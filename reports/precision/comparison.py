@@ -160,5 +160,6 @@ def _ratio(ours: Summary, base: Summary, value: Callable[[Run], Spread | None]) 
 
 
 def _allocated(run: Run) -> Spread | None:
-    peak = run.largest("peak_memory_mib")
+    # Peaks of a process grow, but for those of its first batches, which are forgotten after them.
+    peak = run.last("peak_memory_mib")
     return Spread.of([peak] if peak else [])

@@ -104,7 +104,7 @@ def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None
 
 
 def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, lambda run: run.largest("peak_memory_mib"), ratios)
+    _columns(axes, findings, lambda run: run.last("peak_memory_mib"), ratios)
     on_gpu = findings.machine.on_gpu
     whose = "allocated by torch (less is better)" if on_gpu else "of the process (not judged)"
     axes.set_title(f"Peak memory {whose}")

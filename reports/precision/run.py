@@ -120,10 +120,6 @@ class Run:
         """A number of the last training report."""
         return self.training[-1].metrics.get(name) if self.training else None
 
-    def largest(self, name: str) -> float | None:
-        """The largest of a number over all training reports."""
-        return max(self._all(name), default=None)
-
     @property
     def audit_share(self) -> float | None:
         """Share of the first batch's FLOPs in the dtype asked for, the smallest of its processes.

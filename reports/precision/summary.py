@@ -72,12 +72,12 @@ class Summary:
     @property
     def memory(self) -> Spread | None:
         """Peak memory in MiB: allocated by torch on a GPU, resident on a CPU."""
-        return self.spread(lambda run: run.largest("peak_memory_mib"))
+        return self.spread(lambda run: run.last("peak_memory_mib"))
 
     @property
     def reserved_memory(self) -> Spread | None:
         """Peak of the GPU memory that torch held, in MiB."""
-        return self.spread(lambda run: run.largest("peak_reserved_memory_mib"))
+        return self.spread(lambda run: run.last("peak_reserved_memory_mib"))
 
     @property
     def data_wait_share(self) -> float | None:
