@@ -99,7 +99,7 @@ class TestPrediction:
         trained(path, overrides, steps, work)
 
     @pytest.mark.parametrize("steps", [0, 10])
-    def test_fifty_convolutions_are_right_within_one_bit(self, steps: int) -> None:
+    def test_fifty_convolutions_are_right_within_two_bits(self, steps: int) -> None:
         """bfloat16 rounds eight times as coarsely as float16, and fifty layers pass that on.
 
         Whether results fit is judged from a scale that works, where they are seen: kernels that add
@@ -114,7 +114,7 @@ class TestPrediction:
             seen = observe(context, batches, choice, finding.prediction)
             assert not seen.overflow
             first = choice + math.ceil(seen.headroom_bits)
-            assert abs(first - finding.prediction.first_overflow_log2) <= 1
+            assert abs(first - finding.prediction.first_overflow_log2) <= 2
             assert observe(context, batches, first, finding.prediction).overflow
 
         trained(*RESNET, steps, work)

@@ -77,6 +77,24 @@ def test_all_trials_are_runs(master: Master) -> None:
     assert runs[0].machine.date == "2026-01-01T00:00:00+00:00"
 
 
+def test_trial_that_failed_before_its_log_began_hinders_nothing(master: Master) -> None:
+    """As on a GPU that refuses amp_bf16, or where an image could not be pulled."""
+    early = trial(10, "amp_fp16", state="STATE_ERROR")
+    master.trials = [early, *master.trials]
+    master.logs[10] = []
+    findings = find([read_trials(7)])
+    assert findings.runs[0].state is State.FAILED
+    assert findings.machine.on_gpu
+    assert findings.machine.device == "NVIDIA H100"
+
+
+def test_metric_that_is_no_number_is_left_out(master: Master) -> None:
+    for sent in master.reports["validation"]:
+        sent["metrics"]["validation_metrics"] |= {"per_class": [0.5, 0.5], "note": "text"}
+    (run, *_) = read_trials(7).runs
+    assert "per_class" not in run.validation[-1].metrics
+
+
 def test_seeds_that_a_search_gives_are_known(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from reports.precision.claims import Judgement, claims
 from reports.precision.findings import Findings
 from reports.precision.interval import Verdict, paired, student_t, unpaired
 from reports.precision.words import sentences
+from reports.sources import ReportError
 from tests.precisions import CPU, found, write_run, write_seeds
 from trials.precision import Precision
 
@@ -22,6 +23,9 @@ BASE = (0.90, 0.91, 0.92)
 
 def shifted(*by: float) -> list[float]:
     return [base + shift for base, shift in zip(BASE, by, strict=True)]
+
+
+ALIKE = shifted(-0.0001, 0.0, 0.0001)
 
 
 class TestInterval:
@@ -44,9 +48,14 @@ class TestInterval:
         assert (interval.low, interval.high) == pytest.approx((low, high))
         assert not interval.paired
 
-    def test_of_equal_values_is_a_point(self) -> None:
-        assert paired([0.0, 0.0]).verdict(0.001) is Verdict.EQUAL
-        assert unpaired([1.0, 1.0], [1.0, 1.0]).verdict(0.001) is Verdict.EQUAL
+    @pytest.mark.parametrize("difference", [0.0, 1.0])
+    def test_of_seeds_without_a_spread_tells_nothing(self, difference: float) -> None:
+        for interval in (
+            paired([difference] * 3),
+            unpaired([1.0 + difference, 1.0 + difference], [1.0, 1.0]),
+        ):
+            assert interval.verdict(0.001) is Verdict.UNKNOWN
+            assert interval.seeds_to_tell(0.001) is None
 
     def test_of_one_seed_tells_nothing(self) -> None:
         for interval in (paired([5.0]), unpaired([5.0], [0.0, 0.0])):
@@ -109,13 +118,13 @@ class TestMetric:
 
     def test_pairs_by_seed_see_what_groups_do_not(self, tmp_path: Path) -> None:
         """Seeds differ by 0.01, the precisions by 0.004 in each of them."""
-        (comparison,) = self.findings(tmp_path / "a", shifted(0.004, 0.004, 0.004)).comparisons
+        (comparison,) = self.findings(tmp_path / "a", shifted(0.0039, 0.004, 0.0041)).comparisons
         assert comparison.difference.paired
         assert comparison.verdict is Verdict.DIFFERENT
         base = write_seeds(tmp_path / "b", "fp32", BASE)
         others = [
             write_run(tmp_path / f"b/{seed}", "amp_fp16", seed, accuracy=value)
-            for seed, value in enumerate(shifted(0.004, 0.004, 0.004), 11)
+            for seed, value in enumerate(shifted(0.0039, 0.004, 0.0041), 11)
         ]
         (comparison,) = found(*base, *others).comparisons
         assert not comparison.difference.paired
@@ -132,7 +141,7 @@ class TestMetric:
     def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
         findings = self.findings(tmp_path, BASE)
         said = "\n".join(sentences(findings, advise(findings)))
-        assert "(the same in all 3 seeds, which leaves no spread to judge by): equal" in said
+        assert "told with 3 seeds: the difference is the same in all, which leaves" in said
 
     def test_margin_is_the_users(self, tmp_path: Path) -> None:
         folders = [
@@ -144,10 +153,32 @@ class TestMetric:
 
     def test_of_a_loss_one_percent_is_the_margin_and_less_is_better(self, tmp_path: Path) -> None:
         base = write_seeds(tmp_path, "fp32", BASE, loss=2.0)
-        worse = write_seeds(tmp_path, "amp_fp16", BASE, loss=2.5)
+        worse = [
+            write_run(tmp_path / f"{seed}", "amp_fp16", seed, loss=loss)
+            for seed, loss in enumerate((2.5, 2.51, 2.52), 1)
+        ]
         findings = found(*base, *worse, metric="validation_loss")
         assert findings.margin == pytest.approx(0.02)
         assert "different, worse" in "\n".join(sentences(findings, advise(findings)))
+
+    def test_direction_that_nobody_knows_has_to_be_said(self, tmp_path: Path) -> None:
+        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
+        for folder in folders:
+            lines = (folder / "metrics.jsonl").read_text()
+            (folder / "metrics.jsonl").write_text(lines.replace("validation_loss", "f1"))
+        with pytest.raises(ReportError, match="larger or a smaller f1 is better is unknown"):
+            found(*folders, metric="f1")
+        assert not found(*folders, metric="f1", smaller_is_better=False).smaller_is_better
+
+    def test_accuracy_in_percent_has_a_margin_in_percent(self, tmp_path: Path) -> None:
+        percent = [100 * value for value in BASE]
+        findings = found(
+            *write_seeds(tmp_path, "fp32", percent, loss=1.0),
+            *write_seeds(tmp_path, "amp_fp16", [value + 0.01 for value in percent], loss=1.0),
+        )
+        assert findings.margin == pytest.approx(0.3)
+        (comparison,) = findings.comparisons
+        assert claims(comparison)[2].judgement is Judgement.UNMEASURED
 
     def test_searcher_knows_the_direction_of_its_metric(self, tmp_path: Path) -> None:
         upwards = {"platform.searcher.smaller_is_better": False}
@@ -234,7 +265,8 @@ class TestClaims:
         assert claims(comparison)[1].judgement is Judgement.UNMEASURED
 
     def test_accuracy_is_judged_whatever_metric_is_compared(self, tmp_path: Path) -> None:
-        base, amp = (write_seeds(tmp_path, p, BASE) for p in ("fp32", "amp_fp16"))
+        base = write_seeds(tmp_path, "fp32", BASE)
+        amp = write_seeds(tmp_path, "amp_fp16", ALIKE)
         (comparison,) = found(*base, *amp, metric="validation_loss").comparisons
         assert claims(comparison)[2].judgement is Judgement.HOLDS
 
@@ -244,7 +276,7 @@ class TestAdvice:
         """Of three seeds in fp32 at 1000 samples/s, and what is given of others."""
         folders = write_seeds(root, "fp32", BASE)
         for precision, options in amp.items():
-            given = {"values": BASE, **options}
+            given = {"values": ALIKE, **options}
             folders += write_seeds(root, precision, **given)  # type: ignore[arg-type]  # as given
         advice = advise(found(*folders))
         return advice.precision, advice.why
@@ -253,7 +285,7 @@ class TestAdvice:
         advised, why = self.advised(
             tmp_path,
             tf32={"speed": 1500.0},
-            amp_fp16={"speed": 2500.0, "values": shifted(-0.05, -0.05, -0.05)},
+            amp_fp16={"speed": 2500.0, "values": shifted(-0.05, -0.051, -0.049)},
             amp_bf16={"speed": 2000.0},
         )
         assert advised is Precision.AMP_BF16

@@ -3,7 +3,8 @@
     python -m reports.precision runs/mlp-fp32/TIME runs/mlp-amp/TIME ...   # run folders
     python -m reports.precision runs/SEARCH/TIME                           # a local search
     python -m reports.precision 12 13                                      # on DET_MASTER
-    python -m reports.precision SOURCE [SOURCE ...] [--metric NAME] [--margin X] [--output FOLDER]
+    python -m reports.precision SOURCE [SOURCE ...] [--metric NAME [--better larger|smaller]]
+                                [--margin X] [--output FOLDER]
 
 Give it runs that differ in precision and seed alone, of fp32 or tf32 at least one. It writes
 precision.png, precision.html, precision.md and precision.json, and prints the table.
@@ -63,7 +64,12 @@ def _report(options: argparse.Namespace) -> None:
     if folder is not None and not folder.is_dir():
         raise ReportError(f"--output: got {folder}, which is no folder; allowed: one that is")
     sources = [_read(source) for source in options.sources]
-    findings = find([reading for reading, _ in sources], options.metric, options.margin)
+    findings = find(
+        [reading for reading, _ in sources],
+        options.metric,
+        options.margin,
+        smaller_is_better=None if options.better is None else options.better == "smaller",
+    )
     folder = folder or sources[0][1]
     folder.mkdir(parents=True, exist_ok=True)
     print(_written(findings, folder))
@@ -141,6 +147,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--metric",
         metavar="NAME",
         help="validation metric; default: validation_accuracy, else the searcher's",
+    )
+    parser.add_argument(
+        "--better",
+        choices=("larger", "smaller"),
+        help="direction of --metric; default: the searcher's, or what the name says",
     )
     parser.add_argument(
         "--margin",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reports.precision.comparison import Comparison
+from reports.precision.comparison import LEAST_EFFECT, Comparison
 from reports.precision.findings import Findings
 from reports.precision.interval import Verdict
 from trials.precision import Precision
 
 RULE = (
     "the fastest of those that are not worse, lost no run and are faster than the baseline in "
-    "every pair of runs; else the baseline"
+    f"every pair of runs, and by {LEAST_EFFECT - 1:.0%} or more; else the baseline"
 )
 
 

@@ -64,11 +64,14 @@ def _accuracy(comparison: Comparison) -> Claim:
     everything = len(ours.runs) + len(base.runs)
     if len(ours.values(ACCURACY)) + len(base.values(ACCURACY)) < everything:
         return Claim(words, Judgement.UNMEASURED, f"the runs do not report {ACCURACY}")
+    if max(*ours.values(ACCURACY), *base.values(ACCURACY)) > 1.0:
+        return Claim(words, Judgement.UNMEASURED, f"{ACCURACY} is not a share of 1")
     found = difference(ours, base, ACCURACY)
     within = found.verdict(POINTS / 100) is Verdict.EQUAL
-    outside = found.low > POINTS / 100 or found.high < -POINTS / 100
+    different = found.verdict(POINTS / 100) is Verdict.DIFFERENT
+    outside = different and (found.low > POINTS / 100 or found.high < -POINTS / 100)
     figure = f"{100 * found.mean:+.2f} points"
-    if found.half_width is not None:
+    if found.deviation and found.half_width is not None:
         figure += f", 95 % interval {100 * found.low:+.2f} to {100 * found.high:+.2f}"
     return Claim(words, _judged(within, outside), figure)
 

@@ -111,7 +111,8 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in metrics.items()
-        if name != "batches" and (isinstance(value, (int, float)) or value in _NO_JSON_NUMBERS)
+        if name != "batches"
+        if isinstance(value, (int, float)) or (isinstance(value, str) and value in _NO_JSON_NUMBERS)
     }
 
 

@@ -12,6 +12,9 @@ from reports.precision.run import Run, Spread
 from reports.precision.summary import Summary
 from trials.precision import Precision
 
+# A smaller change of speed or memory is not worth another precision.
+LEAST_EFFECT = 1.05
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -33,12 +36,12 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool:
-        """Whether ours is larger by more than the spread."""
-        return self.low > 1.0
+        """Whether ours is larger in every pair, and by as much as matters."""
+        return self.low > 1.0 and self.middle >= LEAST_EFFECT
 
     @property
     def is_smaller(self) -> bool:
-        return self.high < 1.0
+        return self.high < 1.0 and self.middle <= 1.0 / LEAST_EFFECT
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,10 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     """One sentence per key, device or version that is not the same for all."""
     for key in sorted({key for run in runs for key in run.settings} - _MAY_DIFFER):
         yield from _difference(key, [(run, run.settings.get(key, "not set")) for run in runs])
-    yield from _difference("device", [(run, run.machine.device) for run in runs])
-    yield from _difference("torch", [(run, run.machine.torch) for run in runs])
+    # One that failed may have done so before it said what it ran on.
+    finished = [run for run in runs if run.state is State.FINISHED]
+    yield from _difference("device", [(run, run.machine.device) for run in finished])
+    yield from _difference("torch", [(run, run.machine.torch) for run in finished])
 
 
 def _difference(what: str, values: Sequence[tuple[Run, Any]]) -> Iterator[str]:
@@ -84,7 +86,8 @@ def _twins(runs: Sequence[Run]) -> Iterator[str]:
 
 def _missing(runs: Sequence[Run]) -> Iterator[str]:
     if not any(run.state is State.FINISHED for run in runs):
-        yield "no run has finished"
+        reasons = dict.fromkeys(run.reason for run in runs)
+        yield f"no run has finished: {'; '.join(reasons)}"
     if len({Precision.FP32 if is_only_fp32(run) else run.precision for run in runs}) < 2:
         given = sorted({run.precision.value for run in runs})
         same = ", which is fp32 on this device," if any(map(is_only_fp32, runs)) else ""

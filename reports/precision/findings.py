@@ -44,8 +44,8 @@ class Findings:
 
     @property
     def machine(self) -> Machine:
-        """What all runs ran on, but for the date."""
-        return self.runs[0].machine
+        """What all finished runs ran on, but for the date."""
+        return next(run for run in self.runs if run.state is State.FINISHED).machine
 
     @property
     def dates(self) -> tuple[str, ...]:
@@ -66,15 +66,20 @@ class Findings:
 
 
 def find(
-    readings: Sequence[Reading], metric: str | None = None, margin: float | None = None
+    readings: Sequence[Reading],
+    metric: str | None = None,
+    margin: float | None = None,
+    *,
+    smaller_is_better: bool | None = None,
 ) -> Findings:
     """Compare all runs of some sources.
 
     Args:
         readings: What the sources hold.
         metric: Validation metric; by default the accuracy if all report it, else the searcher's.
-        margin: Difference of it that does not matter; by default 0.003 of an accuracy, of another
-            metric 1 % of the baseline's mean.
+        margin: Difference of it that does not matter; by default 0.003 of an accuracy (0.3 of one
+            in percent), of another metric 1 % of the baseline's mean.
+        smaller_is_better: Its direction; by default the searcher's word, if the metric is its.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -90,8 +95,9 @@ def find(
     fair.check(runs)
     finished = [run for run in runs if run.state is State.FINISHED]
     metric = _metric(finished, metric)
-    smaller_is_better = _smaller_is_better(finished[0], metric)
     found = summaries(runs, metric)
+    if smaller_is_better is None:
+        smaller_is_better = _smaller_is_better(finished[0], metric)
     base = fair.baseline(runs)
     margin = _margin(found, base, metric) if margin is None else margin
     compared = comparisons(found, base, smaller_is_better=smaller_is_better, margin=margin)
@@ -120,9 +126,14 @@ def _metric(finished: Sequence[Run], wanted: str | None) -> str:
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
-    """The searcher's word on its own metric; of others an accuracy alone is to be large."""
+    """The searcher's word on its own metric; of others, what the name says."""
     if metric == _searched(run):
         return bool(run.settings[SMALLER_IS_BETTER])
+    if not is_accuracy(metric) and "loss" not in metric:
+        raise ReportError(
+            f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: "
+            "--better larger or --better smaller with it"
+        )
     return not is_accuracy(metric)
 
 
@@ -131,13 +142,14 @@ def _searched(run: Run) -> str:
 
 
 def is_accuracy(metric: str) -> bool:
-    """Whether it is a share, of which 0.01 is a point."""
+    """Whether it is one, by its name."""
     return "accuracy" in metric
 
 
 def _margin(found: Sequence[Summary], base: Precision, metric: str) -> float:
-    if is_accuracy(metric):
-        return _ACCURACY_MARGIN
     (mean,) = (summary.mean for summary in found if summary.precision is base)
     assert mean is not None  # every finished run has the metric
+    if is_accuracy(metric):
+        in_percent = max(value for summary in found for value in summary.values()) > 1.0
+        return _ACCURACY_MARGIN * (100 if in_percent else 1)
     return _RELATIVE_MARGIN * abs(mean)

@@ -51,7 +51,13 @@ class Interval:
         return self.mean + (math.inf if self.half_width is None else self.half_width)
 
     def verdict(self, margin: float) -> Verdict:
-        """Equal comes first: a difference that is real and smaller than the margin is none."""
+        """Equal comes first: a difference that is real and smaller than the margin is none.
+
+        Seeds that all differ by the same say nothing of how far others do: a metric of few
+        validation samples has few values.
+        """
+        if not self.deviation:
+            return Verdict.UNKNOWN
         if -margin <= self.low and self.high <= margin:
             return Verdict.EQUAL
         if self.low > 0 or self.high < 0:
@@ -63,7 +69,7 @@ class Interval:
 
         None if there is no deviation yet, or if it would take more than a thousand.
         """
-        if self.deviation is None:
+        if not self.deviation:
             return None
         # Wide enough for one of the two verdicts.
         wanted = max(margin - abs(self.mean), abs(self.mean))

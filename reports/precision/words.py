@@ -194,9 +194,7 @@ def _metric(comparison: Comparison) -> str:
         Verdict.UNKNOWN: _untold(found, comparison.margin),
     }[verdict]
     interval = ""
-    if found.deviation == 0.0:  # as with a metric of few validation samples
-        interval = f" (the same in all {found.seeds} seeds, which leaves no spread to judge by)"
-    elif found.half_width is not None:
+    if found.deviation and found.half_width is not None:
         kind = "paired by seed" if found.paired else "seeds differ"
         interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
     return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
@@ -206,6 +204,8 @@ def _untold(found: Interval, margin: float) -> str:
     said = f"cannot be told with {found.seeds} seed{'s' * (found.seeds != 1)}"
     if found.deviation is None:
         return f"{said}: it takes 2 at least, and how many more shows only then"
+    if found.deviation == 0.0:  # as with a metric of few validation samples
+        return f"{said}: the difference is the same in all, which leaves no spread to judge by"
     needed = found.seeds_to_tell(margin)
     many = "more than 1000" if needed is None else f"about {needed}"
     return f"{said}: it would take {many}, if they go on like this (margin {margin:.2g})"
