@@ -32,7 +32,7 @@ report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder 
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
 	@$(RUN) -m reports.loss_scale $(STUDY)
 
-compare: $(ENV)/ready ## train in every precision with three seeds, and compare: make compare [CONFIG=...]
+compare: $(ENV)/ready ## train in every precision with five seeds, and compare: make compare [CONFIG=...]
 	@$(RUN) -m hp_search.local hp_search/compare_precisions.yaml --config hyperparameters.experiment=$(CONFIG)
 	@$(RUN) -m reports.precision $$(ls -td runs/compare-precisions/*/ | head -n 1)
 

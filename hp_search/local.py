@@ -10,6 +10,7 @@ newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows it, also w
 Points of a grid, ranges and their scales, nesting, brackets, rungs and what follows an invalid
 trial are the platform's. What differs, because it has to:
 
+* A comparison takes its seeds by turns, where the platform takes its precisions one by one.
 * Random numbers: the same distributions, other draws; other seeds of trials that train. A trial
   that is scored has the search's own seed in both places.
 * `max_concurrent_trials` and `slots_per_trial` are a cluster's: here it is `--workers`, and every

@@ -18,7 +18,7 @@ from rich.console import Console
 from hp_search.board import Board
 from hp_search.messages import Ended, Outcome, Validation
 from hp_search.searcher import Work
-from hp_search.study import FILE_NAME, StudyError, create_study, describe, load_study
+from hp_search.study import FILE_NAME, WORKERS_KEY, StudyError, create_study, describe, load_study
 from hp_search.trial_run import check
 from hp_search.trials import SearchPlan, Trials
 from hp_search.worker import Worker
@@ -77,14 +77,26 @@ def _run(folder: Path, workers: int) -> None:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
     board = Board(Console(), plan, folder)
-    if plan.work is Work.COMPARE and workers > 1:
-        board.warn_of_sharing(workers)
+    if plan.work is Work.COMPARE:
+        _keep_workers(study, workers)
+        if workers > 1:
+            board.warn_of_sharing(workers)
     loop = Loop(Trials(plan, study, folder), board, workers)
     with board.bar(), loop.listening():
         loop.run(lambda: board.update(describe(study, folder)))
     board.close(describe(study, folder), stopped=loop.stopping)
     if loop.hopeless:
         raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {loop.hopeless}")
+
+
+def _keep_workers(study: optuna.study.Study, workers: int) -> None:
+    before = study.user_attrs.get(WORKERS_KEY, workers)
+    if before != workers:
+        raise SearchError(
+            f"--workers: got {workers}, but this comparison began with {before}, and speed depends "
+            f"on it; allowed: {before}"
+        )
+    study.set_user_attr(WORKERS_KEY, workers)
 
 
 class Loop:

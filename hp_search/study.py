@@ -20,6 +20,9 @@ FILE_NAME = "study.db"
 # Marks a study as ours, and says how to read it.
 _FORMAT_KEY, _FORMAT = "determined_amp_search", 1
 
+# How many trials of a comparison ran at a time.
+WORKERS_KEY = "workers"
+
 _STATES = {
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "stopped",
@@ -71,10 +74,12 @@ class SearchStudy:
     Args:
         search: Its configuration, as it was given.
         trials: In the order of their start.
+        workers: Trials at a time; 1 if nobody kept it.
     """
 
     search: Mapping[str, Any]
     trials: tuple[SearchTrial, ...]
+    workers: int = 1
 
     @property
     def metric(self) -> str:
@@ -106,7 +111,8 @@ def read_study(path: Path) -> SearchStudy:
 def describe(study: optuna.study.Study, folder: Path) -> SearchStudy:
     """What `study` holds, of the search in `folder`."""
     trials = tuple(_describe(trial, folder) for trial in study.get_trials(deepcopy=False))
-    return SearchStudy(study.user_attrs["search"], trials)
+    attributes = study.user_attrs
+    return SearchStudy(attributes["search"], trials, attributes.get(WORKERS_KEY, 1))
 
 
 def _describe(trial: FrozenTrial, folder: Path) -> SearchTrial:

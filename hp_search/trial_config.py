@@ -9,11 +9,13 @@ but their other hyperparameters.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hp_search.searcher import Work
 from trials.amp import SCALER_KEYS
 from trials.experiment import read_yaml
 from trials.precision import Precision
@@ -38,6 +40,8 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
     """
     changes = round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
+    if Work.COMPARE.value in str(search.get("entrypoint")):
+        _check_metric(search, base)
     seed = chosen_seed(sampled)
     changes.pop("seed", None)
     hyperparameters = _laid_over(_fitting(base["hyperparameters"], changes), changes)
@@ -47,6 +51,19 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
         reproducibility = {**(search.get("reproducibility") or {}), "experiment_seed": seed}
         composed["reproducibility"] = reproducibility
     return composed
+
+
+def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """A comparison trains what the experiment does, and that reports the experiment's metric."""
+    ours, theirs = (section.get("searcher") or {} for section in (search, base))
+    problems = [
+        f"searcher.{key}: got {ours.get(key)!r}, but the experiment has {theirs[key]!r}; allowed: "
+        f"the same, by --config searcher.{key}={json.dumps(theirs[key])}"
+        for key in ("metric", "smaller_is_better")
+        if key in theirs and ours.get(key) != theirs[key]
+    ]
+    if problems:
+        raise ConfigError("search", problems)
 
 
 def _fitting(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ import yaml
 from hp_search import local
 from hp_search.board import Board
 from hp_search.study import FILE_NAME, SearchStudy, StudyError, read_study
+from reports.precision.folders import read_search
 from tests import searching, training
 from tests.mortal import ORDER
 from trials.experiment import read_yaml
@@ -181,8 +182,40 @@ class TestComparison:
     def test_warns_that_trials_side_by_side_are_no_measure_of_speed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH, workers=2)
+        study = searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH, workers=2)
+        assert study.workers == 2
         assert "their speeds cannot" in capsys.readouterr().out
+        folder = searching.only_folder(tmp_path)
+        (run, *_) = read_search(folder).runs
+        assert run.shares_device
+        assert run.speed is None
+        assert local.main(["--resume", str(folder)]) == 2
+        assert "began with 2" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("search", "overrides", "processes"),
+        [
+            ("compare_precisions.yaml", TWO_OF_EACH, 4),
+            ("loss_scale_grid.yaml", searching.THREE_SCALES, 1),  # the control
+        ],
+    )
+    def test_every_trial_has_a_process_of_its_own(
+        self, tmp_path: Path, search: str, overrides: tuple[str, ...], processes: int
+    ) -> None:
+        own = "hyperparameters.trial=tests.mortal:PidTrial"
+        study = searching.run(tmp_path, search, *overrides, own)
+        assert {trial.state for trial in study.trials} == {"complete"}
+        assert len({*(tmp_path / "pids").read_text().split()}) == processes
+
+    def test_metric_that_the_experiment_does_not_have_is_refused_at_once(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = searching.write(tmp_path, "compare_precisions.yaml", "searcher.metric=f1")
+        assert local.main([path.name]) == 2
+        said = capsys.readouterr().err
+        assert "got 'f1', but the experiment has 'validation_loss'" in said
+        assert '--config searcher.metric="validation_loss"' in said
+        assert not (tmp_path / "runs").exists()
 
     def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
         """Three failures alike end a search, but here fp32 is still to come."""
@@ -198,9 +231,12 @@ class TestComparison:
         base.write_text(yaml.safe_dump(with_overrides(read_yaml(str(base)), strict)))
         assert local.main([path.name]) == 0
         study = read_study(searching.only_folder(tmp_path))
-        states = [(trial.params["amp.precision"], trial.state) for trial in study.trials]
-        assert states == [("amp_fp16", "failed")] * 3 + [("fp32", "complete")] * 3
-        assert all("overflow" in (trial.reason or "") for trial in study.trials[:3])
+        by_turns = ["amp_fp16", "fp32", "fp32", "amp_fp16", "amp_fp16", "fp32"]
+        assert [trial.params["amp.precision"] for trial in study.trials] == by_turns
+        for trial in study.trials:
+            in_float16 = trial.params["amp.precision"] == "amp_fp16"
+            assert trial.state == ("failed" if in_float16 else "complete")
+            assert ("overflow" in (trial.reason or "")) is in_float16
 
 
 def test_worker_that_always_dies_costs_its_trial_only(tmp_path: Path) -> None:

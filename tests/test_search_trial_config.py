@@ -201,7 +201,7 @@ class TestComparison:
     ) -> None:
         plan = searching.plan(config)
         points = [plan.space.nested(point) for point in plan.grid]
-        assert len(points) == 12
+        assert len(points) == 20
         for point in points:
             name = {"amp_fp16": "amp", "amp_bf16": "bf16"}.get(
                 point["amp"]["precision"], point["amp"]["precision"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from reports.precision.comparison import Comparison, Ratio, difference
+from reports.precision.comparison import Comparison, difference
 from reports.precision.interval import Verdict
 
 SPEED, MEMORY, ACCURACY, POINTS = 2.0, 0.5, "validation_accuracy", 0.3
@@ -37,13 +37,15 @@ class Claim:
 
 def claims(comparison: Comparison) -> tuple[Claim, ...]:
     """The three claims for one AMP precision against a baseline."""
-    return _speed(comparison.speed), _memory(comparison), _accuracy(comparison)
+    return _speed(comparison), _memory(comparison), _accuracy(comparison)
 
 
-def _speed(ratio: Ratio | None) -> Claim:
-    words = f"{SPEED:.1f}x the speed"
+def _speed(comparison: Comparison) -> Claim:
+    words, ratio = f"{SPEED:.1f}x the speed", comparison.speed
     if ratio is None:
-        return Claim(words, Judgement.UNMEASURED, "no report but the first has a speed")
+        shared = any(r.shares_device for r in (*comparison.ours.runs, *comparison.base.runs))
+        why = "several ran at a time" if shared else "no report but the first has a speed"
+        return Claim(words, Judgement.UNMEASURED, why)
     judgement = _judged(ratio.low >= SPEED, ratio.high < SPEED)
     return Claim(words, judgement, f"{ratio.middle:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}")
 

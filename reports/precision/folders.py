@@ -51,7 +51,8 @@ def read_search(path: Path) -> Reading:
     runs, unread = [], []
     for trial in study.trials:
         try:
-            runs.append(_of_search(read_folder(trial.folder), trial))
+            run = _of_search(read_folder(trial.folder), trial)
+            runs.append(dataclasses.replace(run, shares_device=study.workers > 1))
         except ReportError:
             why = one_line(trial.reason or "its run folder is not there")
             unread.append(f"trial {trial.number} of {path}: {trial.state}: {why}")

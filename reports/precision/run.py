@@ -87,6 +87,7 @@ class Run:
         validation: Its validation reports, in order.
         state: What became of it.
         reason: Why it failed, or how far it came; empty if it finished.
+        shares_device: Whether others ran beside it, and its speed is not its own.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Run:
     validation: tuple[Report, ...]
     state: State
     reason: str
+    shares_device: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -130,7 +132,9 @@ class Run:
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second over its steady reports."""
+        """Samples per second over its steady reports; None if it shared the device."""
+        if self.shares_device:
+            return None
         return Spread.of([r.metrics["samples_per_second"] for r in self._steady()])
 
     @property

@@ -143,6 +143,11 @@ def _notes(findings: Findings) -> Iterator[str]:
         yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared" + (
             "" if drift is None else f"; that its speed is {_times(drift)} is drift of the machine"
         )
+    if any(run.shares_device for run in findings.runs):
+        yield (
+            "several trials ran at a time: what they say of speed is left out; for that, compare "
+            "with one worker"
+        )
     if not findings.machine.on_gpu:
         yield (
             "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
