@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from reports.precision.claims import POINTS, SPEED
+from reports.precision.comparison import LEAST_EFFECT
 from reports.precision.summary import WAITS_FOR_DATA
 from tests.test_configs import flat
 from tests.test_loss_scale_doc import missing_files
@@ -44,7 +45,7 @@ def test_commands_exist() -> None:
 def test_overrides_are_of_keys_that_the_search_has() -> None:
     search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
     overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+)", DOC)
-    assert len(overrides) == 4
+    assert len(overrides) == 2
     changed = with_overrides(search, overrides)
     assert flat(changed).keys() == flat(search).keys()
 
@@ -52,6 +53,7 @@ def test_overrides_are_of_keys_that_the_search_has() -> None:
 def test_limits_are_those_of_the_code() -> None:
     assert f"{SPEED:.1f}x the speed" in DOC
     assert f"{POINTS} points" in DOC
+    assert f"by {100 * (LEAST_EFFECT - 1):.0f} % or more" in DOC
     assert f"`data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in DOC
 
 
