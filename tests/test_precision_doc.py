@@ -45,7 +45,7 @@ def test_commands_exist() -> None:
 def test_overrides_are_of_keys_that_the_search_has() -> None:
     search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
     overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+)", DOC)
-    assert len(overrides) == 2
+    assert len(overrides) == 3
     changed = with_overrides(search, overrides)
     assert flat(changed).keys() == flat(search).keys()
 
