@@ -27,6 +27,7 @@ from hp_search.frozen import LossScaleError
 from reports.cluster import read_experiment, read_finding
 from reports.figure import as_svg, draw, save_png
 from reports.forecast import Forecast
+from reports.master import experiment_folder, is_experiment
 from reports.observed import sentences
 from reports.page import page
 from reports.predict import environment_of, predict
@@ -75,18 +76,14 @@ def _report(options: argparse.Namespace) -> None:
 
 def _read(source: str) -> tuple[Search, Path]:
     """The search, and where its report goes unless told otherwise."""
-    if _is_experiment(source):
-        return read_experiment(int(source)), Path("runs") / f"experiment-{source}"
+    if is_experiment(source):
+        return read_experiment(int(source)), experiment_folder(source)
     path = Path(source)
     return read_local(path), path if path.is_dir() else path.parent
 
 
 def _finding(source: str) -> Forecast:
-    return read_finding(int(source)) if _is_experiment(source) else Forecast.read(Path(source))
-
-
-def _is_experiment(source: str) -> bool:
-    return source.isdecimal() and not Path(source).exists()
+    return read_finding(int(source)) if is_experiment(source) else Forecast.read(Path(source))
 
 
 def _predicted(search: Search) -> tuple[Forecast | None, str]:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined.common.api import bindings, errors
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from determined.experimental.client import Determined
 
 MASTER = "DET_MASTER"
+
+
+def is_experiment(source: str) -> bool:
+    """Whether it is the id of an experiment, and not a file or folder of that name."""
+    return source.isdecimal() and not Path(source).exists()
+
+
+def experiment_folder(source: str) -> Path:
+    """Where the report on an experiment goes unless told otherwise."""
+    return Path("runs") / f"experiment-{source}"
 
 
 @contextmanager

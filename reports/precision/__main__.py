@@ -29,6 +29,7 @@ from hp_search.study import FILE_NAME
 from reports.document import bullets, document, footer, picture
 from reports.document import table as html_table
 from reports.figure import as_svg, save_png
+from reports.master import experiment_folder, is_experiment
 from reports.precision.advice import advise
 from reports.precision.cluster import read_trials
 from reports.precision.figure import draw
@@ -79,9 +80,9 @@ def _report(options: argparse.Namespace) -> None:
 
 def _read(source: str) -> tuple[Reading, Path]:
     """What a source holds, and where its report goes unless told otherwise."""
+    if is_experiment(source):
+        return read_trials(int(source)), experiment_folder(source)
     path = Path(source)
-    if source.isdecimal() and not path.exists():
-        return read_trials(int(source)), Path("runs") / f"experiment-{source}"
     if path.name == FILE_NAME or (path / FILE_NAME).exists():
         return read_search(path), path if path.is_dir() else path.parent
     if path.is_dir():

@@ -7,8 +7,9 @@ from enum import Enum
 
 from reports.precision.comparison import Comparison, difference
 from reports.precision.interval import Verdict
+from reports.precision.settings import ACCURACY
 
-SPEED, MEMORY, ACCURACY, POINTS = 2.0, 0.5, "validation_accuracy", 0.3
+SPEED, MEMORY, POINTS = 2.0, 0.5, 0.3
 
 
 class Judgement(Enum):

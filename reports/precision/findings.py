@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from reports.precision import fair
 from reports.precision.comparison import Comparison, Ratio, comparisons, speed_ratio
 from reports.precision.run import Machine, Reading, Run, State
-from reports.precision.settings import METRIC, SMALLER_IS_BETTER
+from reports.precision.settings import ACCURACY, METRIC, SMALLER_IS_BETTER
 from reports.precision.summary import Summary, summaries
 from reports.sources import ReportError
 from trials.precision import Precision
 
-ACCURACY = "validation_accuracy"
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
 

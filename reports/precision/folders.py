@@ -14,6 +14,7 @@ from hp_search.study import SearchTrial, StudyError, read_study
 from reports.precision.run import Machine, Reading, Report, Run, State, ended, one_line
 from reports.precision.settings import SEED, by_name
 from reports.sources import ReportError
+from trials.local.folder import read_metrics
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
 
@@ -87,13 +88,9 @@ def _machine(environment: Mapping[str, Any]) -> Machine:
 
 
 def _reports(path: Path) -> dict[str, Any]:
-    """The reports by group; a line that was cut off by a kill ends them."""
+    """The reports by group."""
     found: dict[str, list[Report]] = {"training": [], "validation": []}
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
+    for line in read_metrics(path):
         numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}
         found.setdefault(line["group"], []).append(Report(int(numbers.pop("batches")), numbers))
     return {group: tuple(found[group]) for group in ("training", "validation")}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Mapping
 from typing import Any
 
 from reports.sources import flat
 from trials.experiment import Experiment
+from trials.local.folder import plain
 from trials.precision import Precision
 
 AMP = "hyperparameters.amp"
@@ -19,6 +18,7 @@ LENGTH_UNITS = ("batches", "epochs")
 SEED = "reproducibility.experiment_seed"
 METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
+ACCURACY = "validation_accuracy"
 GUARD = tuple(f"{AMP}.{key}" for key in ("min_scale", "max_consecutive_skips", "max_skip_ratio"))
 
 # Of what comes from a file: the rest is only compared.
@@ -45,13 +45,4 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
     """The same of a configuration that was parsed."""
-    return by_name(_plain(dataclasses.asdict(experiment)))
-
-
-def _plain(value: Any) -> Any:
-    """Settings as the types YAML has."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, enum.Enum):
-        return value.value
-    return list(value) if isinstance(value, tuple) else value
+    return by_name(plain(experiment))

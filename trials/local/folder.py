@@ -61,7 +61,7 @@ class RunFolder:
         partial = self.config.with_suffix(".partial")
         partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
         os.replace(partial, self.config)
-        resolved = yaml.safe_dump(_plain(experiment), sort_keys=False)
+        resolved = yaml.safe_dump(plain(experiment), sort_keys=False)
         (self.path / "resolved.yaml").write_text(resolved)
         made_with = json.dumps(environment(), indent=2)
         (self.path / "environment.json").write_text(made_with + "\n")
@@ -72,14 +72,8 @@ class RunFolder:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The reports so far; a line cut off by a kill ends them."""
-        if not self.metrics.exists():
-            return
-        for line in self.metrics.read_text().splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+        """The reports so far."""
+        return read_metrics(self.metrics)
 
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of batches that a resumed run is going to train again."""
@@ -87,6 +81,17 @@ class RunFolder:
         partial = self.metrics.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The reports in a `metrics.jsonl`, none without it; a line cut off by a kill ends them."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
 
 
 def fresh_folder(root: Path, name: str) -> Path:
@@ -133,10 +138,10 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Settings as the types YAML has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     return list(value) if isinstance(value, tuple) else value
