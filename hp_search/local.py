@@ -18,7 +18,8 @@ trial are the platform's. What differs, because it has to:
   decides: `adaptive_asha` is asynchronous, and depends on who comes first there, too.
 * One bracket of `adaptive_asha` fills up after the other; they do not compare with each other.
 * The platform replaces invalid trials for ever; here at most as many as the search has trials.
-* Three trials in a row that fail for the same reason end the search, but not a comparison.
+* Three trials in a row that fail for the same reason end the search. In a comparison, which goes by
+  turns, these are of two precisions at least: one that always fails is a result.
 """
 
 from __future__ import annotations

@@ -127,12 +127,7 @@ class Loop:
 
     @property
     def hopeless(self) -> str | None:
-        """Why the last trials failed, if all of them did for one reason.
-
-        That all trials of one precision do is a result of a comparison.
-        """
-        if self._trials.compared:
-            return None
+        """Why the last trials failed, if all of them did for one reason."""
         alike = len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1
         return self._failures[0] if alike else None
 

@@ -218,7 +218,7 @@ class TestComparison:
         assert not (tmp_path / "runs").exists()
 
     def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
-        """Three failures alike end a search, but here fp32 is still to come."""
+        """Three failures alike end a search, but by turns no three are of one precision."""
         path = searching.write(
             tmp_path,
             "compare_precisions.yaml",
