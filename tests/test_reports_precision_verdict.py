@@ -12,6 +12,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from reports.precision.advice import advise
 from reports.precision.claims import Judgement, claims
 from reports.precision.findings import Findings
+from reports.precision.comparison import Ratio
 from reports.precision.interval import Verdict, paired, student_t, unpaired
 from reports.precision.words import sentences
 from reports.sources import ReportError
@@ -327,3 +328,10 @@ class TestAdvice:
         assert "cannot be told with 1 seed: train more before you rely on it" in advice.why
         worse = write_run(tmp_path / "c", "amp_bf16", 1, speed=2000.0, accuracy=0.1)
         assert advise(found(one, worse)).precision is Precision.FP32
+
+
+def test_small_effect_is_none_however_certain() -> None:
+    assert Ratio(1.06, 1.05, 1.07, 3, by_seed=True).is_larger
+    assert not Ratio(1.02, 1.01, 1.03, 3, by_seed=True).is_larger
+    assert Ratio(0.9, 0.89, 0.91, 3, by_seed=True).is_smaller
+    assert not Ratio(0.98, 0.97, 0.99, 3, by_seed=True).is_smaller
