@@ -11,8 +11,8 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from reports.precision.advice import advise
 from reports.precision.claims import Judgement, claims
-from reports.precision.findings import Findings
 from reports.precision.comparison import Ratio
+from reports.precision.findings import Findings
 from reports.precision.interval import Verdict, paired, student_t, unpaired
 from reports.precision.words import sentences
 from reports.sources import ReportError
