@@ -19,10 +19,10 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_configs/mlp/fp32.yaml]
-	@$(RUN) -m trials.train $(CONFIG)
+	@$(RUN) -m determined_amp train $(CONFIG)
 
 search: $(ENV)/ready ## search the loss scale here: make search [SEARCH=hp_search/loss_scale_asha.yaml WORKERS=2]
-	@$(RUN) -m hp_search.local $(SEARCH) --workers $(WORKERS)
+	@$(RUN) -m determined_amp search $(SEARCH) --workers $(WORKERS)
 
 dashboard: $(ENV)/ready ## open the newest local search, also while it runs
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search" >&2; exit 2; }
@@ -30,11 +30,11 @@ dashboard: $(ENV)/ready ## open the newest local search, also while it runs
 
 report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder or experiment id]
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
-	@$(RUN) -m reports.loss_scale $(STUDY)
+	@$(RUN) -m determined_amp report loss-scale $(STUDY)
 
 compare: $(ENV)/ready ## train in every precision with five seeds, and compare: make compare [CONFIG=...]
-	@$(RUN) -m hp_search.local hp_search/compare_precisions.yaml --config hyperparameters.experiment=$(CONFIG)
-	@$(RUN) -m reports.precision $$(ls -td runs/compare-precisions/*/ | head -n 1)
+	@$(RUN) -m determined_amp search hp_search/compare_precisions.yaml --config hyperparameters.experiment=$(CONFIG)
+	@$(RUN) -m determined_amp report precision $$(ls -td runs/compare-precisions/*/ | head -n 1)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@$(RUN) -m pytest -n 2 --dist loadfile -m "not cluster"

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from trials import clips, experiment
+from determined_amp.config import experiment
+from trials.data import clips
+from trials.data.loading import Sample
 from trials.latte import LatteHparams
-from trials.loading import Sample
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
@@ -75,7 +76,7 @@ def trained(config: str, seed: int, batches: int, runs: Path) -> float:
             "hyperparameters.training.checkpoint_period": f"{{batches: {batches}}}",
         }
         subprocess.run(
-            [sys.executable, "-m", "trials.train", str(CONFIGS / f"{config}.yaml")]
+            [sys.executable, "-m", "determined_amp", "train", str(CONFIGS / f"{config}.yaml")]
             + ["--run-folder", str(folder)]
             + [word for key, value in changes.items() for word in ("--config", f"{key}={value}")],
             cwd=ROOT,

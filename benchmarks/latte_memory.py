@@ -30,10 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from trials import experiment
-from trials.experiment import Experiment
+from determined_amp.amp.precision import Precision, prepare_backend
+from determined_amp.config import experiment
+from determined_amp.config.experiment import Experiment
 from trials.latte import LatteHparams, make_denoiser
-from trials.precision import Precision, prepare_backend
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"

@@ -15,14 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.turns import BATCHES_PER_TURN, Turns
-from trials import data, loading
-from trials.experiment import CheckpointPolicy, Experiment, parse, read_yaml
-from trials.fit import fit
-from trials.local.checkpoints import LocalCheckpoints
-from trials.local.run import trial_context
+from determined_amp.amp.schedules import LRSchedule
+from determined_amp.config.experiment import CheckpointPolicy, Experiment, parse, read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.fit import fit
+from determined_amp.local.checkpoints import LocalCheckpoints
+from determined_amp.local.run import trial_context
+from trials.data import images as data
+from trials.data import loading
 from trials.mlp import MLPHparams, MLPTrial
-from trials.overrides import with_overrides
-from trials.schedule import LRSchedule
 
 BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
 

@@ -29,18 +29,18 @@ from determined import pytorch
 from rich.progress import Progress
 
 from benchmarks import small_trials
-from hp_search.advice import as_json
-from hp_search.finder import look
-from hp_search.frozen import wrapped_scaler
-from hp_search.opened import opened
-from hp_search.verdict import DEFAULT_LOG2
-from reports.choice import draw
-from reports.figure import save_png
-from reports.forecast import Forecast
-from trials.checkpoint import SafeController, controlled_by
-from trials.experiment import read_yaml
-from trials.local.folder import environment
-from trials.overrides import with_overrides
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.finder.advice import as_json
+from determined_amp.finder.find import look
+from determined_amp.finder.frozen import wrapped_scaler
+from determined_amp.finder.opened import opened
+from determined_amp.finder.verdict import DEFAULT_LOG2
+from determined_amp.local.folder import environment
+from determined_amp.reports.choice import draw
+from determined_amp.reports.figure import save_png
+from determined_amp.reports.forecast import Forecast
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]

@@ -29,9 +29,9 @@ from torch import nn
 
 from benchmarks import loops
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
-from trials.checkpoint import SafeController, controlled_by
-from trials.precision import Precision
-from trials.schedule import LRSchedule
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.precision import Precision
+from determined_amp.amp.schedules import LRSchedule
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES_PER_ROUND = 100  # one report of the default period

@@ -19,8 +19,8 @@ import torch
 from determined.common.api import bindings, errors
 from determined.experimental import client
 
+from determined_amp.local.master import log_in
 from tests.training import ROOT, digest
-from trials.local.master import log_in
 
 ENDED = (
     client.ExperimentState.COMPLETED,

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from determined_amp import train
+from determined_amp.local.checkpoints import complete_checkpoints, read_metadata
 from tests import training
-from trials import train
-from trials.local.checkpoints import complete_checkpoints, read_metadata
 
 # What a run imports only when it needs it; a child would import it again in every round.
 for module in (

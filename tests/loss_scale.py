@@ -9,9 +9,9 @@ from determined import pytorch
 
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
-from hp_search.frozen import FrozenBatch, in_training
-from hp_search.opened import opened
-from trials.checkpoint import patched
+from determined_amp.amp.checkpoint import patched
+from determined_amp.finder.frozen import FrozenBatch, in_training
+from determined_amp.finder.opened import opened
 
 T = TypeVar("T")
 Trial = type[SmallTrial]

@@ -23,10 +23,10 @@ from determined.common import storage
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trials.amp import AmpSettings, MixedPrecision
-from trials.checkpoint import PortableCheckpoint, SafeController, controlled_by
-from trials.monitor import TrainingMetrics
-from trials.precision import Precision
+from determined_amp.amp.checkpoint import PortableCheckpoint, SafeController, controlled_by
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
+from determined_amp.amp.precision import Precision
 
 AMP = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=2)
 

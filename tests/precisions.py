@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from reports.precision.findings import Findings, find
-from reports.precision.folders import read_folder
-from reports.precision.run import Reading
+from determined_amp.reports.precision.findings import Findings, find
+from determined_amp.reports.precision.folders import read_folder
+from determined_amp.reports.precision.run import Reading
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.

@@ -11,12 +11,12 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from hp_search.study import create_study
-from reports.forecast import Forecast
-from reports.sources import Row, Search, flat
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.reports.forecast import Forecast
+from determined_amp.reports.sources import Row, Search, flat
+from determined_amp.search.study import create_study
 from tests.training import ROOT, SMALL
-from trials.experiment import read_yaml
-from trials.overrides import with_overrides
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]

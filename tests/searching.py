@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-from hp_search import local
-from hp_search.study import SearchStudy, read_study
-from hp_search.trials import SearchPlan
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.search import local
+from determined_amp.search.study import SearchStudy, read_study
+from determined_amp.search.trials import SearchPlan
 from tests.training import ROOT, SMALL
-from trials.experiment import read_yaml
-from trials.overrides import with_overrides
 
 THREE_SCALES = (
     "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",

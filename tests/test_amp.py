@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.mixed_precision import AmpSettings, EvalPrecision, MixedPrecision
+from determined_amp.amp.precision import Precision
+from determined_amp.amp.schedules import AppliedStepSchedule, LRSchedule, learning_rates
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_monitor import Context
-from trials.amp import AmpSettings, EvalPrecision, MixedPrecision
-from trials.checkpoint import patched
-from trials.precision import Precision
-from trials.schedule import AppliedStepSchedule, LRSchedule, learning_rates
 
 ONE = [1.0, 1.0]
 INF = [math.inf, 1.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from determined_amp.amp.metrics import (
+    WARMUP_BATCHES,
+    ClassificationMetrics,
+    TrainingMetrics,
+    peak_memory_mib,
+)
+from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
+from determined_amp.amp.precision import Precision
+from determined_amp.audit import Audit
 from tests.test_monitor import Context
-from trials.amp import AmpSettings, MixedPrecision
-from trials.audit import Audit
-from trials.monitor import WARMUP_BATCHES, ClassificationMetrics, TrainingMetrics, peak_memory_mib
-from trials.precision import Precision
 
 ROOT = Path(__file__).parents[1]
 DOC = (ROOT / "docs" / "amp.md").read_text()
@@ -118,12 +122,11 @@ def test_settings_are_those_of_amp() -> None:
 
 
 def test_files_and_commands_that_are_named_exist() -> None:
-    named = set(re.findall(r"(?:trials|experiment_configs)/[\w/]+\.(?:py|yaml)", DOC))
-    modules = set(re.findall(r"python -m ([\w.]+)", DOC))
-    assert "trials/amp.py" in named
-    assert modules == {"benchmarks.overhead", "trials.audit", "trials.train"}
-    for module in modules:
-        assert importlib.util.find_spec(module) is not None
+    folders = "determined_amp|trials|experiment_configs"
+    named = set(re.findall(rf"(?:{folders})/[\w/]+\.(?:py|yaml)", DOC))
+    modules = set(re.findall(r"python -m ([\w.]+(?<=_amp) \w+|[\w.]+)", DOC))
+    assert "determined_amp/amp/mixed_precision.py" in named
+    assert modules == {"benchmarks.overhead", "determined_amp audit", "determined_amp train"}
     assert not {name for name in named if not (ROOT / name).exists()}
 
 

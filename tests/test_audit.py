@@ -1,4 +1,4 @@
-"""`trials.audit`: what a batch was computed in, counted exactly, and the runs that it stops."""
+"""`audit`: what a batch was computed in, counted exactly, and the runs that it stops."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
-from tests import training
-from tests.one_weight import OneWeightTrial, Recipe, run
-from trials import experiment
-from trials.audit import (
+from determined_amp.amp.precision import DeviceSupport, Precision
+from determined_amp.audit import (
     Audit,
     AuditError,
     AuditMetrics,
     ProductCount,
     audited,
     batch,
+    command,
     tensor_core_share,
 )
-from trials.audit import __main__ as command
-from trials.experiment import Experiment
-from trials.local.alone import trial_alone
+from determined_amp.config import experiment
+from determined_amp.config.experiment import Experiment
+from determined_amp.config.overrides import with_overrides
+from determined_amp.local.alone import trial_alone
+from tests import training
+from tests.one_weight import OneWeightTrial, Recipe, run
 from trials.mlp import MLPTrial
-from trials.overrides import with_overrides
-from trials.precision import DeviceSupport, Precision
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -430,7 +430,7 @@ def event(device: str, name: str, microseconds: float) -> Any:
 
 
 class AuditedTrial(OneWeightTrial):
-    """Reports its audit as `trials.fit` does."""
+    """Reports its audit as `determined_amp.fit` does."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
         super().__init__(context, recipe)

@@ -1,4 +1,4 @@
-"""`trials.augment`: crops and flips equal a plain loop, and their numbers are their own."""
+"""`trials.data.augment`: crops and flips equal a plain loop, and their numbers are their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from trials.augment import crop_and_flip, uniform_numbers
-from trials.loading import Sample
+from trials.data.augment import crop_and_flip, uniform_numbers
+from trials.data.loading import Sample
 
 _CENTRE = [0.5, 0.5, 0.5]  # of 2 * 4 + 1 shifts the middle one, number 4; 0.5 and above: no flip
 

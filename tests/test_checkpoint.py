@@ -15,10 +15,10 @@ import pytest
 import torch
 from determined import pytorch
 
+from determined_amp import train
+from determined_amp.amp.checkpoint import allow_numpy_random_state
+from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 from tests import training
-from trials import train
-from trials.checkpoint import allow_numpy_random_state
-from trials.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ class TestSaving:
 
     def test_holds_the_trials_and_no_copy_of_anything_else(self, finished: Path) -> None:
         code = newest(finished) / "code"
-        assert [path.name for path in code.iterdir()] == ["trials"]
+        assert {path.name for path in code.iterdir()} == {"determined_amp", "trials"}
         assert (code / "trials" / "mlp.py").exists()
 
     def test_that_fails_leaves_the_one_before(

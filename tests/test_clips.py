@@ -1,4 +1,4 @@
-"""`trials.clips`: what moves, how, and that it is the same wherever and whenever it is made."""
+"""`trials.data.clips`: what moves, how, and that it is the same wherever and whenever made."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from trials.clips import ClipDataset, ClipSettings, MovingDigits, load
-from trials.loading import DataError, Sample
-from trials.settings import read
+from determined_amp.config.settings import read
+from trials.data.clips import ClipDataset, ClipSettings, MovingDigits, load
+from trials.data.loading import DataError, Sample
 
 SETTINGS = ClipSettings()
 SIDE, FRAMES = SETTINGS.image_size, SETTINGS.frames

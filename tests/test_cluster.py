@@ -18,11 +18,11 @@ import pytest
 import yaml
 from determined.experimental import client
 
-from reports.cluster import read_finding
+from determined_amp.local.master import MasterError
+from determined_amp.reports.cluster import read_finding
 from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
 from tests.training import ROOT, digest
-from trials.local.master import MasterError
 
 pytestmark = pytest.mark.cluster
 
@@ -341,7 +341,7 @@ class TestDetachedRun:
     )
 
     def train(self, *arguments: str) -> subprocess.Popen[str]:
-        return training.start("-m", "trials.train", *arguments)
+        return training.start("-m", "determined_amp", "train", *arguments)
 
     def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
         folder = tmp_path / "run"

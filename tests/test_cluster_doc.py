@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from determined_amp.config import experiment
+from determined_amp.config.overrides import with_overrides
 from tests.test_configs import flat
-from trials import experiment
-from trials.overrides import with_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from trials import experiment
-from trials.amp import SCALER_KEYS
-from trials.precision import Precision
+from determined_amp.amp.mixed_precision import SCALER_KEYS
+from determined_amp.amp.precision import Precision
+from determined_amp.config import experiment
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 
@@ -108,7 +108,7 @@ class TestEveryFile:
         place = f"experiment_configs/{path.parent.name}/{path.name}"
         header = path.read_text().split("\nname:")[0]
         assert f"det experiment create {place} ." in header
-        assert f"-m trials.train {place}" in header
+        assert f"-m determined_amp train {place}" in header
 
     def test_hyperparameters_are_complete(self, path: Path) -> None:
         """Flat and complete: every field is written out, so that no default hides."""
@@ -132,7 +132,7 @@ class TestEveryFile:
                 assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
 
     def test_user_errors_are_not_retried(self, path: Path) -> None:
-        """The words `trials.train` says them in cancel the platform's retries."""
+        """The words `determined_amp.train` says them in cancel the platform's retries."""
         (policy,) = load(path)["log_policies"]
         assert policy["action"] == "cancel_retries"
         assert "no retry can help: " in policy["pattern"]

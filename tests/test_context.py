@@ -14,8 +14,8 @@ from determined.common import detignore, v1file_utils
 from determined.common.api import bindings
 
 ROOT = Path(__file__).parents[1]
-CODE = {"trials", "hp_search", "reports"}
-SENT = CODE | {"experiment_configs", "startup-hook.sh", "pyproject.toml"}
+CODE = {"determined_amp", "trials"}
+SENT = CODE | {"experiment_configs", "hp_search", "startup-hook.sh", "pyproject.toml"}
 MIB = 1 << 20
 
 # What a clone comes to hold and its .detignore has to know.
@@ -128,7 +128,7 @@ def test_the_context_holds_all_code_and_configs_and_nothing_else(files: dict[str
         for folder in ("experiment_configs", "hp_search")
         for path in ROOT.glob(f"{folder}/**/*.yaml")
     }
-    assert {"trials/train.py", "startup-hook.sh"} <= files.keys()
+    assert {"determined_amp/train.py", "startup-hook.sh"} <= files.keys()
     assert configs
     assert code | configs <= files.keys()
 
@@ -141,7 +141,7 @@ def test_code_that_is_sent_imports_none_that_is_not(files: dict[str, bytes]) -> 
         for name in imports(content)
     }
     here = {path.stem for path in ROOT.iterdir()}
-    assert {"trials", "hp_search"} <= imported & here <= CODE
+    assert {"determined_amp", "trials"} <= imported & here <= CODE
 
 
 def imports(source: bytes) -> Iterator[str]:

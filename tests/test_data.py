@@ -1,4 +1,4 @@
-"""`trials.data`: sizes, splits and values of the datasets; augmentation of the training set alone.
+"""`data.images`: sizes, splits and values of the datasets; augmentation of the training set alone.
 
 Nothing is downloaded: `mnist` and `cifar10` read what stands in for torchvision's classes.
 """
@@ -18,11 +18,11 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trials import data
-from trials.augment import crop_and_flip, uniform_numbers
-from trials.data import DatasetName, DataSettings, TensorImages, load
-from trials.loading import Batch, DataError, Images, Sample
-from trials.settings import read
+from determined_amp.config.settings import read
+from trials.data import images as data
+from trials.data.augment import crop_and_flip, uniform_numbers
+from trials.data.images import DatasetName, DataSettings, TensorImages, load
+from trials.data.loading import Batch, DataError, Images, Sample
 
 
 def samples_of(images: Images, epoch: int = 0) -> list[Sample]:

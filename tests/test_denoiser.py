@@ -1,4 +1,4 @@
-"""`trials.denoiser`: the transformer, its first weights, and checkpointing that changes no bit."""
+"""`models.denoiser`: the transformer, its first weights, and checkpointing that changes no bit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from trials import denoiser
-from trials.clips import ClipSettings
-from trials.denoiser import Denoiser, DenoiserSettings
-from trials.precision import Precision
-from trials.settings import read
+from determined_amp.amp.precision import Precision
+from determined_amp.config.settings import read
+from trials.data.clips import ClipSettings
+from trials.models import denoiser
+from trials.models.denoiser import Denoiser, DenoiserSettings
 
 CLIPS = ClipSettings(image_size=8, frames=3, classes=2, channels=2)
 TINY = DenoiserSettings(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp import train
+from determined_amp.local import outbox
+from determined_amp.local.master import MasterError, log_in
 from tests import training
 from tests.fake_master import PASSWORD, TOKEN, FakeMaster
-from trials import train
-from trials.local import outbox
-from trials.local.master import MasterError, log_in
 from trials.mlp import MLPTrial
 
 LENGTH = 12

@@ -1,4 +1,4 @@
-"""`trials.diffusion`: which noise, how much of it, and that it is the same again."""
+"""`trials.models.diffusion`: which noise, how much of it, and that it is the same again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from trials.clips import ClipDataset, ClipSettings, load
-from trials.diffusion import (
+from determined_amp.config.settings import read
+from trials.data.clips import ClipDataset, ClipSettings, load
+from trials.data.loading import Sample
+from trials.models.diffusion import (
     BetaSchedule,
     Conditioning,
     Diffusion,
@@ -17,8 +19,6 @@ from trials.diffusion import (
     ValidationClips,
     to_device,
 )
-from trials.loading import Sample
-from trials.settings import read
 
 CPU = torch.device("cpu")
 CLIPS = ClipSettings(ClipDataset.SYNTHETIC, 4, channels=1, frames=2, classes=3, samples=100)

@@ -1,4 +1,4 @@
-"""`trials.ema`: the average follows applied steps, on the device, and never touches the weights."""
+"""`amp.ema`: the average follows applied steps, on the device, and never touches the weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
+from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
 from tests.fake_cuda import Syncs
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from trials.ema import AppliedStepEMA, EMAWeights
 
 DECAY = 0.9
 

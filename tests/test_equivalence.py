@@ -20,16 +20,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
+from determined_amp.amp.precision import Precision
+from determined_amp.amp.schedules import AppliedStepSchedule, LRSchedule, learning_rates
+from determined_amp.config import experiment
+from determined_amp.config.overrides import with_overrides
 from tests import training
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_monitor import Context
-from trials import data, experiment
-from trials.amp import AmpSettings, MixedPrecision
-from trials.loading import Batch, EpochSampler
+from trials.data import images as data
+from trials.data.loading import Batch, EpochSampler
 from trials.mlp import MLPHparams
-from trials.overrides import with_overrides
-from trials.precision import Precision
-from trials.schedule import AppliedStepSchedule, LRSchedule, learning_rates
 
 BATCHES = 12
 

@@ -1,4 +1,4 @@
-"""`trials.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
+"""`config.experiment`: one YAML, parsed once, every mistake named; and the overrides of it.
 
 The configuration of every test is the repository's own `mlp/amp.yaml` with single keys changed.
 """
@@ -15,11 +15,11 @@ import pytest
 import yaml
 from determined import pytorch
 
-from trials import experiment
-from trials.hparams import Length
+from determined_amp.config import experiment
+from determined_amp.config.hparams import Length
+from determined_amp.config.overrides import with_overrides
+from determined_amp.config.settings import ConfigError
 from trials.mlp import MLPHparams
-from trials.overrides import with_overrides
-from trials.settings import ConfigError
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
 _LENGTHS = ("max_length", "validation_period", "checkpoint_period", "reporting_period")

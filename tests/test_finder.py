@@ -1,4 +1,4 @@
-"""`hp_search.finder`: what it predicts is what float16 does, and it says what to do about it."""
+"""`finder.find`: what it predicts is what float16 does, and it says what to do about it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from benchmarks.small_trials import (
     SummedLoss,
     TinyLoss,
 )
-from hp_search import finder
-from hp_search.advice import Run, yaml_changes
-from hp_search.frozen import FrozenBatch, LossScaleError, in_training
-from hp_search.histogram import BINS, OVERFLOW_LOG2, Histogram
-from hp_search.opened import opened
-from hp_search.passes import Prediction, observe, predict
-from hp_search.verdict import Finding, Verdict, _islands, find
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.finder import find as finder
+from determined_amp.finder.advice import Run, yaml_changes
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
+from determined_amp.finder.histogram import BINS, OVERFLOW_LOG2, Histogram
+from determined_amp.finder.opened import opened
+from determined_amp.finder.passes import Prediction, observe, predict
+from determined_amp.finder.verdict import Finding, Verdict, _islands, find
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
 from tests.training import ROOT, SMALL, run_small
-from trials.experiment import read_yaml
-from trials.overrides import with_overrides
 
 Batches = Sequence[FrozenBatch]
 

@@ -1,4 +1,4 @@
-"""`hp_search.frozen`: a batch can be passed through a trial any number of times; nothing moves."""
+"""`finder.frozen`: a batch can be passed through a trial any number of times; nothing moves."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from determined import pytorch
 from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
-from hp_search.frozen import (
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.finder.frozen import (
     FrozenBatch,
     LossScaleError,
     float16_as,
     in_training,
     wrapped_scaler,
 )
-from hp_search.opened import opened
+from determined_amp.finder.opened import opened
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
-from trials.experiment import read_yaml
 from trials.mlp import MLPTrial
-from trials.overrides import with_overrides
 
 Batches = Sequence[FrozenBatch]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from determined_amp.amp.precision import DeviceSupport, Precision
+from determined_amp.amp.schedules import LRSchedule, learning_rates
 from tests.test_no_sync import BATCHES, ReadsTheLoss, Run, train
 from trials.mlp import MLPTrial
-from trials.precision import DeviceSupport, Precision
-from trials.schedule import LRSchedule, learning_rates
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from determined_amp import train
+from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.guard import Guard, GuardError, RunningStatistics
+from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision, OnOverflow
+from determined_amp.amp.precision import Precision
+from determined_amp.config.experiment import Searcher
+from determined_amp.local.checkpoints import complete_checkpoints
 from tests import training
 from tests.test_monitor import Context
-from trials import train
-from trials.amp import AmpSettings, MixedPrecision, OnOverflow
-from trials.diagnosis import find_cause
-from trials.experiment import Searcher
-from trials.guard import Guard, GuardError, RunningStatistics
-from trials.local.checkpoints import complete_checkpoints
 from trials.mlp import MLPTrial
-from trials.precision import Precision
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
 SOUND = {

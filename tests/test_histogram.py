@@ -1,4 +1,4 @@
-"""`hp_search.histogram`: counted exponents against torch's own rounding to float16."""
+"""`determined_amp.finder.histogram`: counted exponents against torch's own rounding to float16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hp_search.histogram import BINS, Histogram, exponent_counts
+from determined_amp.finder.histogram import BINS, Histogram, exponent_counts
 
 
 def histogram(values: torch.Tensor) -> Histogram:

@@ -23,15 +23,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import get_worker_info
 
+from determined_amp import train
+from determined_amp.amp.mixed_precision import AmpSettings
+from determined_amp.amp.precision import Precision
+from determined_amp.config import experiment
+from determined_amp.config.overrides import with_overrides
+from determined_amp.config.settings import ConfigError
+from determined_amp.local.checkpoints import complete_checkpoints
 from tests import training
-from trials import experiment, train
-from trials.amp import AmpSettings
-from trials.data import FolderImages
-from trials.loading import EpochSampler, Sample
-from trials.local.checkpoints import complete_checkpoints
-from trials.overrides import with_overrides
-from trials.precision import Precision
-from trials.settings import ConfigError
+from trials.data.images import FolderImages
+from trials.data.loading import EpochSampler, Sample
 
 # The same examples in every run, and no opinion on how busy the machine is.
 BOUNDED = settings(

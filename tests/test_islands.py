@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from trials.islands import IslandError, keep_in_float32
+from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 MakeIslands = Callable[[nn.Module, Sequence[str], str], object]

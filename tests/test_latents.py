@@ -1,4 +1,4 @@
-"""`trials.latents`: precomputed latents, mapped from files, and what is wrong with a file."""
+"""`trials.data.latents`: precomputed latents, mapped from files, and what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from trials.clips import ClipDataset, ClipSettings, load
-from trials.latents import LatentFolder
-from trials.loading import DataError, Sample
+from trials.data.clips import ClipDataset, ClipSettings, load
+from trials.data.latents import LatentFolder
+from trials.data.loading import DataError, Sample
 
 SHAPE = (4, 3, 8, 8)
 

@@ -10,16 +10,17 @@ import torch
 import yaml
 from torch.nn import functional
 
+from determined_amp import train
+from determined_amp.config.experiment import parse
+from determined_amp.config.overrides import with_overrides
+from determined_amp.config.settings import ConfigError
 from tests.test_docs import CLIP, STEP, lines_between
 from tests.training import ROOT, checkpoint, digest, metrics, resume
-from trials import mlp, train
-from trials.clips import load as load_clips
-from trials.diffusion import Diffusion, ValidationClips
-from trials.experiment import parse
+from trials import mlp
+from trials.data.clips import load as load_clips
+from trials.data.loading import Sample
 from trials.latte import LatteHparams, LatteTrial, make_denoiser
-from trials.loading import Sample
-from trials.overrides import with_overrides
-from trials.settings import ConfigError
+from trials.models.diffusion import Diffusion, ValidationClips
 
 BATCHES = 8
 TINY = (

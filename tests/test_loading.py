@@ -1,4 +1,4 @@
-"""`trials.loading`: what a rank is fed depends on (seed, epoch, rank) and on nothing else."""
+"""`trials.data.loading`: what a rank is fed depends on (seed, epoch, rank) and on nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from determined import pytorch
 
-from trials.loading import (
+from trials.data.loading import (
     Batch,
     DataError,
     EpochSampler,

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from determined import core
 
+from determined_amp import train
+from determined_amp.config import experiment
+from determined_amp.local.folder import RunFolder
+from determined_amp.local.processes import StopOnSignal
 from tests import training
-from trials import experiment, train
-from trials.local.folder import RunFolder
-from trials.local.processes import StopOnSignal
 
 
 @pytest.fixture(scope="module")

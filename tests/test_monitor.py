@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trials.amp import AmpSettings, MixedPrecision
-from trials.monitor import (
+from determined_amp.amp.metrics import (
     HEADROOM_PERIOD,
     WARMUP_BATCHES,
     ClassificationMetrics,
@@ -20,7 +19,8 @@ from trials.monitor import (
     TrainingMetrics,
     forget_peak_memory,
 )
-from trials.precision import Precision
+from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
+from determined_amp.amp.precision import Precision
 
 
 class Processes:
@@ -116,7 +116,7 @@ class TestTrainingMetrics:
     ) -> None:
         metrics = training_metrics()
         forgotten: list[torch.device] = []
-        monkeypatch.setattr("trials.monitor.forget_peak_memory", forgotten.append)
+        monkeypatch.setattr("determined_amp.amp.metrics.forget_peak_memory", forgotten.append)
         for _ in range(WARMUP_BATCHES - 1):
             metrics.add(torch.tensor(1.0), 8)
         assert forgotten == []

@@ -22,13 +22,13 @@ from determined import core, pytorch
 from determined.common import storage
 from torch import nn
 
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.precision import Precision
+from determined_amp.config.experiment import load_trial_class, parse, read_yaml
+from determined_amp.config.overrides import with_overrides
 from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
-from trials import loading
-from trials.checkpoint import SafeController, controlled_by
-from trials.experiment import load_trial_class, parse, read_yaml
-from trials.monitor import TrainingMetrics
-from trials.overrides import with_overrides
-from trials.precision import Precision
+from trials.data import loading
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 BATCHES = 12
@@ -235,8 +235,8 @@ PLANTED: dict[str, tuple[str, object, Counter[str]]] = {
     'return {"loss": loss}': ("trials.mlp.TrainingMetrics", ReturnsTheLoss, Counter(read=1)),
     "get_scale()": ("trials.mlp.TrainingMetrics", ReadsTheScale, Counter(read=1)),
     "fused=False": ("torch.optim.Adam", UnfusedAdam, Counter(read=1)),
-    "to(device)": ("trials.loading.to_device", copy_as_determined_does, Counter(copy=2)),
-    "pin_memory=False": ("trials.loading.to_device", copy_from_pageable, Counter(copy=2)),
+    "to(device)": ("trials.data.loading.to_device", copy_as_determined_does, Counter(copy=2)),
+    "pin_memory=False": ("trials.data.loading.to_device", copy_from_pageable, Counter(copy=2)),
 }
 
 

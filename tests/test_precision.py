@@ -1,4 +1,4 @@
-"""`trials.precision`: the switches of each precision, and what a device says it computes.
+"""`amp.precision`: the switches of each precision, and what a device says it computes.
 
 GPUs of other generations are stood in for by the answers torch would give on them.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trials import precision as module
-from trials.precision import DeviceSupport, Precision, PrecisionError, prepare_backend
+from determined_amp.amp import precision as module
+from determined_amp.amp.precision import DeviceSupport, Precision, PrecisionError, prepare_backend
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -89,7 +89,7 @@ def test_precision_that_a_cpu_lacks_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pretend_cpu(monkeypatch, *instructions)
-    with caplog.at_level(logging.WARNING, logger="trials.precision"):
+    with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
         prepare_backend(precision, _CPU, cudnn_benchmark=False)
     messages = [record.getMessage() for record in caplog.records]
     assert [message.startswith(f"amp.precision is {precision.value}") for message in messages] == (
@@ -179,7 +179,7 @@ def test_float16_on_a_cpu_is_pointed_to_what_is_faster(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pretend_cpu(monkeypatch, *instructions)
-    with caplog.at_level(logging.WARNING, logger="trials.precision"):
+    with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
         prepare_backend(Precision.AMP_FP16, _CPU, cudnn_benchmark=False)
     (record,) = caplog.records
     assert record.getMessage().endswith(advice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from reports.precision.claims import POINTS, SPEED
-from reports.precision.comparison import LEAST_EFFECT
-from reports.precision.summary import WAITS_FOR_DATA
+from determined_amp.config.overrides import with_overrides
+from determined_amp.reports.precision.claims import POINTS, SPEED
+from determined_amp.reports.precision.comparison import LEAST_EFFECT
+from determined_amp.reports.precision.summary import WAITS_FOR_DATA
 from tests.test_configs import flat
 from tests.test_loss_scale_doc import missing_files
-from trials.overrides import with_overrides
 
 ROOT = Path(__file__).parents[1]
 DOC = (ROOT / "docs" / "precision.md").read_text()
@@ -35,10 +34,8 @@ def test_files_and_pictures_that_are_named_exist() -> None:
 
 
 def test_commands_exist() -> None:
-    modules = set(re.findall(r"python -m ([\w.]+)", DOC))
-    assert modules == {"hp_search.local", "reports.precision"}
-    for module in modules:
-        assert importlib.util.find_spec(module) is not None
+    modules = set(re.findall(r"python -m ([\w.]+(?<=_amp) \w+|[\w.]+)", DOC))
+    assert modules == {"determined_amp search", "determined_amp report"}
     assert "\ncompare: " in (ROOT / "Makefile").read_text()
 
 

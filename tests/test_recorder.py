@@ -1,4 +1,4 @@
-"""`hp_search.recorder`: which values of a backward are recorded, and for which module."""
+"""`finder.recorder`: which values of a backward are recorded, and for which module."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hp_search.histogram import Histogram
-from hp_search.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder
+from determined_amp.finder.histogram import Histogram
+from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder
 
 BF16 = torch.bfloat16
 

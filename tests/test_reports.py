@@ -1,4 +1,4 @@
-"""`python -m reports.loss_scale`: a picture, a page that needs nothing else, and clear errors."""
+"""`report loss-scale`: a picture, a page that needs nothing else, and clear errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hp_search import finder
-from reports import loss_scale
-from reports.figure import as_svg, draw
-from reports.observed import sentences
-from reports.page import page
+from determined_amp.finder import find as finder
+from determined_amp.reports import loss_scale
+from determined_amp.reports.figure import as_svg, draw
+from determined_amp.reports.observed import sentences
+from determined_amp.reports.page import page
 from tests.reporting import (
     Rows,
     finding,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
-from reports.cluster import read_experiment, read_finding
-from reports.forecast import Forecast
-from reports.sources import ReportError
+from determined_amp.reports.cluster import read_experiment, read_finding
+from determined_amp.reports.forecast import Forecast
+from determined_amp.reports.sources import ReportError
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 

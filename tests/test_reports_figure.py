@@ -12,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from reports import choice, panels
-from reports.figure import as_svg, draw
-from reports.forecast import Forecast, Window
-from reports.panels import Point
-from reports.sources import ReportError
+from determined_amp.reports import choice, panels
+from determined_amp.reports.figure import as_svg, draw
+from determined_amp.reports.forecast import Forecast, Window
+from determined_amp.reports.panels import Point
+from determined_amp.reports.sources import ReportError
 from tests.reporting import Rows, finding, forecast, observed, scored
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
@@ -257,5 +257,5 @@ class TestForecast:
         "broken", [[], {}, {**finding(), "window_log2": 3}, {**finding(), "modules": [{}]}, None]
     )
     def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
-        with pytest.raises(ReportError, match=r"x.json: is not a finding.*hp_search.finder"):
+        with pytest.raises(ReportError, match=r"x.json: is not a finding.*determined_amp find"):
             Forecast.of_json(broken, "x.json")

@@ -1,4 +1,4 @@
-"""`python -m reports.precision` on runs that were really trained, and the files it writes."""
+"""`python -m report precision` on runs that were really trained, and the files it writes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from reports.figure import as_svg
-from reports.precision import __main__ as precision
-from reports.precision.figure import COLORS, draw
-from reports.precision.folders import read_folder
+from determined_amp.reports.figure import as_svg
+from determined_amp.reports.precision import command as precision
+from determined_amp.reports.precision.figure import COLORS, draw
+from determined_amp.reports.precision.folders import read_folder
 from tests.precisions import CPU, RESOLVED, found, write_run, write_seeds
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small

@@ -1,4 +1,4 @@
-"""`reports.precision` on the trials of a master, here a small HTTP server."""
+"""`determined_amp.reports.precision` on the trials of a master, here a small HTTP server."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from reports.precision import __main__ as precision
-from reports.precision.cluster import read_trials
-from reports.precision.findings import find
-from reports.precision.folders import read_folder
-from reports.precision.run import State
-from reports.sources import ReportError
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.reports.precision import command as precision
+from determined_amp.reports.precision.cluster import read_trials
+from determined_amp.reports.precision.findings import find
+from determined_amp.reports.precision.folders import read_folder
+from determined_amp.reports.precision.run import State
+from determined_amp.reports.sources import ReportError
 from tests.precisions import TRAINED
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small
-from trials.experiment import read_yaml
-from trials.overrides import with_overrides
 
 CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
@@ -176,7 +176,7 @@ def test_search_is_the_experiment_with_what_was_sampled(
 def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"training": [], "validation": []}
-    with pytest.raises(ReportError, match=r"amp.precision: missing(.|\n)*of trials.train"):
+    with pytest.raises(ReportError, match=r"amp.precision: missing(.|\n)*of determined_amp.train"):
         read_trials(7)
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from hp_search.study import load_study
-from reports.precision.advice import advise
-from reports.precision.findings import Findings, find
-from reports.precision.folders import read_folder, read_search
-from reports.precision.run import State
-from reports.precision.words import sentences, table
-from reports.sources import ReportError
+from determined_amp.amp.mixed_precision import SCALER_KEYS
+from determined_amp.reports.precision.advice import advise
+from determined_amp.reports.precision.findings import Findings, find
+from determined_amp.reports.precision.folders import read_folder, read_search
+from determined_amp.reports.precision.run import State
+from determined_amp.reports.precision.words import sentences, table
+from determined_amp.reports.sources import ReportError
+from determined_amp.search.study import load_study
 from tests.precisions import CPU, GPU, found, write_run
 from tests.reporting import write_study
-from trials.amp import SCALER_KEYS
 
 OVERFLOWED = {"loss": math.nan, "consecutive_skips": 6, "skip_ratio": 1.0}
 
@@ -363,7 +363,9 @@ def test_what_is_no_run_folder_is_a_sentence(
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    with pytest.raises(ReportError, match=r"is not a run folder .*allowed: what .*trials.train"):
+    with pytest.raises(
+        ReportError, match=r"is not a run folder .*allowed: what .*determined_amp.train"
+    ):
         read_folder(folder)
 
 

@@ -1,4 +1,4 @@
-"""Verdicts of `reports.precision` on numbers whose answer is known."""
+"""Verdicts of `determined_amp.reports.precision` on numbers whose answer is known."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from reports.precision.advice import advise
-from reports.precision.claims import Judgement, claims
-from reports.precision.comparison import Ratio
-from reports.precision.findings import Findings
-from reports.precision.interval import Verdict, paired, student_t, unpaired
-from reports.precision.words import sentences
-from reports.sources import ReportError
+from determined_amp.amp.precision import Precision
+from determined_amp.reports.precision.advice import advise
+from determined_amp.reports.precision.claims import Judgement, claims
+from determined_amp.reports.precision.comparison import Ratio
+from determined_amp.reports.precision.findings import Findings
+from determined_amp.reports.precision.interval import Verdict, paired, student_t, unpaired
+from determined_amp.reports.precision.words import sentences
+from determined_amp.reports.sources import ReportError
 from tests.precisions import CPU, found, write_run, write_seeds
-from trials.precision import Precision
 
 BASE = (0.90, 0.91, 0.92)
 

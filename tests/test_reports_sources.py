@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reports.sources import ReportError, flat, nested, read_local
+from determined_amp.reports.sources import ReportError, flat, nested, read_local
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 

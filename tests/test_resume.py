@@ -153,7 +153,7 @@ def test_stopped_process_loses_nothing_but_time(
     """SIGKILL falls back to the newest checkpoint; SIGTERM makes one at the next report."""
     folder = tmp_path / "run"
     process = training.start(
-        *("-m", "trials.train", *training.arguments("mlp/amp.yaml", *LONG)),
+        *("-m", "determined_amp", "train", *training.arguments("mlp/amp.yaml", *LONG)),
         *("--run-folder", str(folder)),
     )
     wait_for_checkpoint(folder, process, "batch-00000020")

@@ -1,4 +1,4 @@
-"""`trials.schedule`: the rate of every step, and that it follows the steps that were applied."""
+"""`amp.schedules`: the rate of every step, and that it follows the steps that were applied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trials.schedule import AppliedStepSchedule, LRSchedule, learning_rates
+from determined_amp.amp.schedules import AppliedStepSchedule, LRSchedule, learning_rates
 
 _CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""`hp_search.score`: one best power of two, finite at every scale, and honest where none helps."""
+"""`finder.score`: one best power of two, finite at every scale, and honest where none helps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from benchmarks.small_trials import Float16Loss, SmallTrial, SummedLoss, TinyLoss
-from hp_search.frozen import FrozenBatch, LossScaleError
-from hp_search.score import Score, score_batches
-from hp_search.verdict import find
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder.score import Score, score_batches
+from determined_amp.finder.verdict import find
 from tests.loss_scale import Context, Trial, looked_at
 
 Batches = Sequence[FrozenBatch]

@@ -15,11 +15,11 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from hp_search import compare_trial, find_trial, score_trial, train_trial
-from hp_search.trials import SearchPlan
-from reports.forecast import Forecast
+from determined_amp.local import alone
+from determined_amp.reports.forecast import Forecast
+from determined_amp.search import compare_trial, find_trial, score_trial, train_trial
+from determined_amp.search.trials import SearchPlan
 from tests import searching
-from trials.local import alone
 
 
 class Master(core.DummyTrainContext):
@@ -186,4 +186,4 @@ def test_mistake_is_said_so_that_it_is_not_retried(
 
 def test_outside_a_cluster_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert score_trial.main() == 2
-    assert "python -m hp_search.local" in capsys.readouterr().err
+    assert "python -m determined_amp search" in capsys.readouterr().err

@@ -16,14 +16,14 @@ import optuna
 import pytest
 import yaml
 
-from hp_search import local
-from hp_search.board import Board
-from hp_search.study import FILE_NAME, SearchStudy, StudyError, read_study
-from reports.precision.folders import read_search
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.reports.precision.folders import read_search
+from determined_amp.search import local
+from determined_amp.search.board import Board
+from determined_amp.search.study import FILE_NAME, SearchStudy, StudyError, read_study
 from tests import searching, training
 from tests.mortal import ORDER
-from trials.experiment import read_yaml
-from trials.overrides import with_overrides
 
 MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
 
@@ -175,7 +175,7 @@ class TestComparison:
             assert "flushed_share" not in trial.metrics
         shown = capsys.readouterr().out
         folder = searching.only_folder(tmp_path).relative_to(tmp_path)
-        assert f"python -m reports.precision {folder}\n" in shown
+        assert f"python -m determined_amp report precision {folder}\n" in shown
         assert "best" not in shown
         assert "speeds cannot" not in shown
 
@@ -289,7 +289,7 @@ class TestKilledSearch:
 
     def start(self, directory: Path) -> subprocess.Popen[str]:
         path = searching.write(directory, "loss_scale_grid.yaml", *self.OVERRIDES)
-        command = [sys.executable, "-m", "hp_search.local", path.name, "--workers", "2"]
+        command = [sys.executable, "-m", "determined_amp", "search", path.name, "--workers", "2"]
         return subprocess.Popen(
             command,
             cwd=directory,
@@ -361,7 +361,7 @@ class TestMistakes:
             ("hyperparameters.amp.init_scale.count=null", "count: missing"),
             ("searcher.metrics=x", "searcher.metrics: unknown key"),
             ("reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
-            ("entrypoint=python3 -m trials.train", "entrypoint: got"),
+            ("entrypoint=python3 -m determined_amp train", "entrypoint: got"),
         ],
     )
     def test_is_one_message_and_no_trial(

@@ -9,8 +9,9 @@ from typing import Any
 import optuna
 import pytest
 
-from hp_search.halving import RungPruner
-from hp_search.searcher import (
+from determined_amp.config.settings import ConfigError
+from determined_amp.search.halving import RungPruner
+from determined_amp.search.searcher import (
     Bracket,
     SearcherSettings,
     Work,
@@ -19,7 +20,6 @@ from hp_search.searcher import (
     read_searcher,
     read_work,
 )
-from trials.settings import ConfigError
 
 ASHA = {
     "name": "adaptive_asha",
@@ -161,9 +161,9 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("entrypoint", "work"),
         [
-            ("python3 -m hp_search.score_trial", Work.SCORE),
-            (["python3", "-m", "hp_search.train_trial"], Work.TRAIN),
-            ("python3 -m hp_search.compare_trial", Work.COMPARE),
+            ("python3 -m determined_amp.search.score_trial", Work.SCORE),
+            (["python3", "-m", "determined_amp.search.train_trial"], Work.TRAIN),
+            ("python3 -m determined_amp.search.compare_trial", Work.COMPARE),
         ],
     )
     def test_entrypoint_says_what_a_trial_does(self, entrypoint: object, work: Work) -> None:
@@ -171,7 +171,7 @@ class TestMistakes:
 
     def test_other_entrypoint_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="allowed: one that has python3 -m"):
-            read_work({"entrypoint": "python3 -m trials.train"})
+            read_work({"entrypoint": "python3 -m determined_amp train"})
 
 
 class TestLengths:

@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 
-from hp_search.space import nest, read_space
+from determined_amp.search.space import nest, read_space
 
 
 def space(hyperparameters: Any, *, grid: bool = True) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from hp_search import trial_run
-from hp_search.scale_metrics import batches_to_score
-from hp_search.trial_config import compose
+from determined_amp.config import experiment
+from determined_amp.config.settings import ConfigError
+from determined_amp.search import trial_run
+from determined_amp.search.scale_metrics import batches_to_score
+from determined_amp.search.trial_config import compose
 from tests import searching
 from tests.test_configs import TRIALS, flat
 from tests.training import ROOT
-from trials import experiment
-from trials.settings import ConfigError
 
 SEARCHES = sorted((ROOT / "hp_search").glob("loss_scale_*.yaml"))
 COMPARISON = ROOT / "hp_search" / "compare_precisions.yaml"
@@ -101,7 +101,7 @@ class TestCompose:
 
 
 class TestCheck:
-    """What `hp_search.local` asks of the ends of every range before it starts a trial."""
+    """What `search.local` asks of the ends of every range before it starts a trial."""
 
     def check(self, directory: Path, *overrides: str, **sampled: Any) -> None:
         config = searching.load(directory, "loss_scale_grid.yaml", *overrides)
@@ -167,7 +167,7 @@ class TestEverySearch:
     def test_header_gives_the_commands_of_this_file(self, path: Path) -> None:
         header = path.read_text().split("\nname:")[0]
         assert f"det experiment create hp_search/{path.name} ." in header
-        assert f"-m hp_search.local hp_search/{path.name}" in header
+        assert f"-m determined_amp search hp_search/{path.name}" in header
         assert "--config hyperparameters.experiment=" in header
 
     def test_name_says_which_file_it_is(self, path: Path) -> None:
@@ -223,8 +223,8 @@ class TestComparison:
 def test_header_of_the_comparison_gives_its_commands() -> None:
     header = COMPARISON.read_text().split("\nname:")[0]
     assert "det experiment create hp_search/compare_precisions.yaml ." in header
-    assert "-m hp_search.local hp_search/compare_precisions.yaml" in header
-    assert "-m reports.precision" in header
+    assert "-m determined_amp search hp_search/compare_precisions.yaml" in header
+    assert "-m determined_amp report precision" in header
 
 
 def test_grid_has_every_power_of_two_of_its_range() -> None:

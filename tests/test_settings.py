@@ -1,4 +1,4 @@
-"""`trials.settings`: every mistake in a section is named, and nothing is guessed."""
+"""`determined_amp.config.settings`: every mistake in a section is named, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trials.settings import ConfigError, read, setting
+from determined_amp.config.settings import ConfigError, read, setting
 
 
 class Colour(enum.Enum):

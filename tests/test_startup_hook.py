@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class Image:
         self.workdir = folder / "workdir"
         self.site = folder / "site"
         self.bin = folder / "bin"
-        for made in (self.workdir / "trials", self.site / "pip", self.bin):
+        for made in (self.workdir / "determined_amp" / "amp", self.site / "pip", self.bin):
             made.mkdir(parents=True)
         self.set_python(f"'{sys.executable}' -S")
         for module in NEEDED:
@@ -75,7 +76,8 @@ class Image:
             metadata.parent.mkdir()
             metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (self.site / "pip" / "__main__.py").write_text(PIP)
-        (self.workdir / "trials" / "precision.py").write_text("print('1 x Stub, natively: fp32')")
+        self.precision = self.workdir / "determined_amp" / "amp" / "precision.py"
+        self.precision.write_text("print('1 x Stub, natively: fp32')")
         (self.workdir / "startup-hook.sh").write_text(HOOK)
 
     def set_python(self, command: str) -> None:
@@ -233,16 +235,16 @@ def failing_pip(image: Image) -> None:
 
 def no_torch(image: Image) -> None:
     image.lose("torch")
-    (image.workdir / "trials" / "precision.py").write_text("import torch")
+    image.precision.write_text("import torch")
 
 
 def no_trials(image: Image) -> None:
-    (image.workdir / "trials" / "precision.py").unlink()
+    image.precision.unlink()
 
 
 def crashing_driver(image: Image) -> None:
     crash = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"
-    (image.workdir / "trials" / "precision.py").write_text(crash)
+    image.precision.write_text(crash)
 
 
 def no_python(image: Image) -> None:
@@ -333,9 +335,8 @@ def test_it_adds_what_the_project_declares() -> None:
 
 def test_it_describes_this_machine(image: Image) -> None:
     image.set_python(f"'{sys.executable}'")
-    (image.workdir / "trials" / "precision.py").unlink()
-    (image.workdir / "trials").rmdir()
-    (image.workdir / "trials").symlink_to(ROOT / "trials")
+    shutil.rmtree(image.workdir / "determined_amp")
+    (image.workdir / "determined_amp").symlink_to(ROOT / "determined_amp")
     run = image.start(PYTHONPATH="")
     assert trained(run)
     assert "WARNING" not in run.stderr

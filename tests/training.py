@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trials import train
+from determined_amp import train
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -27,7 +27,7 @@ SMALL = (
 
 
 def arguments(config: str, *overrides: str) -> list[str]:
-    """What `python -m trials.train` is given to train the small MLP."""
+    """What `python -m determined_amp train` is given to train the small MLP."""
     changes = [word for override in (*SMALL, *overrides) for word in ("--config", override)]
     return [str(ROOT / "experiment_configs" / config), *changes]
 

@@ -14,13 +14,14 @@ from typing import Any
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from determined_amp import train
+from determined_amp.amp import mixed_precision as amp
+from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.diagnosis import undisturbed
+from determined_amp.local.processes import process_group
 from tests import training
 from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
-from trials import amp, train
-from trials.checkpoint import patched
-from trials.diagnosis import undisturbed
-from trials.local.processes import process_group
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]

@@ -8,13 +8,14 @@ import torch
 from determined import pytorch
 from torch import nn
 
-from trials import data, loading
-from trials.amp import MixedPrecision
-from trials.experiment import Experiment
-from trials.hparams import Hparams
-from trials.loading import Images
-from trials.monitor import ClassificationMetrics, TrainingMetrics
-from trials.schedule import AppliedStepSchedule
+from determined_amp.amp.metrics import ClassificationMetrics, TrainingMetrics
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.schedules import AppliedStepSchedule
+from determined_amp.config.experiment import Experiment
+from determined_amp.config.hparams import Hparams
+from trials.data import images as data
+from trials.data import loading
+from trials.data.loading import Images
 
 
 class ImageClassification:

@@ -11,11 +11,17 @@ import torch
 from determined import pytorch
 from torch.nn import functional
 
-from trials import clips, loading
-from trials.amp import MixedPrecision
-from trials.diffusion import Diffusion, DiffusionSettings, TrainingClips, ValidationClips, to_device
-from trials.monitor import TrainingMetrics
-from trials.schedule import AppliedStepSchedule
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.schedules import AppliedStepSchedule
+from trials.data import clips, loading
+from trials.models.diffusion import (
+    Diffusion,
+    DiffusionSettings,
+    TrainingClips,
+    ValidationClips,
+    to_device,
+)
 
 
 class ClipDenoising:

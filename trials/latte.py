@@ -1,6 +1,6 @@
 """Latte, a video diffusion transformer with EMA and gradient checkpointing, in four precisions.
 
-    python -m trials.train experiment_configs/latte/fp32.yaml      # without a cluster
+    python -m determined_amp train experiment_configs/latte/fp32.yaml      # without a cluster
     det experiment create experiment_configs/latte/amp.yaml .      # on a cluster
     python -m trials.sample runs/latte-fp32/TIME                   # a clip, as GIF and as PNG
 
@@ -18,18 +18,18 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from trials import experiment
-from trials.amp import MixedPrecision
-from trials.checkpoint import PortableCheckpoint
-from trials.clips import ClipSettings
-from trials.denoiser import Denoiser, DenoiserSettings
+from determined_amp.amp.checkpoint import PortableCheckpoint
+from determined_amp.amp.ema import EMAWeights
+from determined_amp.amp.guard import Guard
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config import experiment
+from determined_amp.config.hparams import Hparams
+from determined_amp.config.settings import ConfigError, setting
+from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising
-from trials.diffusion import DiffusionSettings, to_device
-from trials.ema import EMAWeights
-from trials.guard import Guard
-from trials.hparams import Hparams
-from trials.monitor import TrainingMetrics
-from trials.settings import ConfigError, setting
+from trials.models.denoiser import Denoiser, DenoiserSettings
+from trials.models.diffusion import DiffusionSettings, to_device
 
 
 @dataclass(frozen=True, kw_only=True)

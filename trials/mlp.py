@@ -1,6 +1,6 @@
 """A 784-512-10 multilayer perceptron with Adam, in any of the four precisions.
 
-    python -m trials.train experiment_configs/mlp/amp.yaml       # without a cluster
+    python -m determined_amp train experiment_configs/mlp/amp.yaml       # without a cluster
     det experiment create experiment_configs/mlp/amp.yaml .      # on a cluster
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
@@ -17,14 +17,15 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from trials import experiment, loading
-from trials.amp import MixedPrecision
-from trials.checkpoint import PortableCheckpoint
+from determined_amp.amp.checkpoint import PortableCheckpoint
+from determined_amp.amp.guard import Guard
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config import experiment
+from determined_amp.config.hparams import Hparams
+from determined_amp.config.settings import setting
 from trials.classification import ImageClassification
-from trials.guard import Guard
-from trials.hparams import Hparams
-from trials.monitor import TrainingMetrics
-from trials.settings import setting
+from trials.data import loading
 
 
 @dataclass(frozen=True)

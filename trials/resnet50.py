@@ -1,6 +1,6 @@
 """ResNet-50 with momentum SGD, in any of the four precisions.
 
-    python -m trials.train experiment_configs/resnet50/bf16.yaml      # without a cluster
+    python -m determined_amp train experiment_configs/resnet50/bf16.yaml      # without a cluster
     det experiment create experiment_configs/resnet50/amp.yaml .      # on a cluster
 
 The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3 convolution), in
@@ -21,14 +21,15 @@ from torch import nn
 from torch.nn import functional
 from torchvision.models import resnet50
 
-from trials import experiment, loading
-from trials.amp import MixedPrecision
-from trials.checkpoint import PortableCheckpoint
+from determined_amp.amp.checkpoint import PortableCheckpoint
+from determined_amp.amp.guard import Guard
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config import experiment
+from determined_amp.config.hparams import Hparams
+from determined_amp.config.settings import setting
 from trials.classification import ImageClassification
-from trials.guard import Guard
-from trials.hparams import Hparams
-from trials.monitor import TrainingMetrics
-from trials.settings import setting
+from trials.data import loading
 
 
 @dataclass(frozen=True)

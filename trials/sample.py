@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from rich.progress import track
 
-from trials import experiment
-from trials.checkpoint import CheckpointError
-from trials.clips import ClipDataset
-from trials.denoiser import Denoiser
-from trials.diffusion import Conditioning
+from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.config import experiment
+from determined_amp.config.settings import ConfigError
+from determined_amp.local.checkpoints import complete_checkpoints
+from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams, make_denoiser
-from trials.local.checkpoints import complete_checkpoints
-from trials.settings import ConfigError
+from trials.models.denoiser import Denoiser
+from trials.models.diffusion import Conditioning
 
 # The smallest side of a frame in a picture, in pixels.
 SHOWN_SIDE = 96

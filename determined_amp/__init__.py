@@ -1,0 +1,1 @@
+"""Native mixed precision for any `PyTorchTrial` of Determined: right, watched and proven."""

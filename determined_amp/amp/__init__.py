@@ -1,0 +1,1 @@
+"""The heart: precision, scaler, schedules, metrics, guard and checkpoints of one trial."""

@@ -1,0 +1,85 @@
+"""Audits the next batch that a trial trains, in whatever loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch.profiler import ProfilerActivity, profile
+
+from determined_amp.amp.precision import DeviceSupport, Precision
+from determined_amp.audit.count import ProductCount
+from determined_amp.audit.kernels import tensor_core_share
+from determined_amp.audit.report import Audit, AuditError
+
+
+def audited(
+    trial: pytorch.PyTorchTrial,
+    device: torch.device,
+    precision: Precision,
+    on_done: Callable[[Audit], None],
+) -> None:
+    """Audit the next batch that `trial` trains, whatever loop calls it.
+
+    On an NVIDIA GPU the kernels of one more batch are timed, which waits for the device once. Not
+    those of the same batch: there, cuDNN still times its algorithms, with and without tensor cores.
+
+    Args:
+        trial: Its `train_batch` is replaced for these batches, then put back.
+        device: Where it computes.
+        precision: What the YAML asks for.
+        on_done: Is given the audit, if it passed. If not, that `train_batch` raises `AuditError`.
+    """
+
+    @contextmanager
+    def counting() -> Iterator[None]:
+        with ProductCount() as count:
+            yield
+        has_tf32 = DeviceSupport.of(device).tf32
+        audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+        if not audit.passed:
+            raise AuditError(audit)
+        if device.type == "cuda" and torch.version.hip is None:
+            _around_next_batch(trial, _timing(audit, on_done))
+        else:
+            on_done(audit)
+
+    _around_next_batch(trial, counting())
+
+
+@contextmanager
+def _timing(audit: Audit, on_done: Callable[[Audit], None]) -> Iterator[None]:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield
+    kernels = (
+        (event.name, event.time_range.elapsed_us())
+        for event in profiler.events()
+        if event.device_type.name == "CUDA"
+    )
+    on_done(dataclasses.replace(audit, tensor_core_share=tensor_core_share(kernels)))
+
+
+def _around_next_batch(trial: pytorch.PyTorchTrial, around: AbstractContextManager[None]) -> None:
+    train_batch = trial.train_batch
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
+        with around:
+            return train_batch(*args, **kwargs)
+
+    trial.train_batch = once  # type: ignore[method-assign]  # for one call
+
+
+def _tf32() -> str:
+    try:
+        matmul = torch.get_float32_matmul_precision() != "highest"
+        convolution = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set to different values by torch's old names and by its new ones
+        return "mixed"
+    if matmul != convolution:
+        return "mixed"
+    return "on" if matmul else "off"

@@ -1,0 +1,1 @@
+"""Experiment YAMLs as typed settings, with every mistake named."""

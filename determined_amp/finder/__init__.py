@@ -1,0 +1,1 @@
+"""The initial loss scale, found in one pass over a few batches."""

@@ -1,0 +1,147 @@
+"""The folder that a local run leaves behind.
+
+config.yaml        the configuration as it was given
+resolved.yaml      the same with every default filled in
+environment.json   versions, device, commit, command, date
+metrics.jsonl      one report per line
+tensorboard/       event files
+checkpoints/       the newest and the best one
+log.txt            what Determined logs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import numpy as np
+import torch
+import torchvision
+import yaml
+
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.config.experiment import Experiment
+from determined_amp.config.hparams import Hparams
+
+
+class RunFolder:
+    """Paths and files of one run.
+
+    Args:
+        path: The folder; made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log.txt"
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def new(root: Path, name: str) -> RunFolder:
+        """The folder of a run that starts now."""
+        return RunFolder(fresh_folder(root, name))
+
+    def describe(self, config: Mapping[str, Any], experiment: Experiment[Hparams]) -> None:
+        """Write what was run and on what."""
+        # A resume writes it again, and needs it the next time: never half of it.
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        os.replace(partial, self.config)
+        resolved = yaml.safe_dump(plain(experiment), sort_keys=False)
+        (self.path / "resolved.yaml").write_text(resolved)
+        made_with = json.dumps(environment(), indent=2)
+        (self.path / "environment.json").write_text(made_with + "\n")
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add one report; numbers only."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read_metrics(self) -> Iterator[dict[str, Any]]:
+        """The reports so far."""
+        return read_metrics(self.metrics)
+
+    def forget_metrics_after(self, batches: int) -> None:
+        """Drop the reports of batches that a resumed run is going to train again."""
+        kept = [line for line in self.read_metrics() if line["batches"] <= batches]
+        partial = self.metrics.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(partial, self.metrics)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The reports in a `metrics.jsonl`, none without it; a line cut off by a kill ends them."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def fresh_folder(root: Path, name: str) -> Path:
+    """A new folder `root/name/TIME`."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
+        path = root / name / (stamp + suffix)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{root / name}: a thousand runs in one second")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device, commit, command and date: what a result was made with."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "determined": det.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": dataclasses.asdict(DeviceSupport.of(device)),
+        "processors": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the code, with `-dirty` if it was changed since; None outside a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def plain(value: Any) -> Any:
+    """Settings as the types YAML has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value

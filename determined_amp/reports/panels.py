@@ -1,0 +1,324 @@
+"""The panels of the loss-scale figures; each draws one thing into one axes.
+
+A line is predicted and a dot is measured, everywhere. Colours are those of Okabe and Ito, which
+readers with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
+
+from determined_amp.reports.forecast import Forecast, Module, Window
+
+# Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
+INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
+
+VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
+DEFAULT_LOG2 = 16
+
+# float16: the largest power of two that rounds to 0, the smallest normal one, the first infinite.
+FLUSHED, NORMAL, INFINITE = -25, -14, 16
+
+# As the finder has it.
+_FLUSHED_LIMIT = 0.01
+
+# Right of every scale that float32 can hold.
+_FAR = 200
+_SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
+
+# More module names than these do not fit.
+_MOST_NAMES = 28
+
+# Of one colour, so that few values are near the background, be it light or dark.
+_HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of one training.
+
+    Args:
+        scale_log2: log2 of its initial loss scale.
+        value: The number.
+        seed: Trainings with the same one are joined; None is a seed of its own.
+        whole: Whether it was trained to its end.
+    """
+
+    scale_log2: float
+    value: float
+    seed: int | None = None
+    whole: bool = True
+
+
+def power(log2: float) -> str:
+    """2 to that power, as in 2¹⁶."""
+    return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
+
+
+def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
+    """Window, overflow, the choice and PyTorch's default, on an axes over log2 of the scale."""
+    low, top, choice = window.low, window.top, window.choice
+    if low <= top:
+        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
+    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, zorder=0)
+    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+    if choice is not None:
+        axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1)
+    if not label:
+        return
+    above = axes.get_xaxis_transform()
+    safe = f"safe window {power(low)} to {power(top)}" if low <= top else "no safe window"
+    axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
+    axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
+    if choice == DEFAULT_LOG2:
+        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.87)
+        return
+    if choice is not None:
+        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.87)
+    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.77)
+
+
+def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> None:
+    axes.annotate(
+        text,
+        (scale, height),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        color=color,
+        path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+    )
+
+
+def shares(
+    axes: Axes, forecast: Forecast | None, flushed: Sequence[Point], overflowed: Sequence[float]
+) -> None:
+    """Share of the 16-bit gradient values that is flushed to 0, and that overflows.
+
+    Args:
+        axes: Where to draw.
+        forecast: The lines, and measurements of the finder's own.
+        flushed: Measured shares, where nothing overflowed.
+        overflowed: log2 of scales at which something did.
+    """
+    if forecast is not None:
+        scales = [p.scale_log2 for p in forecast.predicted]
+        lost = [p.flushed_share for p in forecast.predicted]
+        over = [p.overflow_share for p in forecast.predicted]
+        axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
+        axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
+        _name_line(axes, scales, lost, "flushed to 0")
+        seen = [m for m in forecast.measured if not m.overflow]
+        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in seen)]
+        overflowed = [*overflowed, *(m.scale_log2 for m in forecast.measured if m.overflow)]
+        axes.axhline(_FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
+    _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
+    if overflowed:
+        axes.plot(
+            overflowed,
+            [0.94] * len(overflowed),
+            transform=axes.get_xaxis_transform(),
+            color=VERMILION,
+            marker="x",
+            markersize=5,
+            linestyle="none",
+            label="overflow, measured (a step is skipped)",
+        )
+    axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+    axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(-2e-5, 2.5)
+    axes.set_ylabel("share of gradient values")
+
+
+def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
+    """Beside the falling line, where it is still well above 1 %."""
+    high = [i for i, value in enumerate(values) if value >= 4 * _FLUSHED_LIMIT]
+    if high:
+        i = high[-1]
+        axes.annotate(
+            text, (scales[i], values[i]), xytext=(6, 4), textcoords="offset points", color=BLUE
+        )
+
+
+def _percent(share: float, _: int | None = None) -> str:
+    return f"{share * 100:g} %"
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
+    if points:
+        axes.plot(
+            *zip(*points, strict=True),
+            color=color,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.6,
+            linestyle="none",
+            label=label,
+        )
+
+
+def metric(
+    axes: Axes, points: Sequence[Point], name: str, window: Window | None, *, band: bool = True
+) -> None:
+    """A validation metric by scale: every seed thin, their mean, and how far seeds differ.
+
+    Args:
+        axes: Where to draw.
+        points: Measured.
+        name: Of the metric.
+        window: Where the seeds' band is taken from.
+        band: Whether scale and seed are all in which the points differ.
+    """
+    seeds = _by_seed(points)
+    for points_of_seed in seeds.values():
+        line = sorted(points_of_seed, key=lambda point: point.scale_log2)
+        x, y = [p.scale_log2 for p in line], [p.value for p in line]
+        axes.plot(x, y, color=BLUE, linewidth=0.7, alpha=0.5)
+    for whole in (True, False):
+        ended = [(p.scale_log2, p.value) for p in points if p.whole is whole]
+        if ended:
+            axes.plot(
+                *zip(*ended, strict=True),
+                color=BLUE,
+                marker="o",
+                markersize=3.5,
+                markerfacecolor=BLUE if whole else "none",
+                linestyle="none",
+                alpha=0.7,
+            )
+    if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
+        means = _means(points)
+        axes.plot(list(means), list(means.values()), color=INK, linewidth=1.6)
+    found = seed_band(points, window) if band else None
+    if found is not None:
+        centre, spread = found
+        axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
+        axes.axhline(centre, color=AMBER, linewidth=0.8)
+    values = [point.value for point in points]
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    axes.set_ylabel(name.replace("_", " "))
+
+
+def mark_best(axes: Axes, best: Point) -> None:
+    """A ring around the best point, with its scale."""
+    axes.plot(
+        [best.scale_log2],
+        [best.value],
+        color=INK,
+        marker="o",
+        markersize=9,
+        markerfacecolor="none",
+        linestyle="none",
+    )
+    axes.annotate(
+        f"best {power(best.scale_log2)}",
+        (best.scale_log2, best.value),
+        xytext=(0, 13),
+        textcoords="offset points",
+        ha="center",
+        color=INK,
+        path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+    )
+
+
+def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
+    found: dict[object, list[Point]] = {}
+    for i, point in enumerate(points):
+        found.setdefault(("alone", i) if point.seed is None else point.seed, []).append(point)
+    return found
+
+
+def _means(points: Sequence[Point]) -> dict[float, float]:
+    scales = sorted({point.scale_log2 for point in points})
+    return {s: mean(p.value for p in points if p.scale_log2 == s) for s in scales}
+
+
+def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
+    """Mean and standard deviation over seeds of each seed's mean inside the safe window.
+
+    None without a window, or with fewer than three seeds in it.
+    """
+    if window is None:
+        return None
+    inside = [p for p in points if p.whole and p.scale_log2 in window]
+    of_seeds = [mean(p.value for p in line) for line in _by_seed(inside).values()]
+    return (mean(of_seeds), stdev(of_seeds)) if len(of_seeds) >= 3 else None
+
+
+def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
+    """Skipped optimizer steps by scale: expected at the start as a line, counted as dots."""
+    if window is not None and points:
+        ends = [p.scale_log2 for p in points]
+        scales = np.arange(math.floor(min(ends)), math.ceil(max(ends)) + 1)
+        expected = [window.expected_skips(float(scale)) for scale in scales]
+        axes.plot(scales, expected, color=VERMILION, linewidth=1.4)
+    _dots(axes, [(p.scale_log2, p.value) for p in points], VERMILION, "skipped steps")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylim(bottom=-0.6)
+    axes.set_ylabel("skipped steps")
+
+
+def modules(axes: Axes, forecast: Forecast) -> None:
+    """Where each module's gradients lie in float16, at the scale of the choice.
+
+    A row is a module, in the order of the forward; the darker, the more of its values.
+    """
+    scale = forecast.window.choice or 0
+    rows = [m for m in reversed(forecast.modules) if m.values_by_log2]
+    powers = [q + scale for m in rows for q in m.values_by_log2]
+    left, right = min([*powers, FLUSHED - 6]), max([*powers, INFINITE + 5]) + 1
+    heat = np.ma.masked_equal(np.array([_density(m, scale, left, right) for m in rows]), 0.0)
+    axes.pcolormesh(
+        np.arange(left, right + 1),
+        np.arange(len(rows) + 1) - 0.5,
+        heat,
+        cmap=_HEAT,
+        vmin=0.0,
+        rasterized=len(rows) > _MOST_NAMES,
+    )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left, right)
+    _name_rows(axes, rows)
+    above = axes.get_xaxis_transform()
+    regions = (
+        (left, FLUSHED, VERMILION, "flushed to 0"),
+        (FLUSHED, NORMAL, AMBER, "loses bits"),
+        (NORMAL, INFINITE, "none", "full precision"),
+        (INFINITE, right, VERMILION, "overflow"),
+    )
+    for start, end, color, words in regions:
+        axes.axvspan(start, end, color=color, alpha=0.10, linewidth=0, zorder=0)
+        centre = (start + end) / 2
+        ink = GREEN if color == "none" else color
+        axes.text(centre, 1.02, words, transform=above, color=ink, ha="center", va="bottom")
+    for border in (FLUSHED, NORMAL, INFINITE):
+        axes.axvline(border, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"log₂ of |gradient| · {power(scale)}, 16-bit values of the backward")
+
+
+def _density(module: Module, scale: int, left: int, right: int) -> list[float]:
+    most = max(module.values_by_log2.values())
+    counts: Mapping[int, int] = module.values_by_log2
+    return [counts.get(power - scale, 0) / most for power in range(left, right)]
+
+
+def _name_rows(axes: Axes, rows: Sequence[Module]) -> None:
+    """All names, or as many as fit, evenly."""
+    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
+    axes.set_yticks(list(shown), [rows[i].name for i in shown])
+    axes.tick_params(axis="y", length=0)

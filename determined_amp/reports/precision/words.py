@@ -1,0 +1,283 @@
+"""What the numbers say, in sentences and one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from determined_amp.amp.mixed_precision import SCALER_KEYS
+from determined_amp.amp.precision import Precision
+from determined_amp.reports.precision.advice import RULE, Advice
+from determined_amp.reports.precision.claims import claims
+from determined_amp.reports.precision.comparison import Comparison, Ratio
+from determined_amp.reports.precision.findings import Findings
+from determined_amp.reports.precision.interval import Interval, Verdict
+from determined_amp.reports.precision.run import Run, Spread
+from determined_amp.reports.precision.settings import AMP, BATCH_SIZE
+from determined_amp.reports.precision.summary import WAITS_FOR_DATA, Summary
+
+HEADS = (
+    "precision",
+    "runs",
+    "{metric}",
+    "samples/s",
+    "speed",
+    "peak MiB, {memory}",
+    "applied steps",
+    "skipped",
+    "loss scale",
+    "waits for data",
+    "audit",
+    "training s",
+)
+
+
+def sentences(findings: Findings, advice: Advice) -> list[str]:
+    """All that is to be said, the advice last."""
+    return [
+        *_measured(findings),
+        *_left_out(findings),
+        *_audited(findings),
+        *_mixed(findings),
+        *_notes(findings),
+        *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
+        *(_claimed(c) for c in findings.with_baseline if c.ours.precision.autocast_dtype),
+        *_waiting(findings),
+        f"use {advice.precision.value} here: {advice.why}. The rule: {RULE}",
+    ]
+
+
+def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per precision."""
+    memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
+    heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
+    speeds = {c.ours.precision: c.speed for c in findings.with_baseline}
+    rows = []
+    for summary in findings.summaries:
+        ratio = speeds.get(summary.precision)
+        is_base = summary.precision is findings.baseline
+        times = "1" if is_base else f"{ratio.middle:.2f}x" if ratio else ""
+        rows.append([summary.name, _count(summary), *_numbers(summary, times)])
+    return heads, rows
+
+
+def markdown(title: str, findings: Findings, told: Sequence[str]) -> str:
+    """Table and sentences as one file."""
+    heads, rows = table(findings)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    drawn = [f"| {' | '.join(line)} |" for line in lines]
+    items = [f"- {sentence}" for sentence in told]
+    return "\n".join([f"# {title}", "", *drawn, "", *items, ""])
+
+
+def setting(findings: Findings) -> str:
+    """Device, versions, length and date of all runs, in one line."""
+    run, machine = findings.runs[0], findings.machine
+    dates = " to ".join(findings.dates) or "date unknown"
+    batches = max(run.training[-1].batches for run in findings.runs if run.training)
+    size = run.settings[BATCH_SIZE]
+    return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
+
+
+def seeds(summary: Summary) -> str:
+    """How many runs there are, and of which seeds."""
+    count = len(summary.runs)
+    known = ", ".join(map(str, summary.seeds)) or "unknown"
+    plural = "s" * (count != 1)
+    failed = f" and {len(summary.failed)} failed" if summary.failed else ""
+    return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
+
+
+def _measured(findings: Findings) -> Iterator[str]:
+    counted = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
+    yield f"measured on {setting(findings)}; {counted}"
+
+
+def _left_out(findings: Findings) -> Iterator[str]:
+    for summary in findings.summaries:
+        failed, count = summary.failed, len(summary.failed) + len(summary.runs)
+        if failed:
+            why = "; ".join(f"{_where(run)}: {run.reason}" for run in failed)
+            yield f"{summary.name}: {len(failed)} of {count} runs failed: {why}" + (
+                "; its numbers are those of the runs that finished" if summary.runs else ""
+            )
+    if findings.left_out:
+        yield f"left out: {'; '.join(findings.left_out)}"
+
+
+def _where(run: Run) -> str:
+    return f"{'seed unknown' if run.seed is None else f'seed {run.seed}'} ({run.name})"
+
+
+def _audited(findings: Findings) -> Iterator[str]:
+    finished = [run for summary in findings.summaries for run in summary.runs]
+    unaudited = [run.short_name for run in finished if run.audit_share is None]
+    short = [run for run in finished if run.audit_share is not None and run.audit_share < 1.0]
+    for run in short:
+        yield (
+            f"audit: {run.short_name} computed {run.audit_share:.1%} of the FLOPs of its first "
+            "batch in the precision that it asks for, the rest in another"
+        )
+    if unaudited:
+        yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
+    if not short and not unaudited:
+        yield "audit: every finished run computed all products in the precision that it asks for"
+
+
+def _mixed(findings: Findings) -> Iterator[str]:
+    """What may differ between runs, and is not precision."""
+    for summary in findings.summaries:
+        runs = (*summary.runs, *summary.failed)
+        for key in SCALER_KEYS:
+            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
+            if len(values) > 1:
+                yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
+    for name in findings.machine.versions:
+        values = dict.fromkeys(str(run.machine.versions.get(name)) for run in findings.runs)
+        if len(values) > 1:
+            yield f"the runs differ in {name}: {', '.join(values)}"
+
+
+def _notes(findings: Findings) -> Iterator[str]:
+    if any(summary.is_only_fp32 for summary in findings.summaries):
+        drift = findings.drift
+        yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared" + (
+            "" if drift is None else f"; that its speed is {_times(drift)} is drift of the machine"
+        )
+    if any(run.shares_device for run in findings.runs):
+        yield (
+            "several trials ran at a time: what they say of speed is left out; for that, compare "
+            "with one worker"
+        )
+    if not findings.machine.on_gpu:
+        yield (
+            "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
+            "believe only ratios far outside the range of the runs. The memory is that of the "
+            "whole process, libraries included"
+        )
+
+
+def _title(comparison: Comparison) -> str:
+    return f"{comparison.ours.name} against {comparison.base.name}"
+
+
+def _compared(comparison: Comparison) -> str:
+    parts = [_speed(comparison.speed)]
+    if comparison.memory is not None:
+        ratio = comparison.memory
+        parts.append(f"memory {_times(ratio)}: {_size(ratio, 'more', 'less', 'as much')}")
+    return "; ".join([*parts, _metric(comparison)])
+
+
+def _speed(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "speed not measured"
+    word = _size(ratio, "faster", "slower", "no difference beyond the spread")
+    inverse = f" ({1 / ratio.middle:.1f} times the time)" if ratio.is_smaller else ""
+    return f"speed {_times(ratio)}: {word}{inverse}"
+
+
+def _size(ratio: Ratio, larger: str, smaller: str, same: str) -> str:
+    if ratio.is_larger:
+        return larger
+    return smaller if ratio.is_smaller else same
+
+
+def _times(ratio: Ratio) -> str:
+    if ratio.pairs == 1:
+        of = "over the reports of one pair of runs"
+    else:
+        of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
+    return f"{ratio.middle:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
+
+
+def _metric(comparison: Comparison) -> str:
+    found, verdict = comparison.difference, comparison.verdict
+    direction = "better" if comparison.is_better else "worse"
+    said = {
+        Verdict.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
+        Verdict.DIFFERENT: f"{verdict.value}, {direction}",
+        Verdict.UNKNOWN: _untold(found, comparison.margin),
+    }[verdict]
+    interval = ""
+    if found.deviation and found.half_width is not None:
+        kind = "paired by seed" if found.paired else "seeds differ"
+        interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
+    return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
+
+
+def _untold(found: Interval, margin: float) -> str:
+    said = f"cannot be told with {found.seeds} seed{'s' * (found.seeds != 1)}"
+    if found.deviation is None:
+        return f"{said}: it takes 2 at least, and how many more shows only then"
+    if found.deviation == 0.0:  # as with a metric of few validation samples
+        return f"{said}: the difference is the same in all, which leaves no spread to judge by"
+    needed = found.seeds_to_tell(margin)
+    many = "more than 1000" if needed is None else f"about {needed}"
+    return f"{said}: it would take {many}, if they go on like this (margin {margin:.2g})"
+
+
+def _claimed(comparison: Comparison) -> str:
+    judged = (f"{c.words} {c.judgement.value} ({c.figure})" for c in claims(comparison))
+    return f"{_title(comparison)}, the claims for ResNet-50: {'; '.join(judged)}"
+
+
+def _waiting(findings: Findings) -> Iterator[str]:
+    waiting = [s for s in findings.summaries if s.waits_for_data]
+    if waiting:
+        told = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
+        yield (
+            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({told}): AMP "
+            "cannot help there, more data.workers may"
+        )
+
+
+def _count(summary: Summary) -> str:
+    failed = f", {len(summary.failed)} failed" if summary.failed else ""
+    return f"{len(summary.runs)}{failed}"
+
+
+def _numbers(summary: Summary, times: str) -> list[str]:
+    if not summary.runs:
+        return [""] * (len(HEADS) - 2)
+    deviation = "" if summary.deviation is None else f" ± {summary.deviation:.2g}"
+    shares = summary.spread(lambda run: run.audit_share)
+    wait = summary.data_wait_share
+    return [
+        f"{summary.mean:.4g}{deviation}",
+        _range(summary.speed),
+        times,
+        _memory(summary),
+        _range(summary.spread(lambda run: run.last("applied_steps"))),
+        _range(summary.spread(lambda run: run.last("skipped_steps"))),
+        _scale(summary),
+        "" if wait is None else f"{wait:.0%}",
+        "" if shares is None else f"{shares.low:.1%}",
+        _range(summary.spread(lambda run: run.training_seconds)),
+    ]
+
+
+def _memory(summary: Summary) -> str:
+    reserved = summary.reserved_memory
+    also = "" if reserved is None else f"; {_range(reserved)}"
+    return _range(summary.memory) + also
+
+
+def _scale(summary: Summary) -> str:
+    """At the end; only float16 has one."""
+    scale = summary.spread(lambda run: run.last("loss_scale_log2"))
+    if scale is None or summary.precision is not Precision.AMP_FP16:
+        return "none"
+    ends = dict.fromkeys((scale.low, scale.high))
+    return " to ".join(f"2^{end:g}" for end in ends)
+
+
+def _range(spread: Spread | None) -> str:
+    """Median, and the range if there is one that shows."""
+    if spread is None:
+        return ""
+    middle, low, high = map(_number, (spread.middle, spread.low, spread.high))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,72 @@
+"""The platform's asynchronous halving as an Optuna pruner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from determined_amp.search.searcher import Bracket
+
+
+class RungPruner(optuna.pruners.BasePruner):
+    """Stops a trial that is not among the best at a rung, as `asha_stopping.go` of 0.38.1 does.
+
+    At the first report at or after a rung, a trial goes on if fewer than max(1, n // divisor) of
+    the n trials that have been there, itself included, were better. Nobody is called back.
+    `optuna.pruners.SuccessiveHalvingPruner` decides alike, but its rungs are powers of an integer
+    divisor times the smallest, so that they miss the platform's and the end of the trial.
+
+    A trial says which bracket it is in by the user attribute `bracket`, and reports by length, in
+    the unit of the rungs. One with the user attribute `invalid` has never been there; any other
+    that failed counts as the worst at the rung it was on its way to.
+
+    Args:
+        brackets: Of the search.
+        divisor: One of so many trials goes on.
+    """
+
+    def __init__(self, brackets: Sequence[Bracket], divisor: float) -> None:
+        self._brackets = brackets
+        self._divisor = divisor
+
+    def prune(self, study: optuna.study.Study, trial: FrozenTrial) -> bool:
+        """Whether to stop `trial` after its newest report."""
+        minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
+        sign = 1.0 if minimise else -1.0
+        *earlier, reached = sorted(trial.intermediate_values)
+        value = sign * trial.intermediate_values[reached]
+        index = trial.user_attrs["bracket"]
+        others = [
+            other
+            for other in study.get_trials(deepcopy=False)
+            if other.number != trial.number and other.user_attrs.get("bracket") == index
+        ]
+        rungs = self._brackets[index].rungs
+        for position, rung in enumerate(rungs[:-1]):
+            if max(earlier, default=-1) >= rung or reached < rung:
+                continue
+            there = list(_values_at(rungs, position, others, sign))
+            better = sum(other < value for other in there)
+            if better >= max(int((len(there) + 1) / self._divisor), 1):
+                return True
+        return False
+
+
+def _values_at(
+    rungs: Sequence[int], position: int, trials: Sequence[FrozenTrial], sign: float
+) -> Iterator[float]:
+    """What these trials reported at a rung; smaller is better."""
+    for trial in trials:
+        if trial.user_attrs.get("invalid"):
+            continue
+        lengths = sorted(trial.intermediate_values)
+        there = next((length for length in lengths if length >= rungs[position]), None)
+        if there is not None:
+            yield sign * trial.intermediate_values[there]
+        elif trial.state is TrialState.FAIL:
+            passed = sum(rung <= max(lengths, default=-1) for rung in rungs)
+            if passed == position:
+                yield math.inf

@@ -1,0 +1,71 @@
+"""Run a search without a cluster, from the YAML that a cluster takes.
+
+    python -m determined_amp search SEARCH.yaml [--workers N] [--config KEY=VALUE ...]
+    python -m determined_amp search --resume FOLDER [--workers N]
+
+It leaves `runs/NAME/TIME/`: the configuration, an Optuna study in `study.db`, and a run folder per
+trial. Ctrl-C stops it; stopped, killed, or with a worker killed, every trial goes on from its
+newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows it, also while it runs.
+
+Points of a grid, ranges and their scales, nesting, brackets, rungs and what follows an invalid
+trial are the platform's. What differs, because it has to:
+
+* A comparison takes its seeds by turns, where the platform takes its precisions one by one.
+* Random numbers: the same distributions, other draws; other seeds of trials that train. A trial
+  that is scored has the search's own seed in both places.
+* `max_concurrent_trials` and `slots_per_trial` are a cluster's: here it is `--workers`, and every
+  trial is one process. Fewer trials at a time means that early stopping has seen others when it
+  decides: `adaptive_asha` is asynchronous, and depends on who comes first there, too.
+* One bracket of `adaptive_asha` fills up after the other; they do not compare with each other.
+* The platform replaces invalid trials for ever; here at most as many as the search has trials.
+* Three trials in a row that fail for the same reason end the search. In a comparison, which goes by
+  turns, these are of two precisions at least: one that always fails is a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from determined_amp.config.overrides import add_override_option
+from determined_amp.search import worker
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when the search completed or was stopped by a signal."""
+    options = _options(sys.argv[1:] if arguments is None else arguments)
+    worker.start_server()
+    # Not before: torch takes seconds to import, here as in the server, which does it meanwhile.
+    from determined_amp.search.search import run  # noqa: PLC0415
+
+    return run(options.search, options.resume, options.overrides, options.workers)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp search", description="Run a search on this machine."
+    )
+    parser.add_argument("search", nargs="?", help="search YAML")
+    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with this search")
+    parser.add_argument(
+        "--workers", metavar="N", type=_positive, default=1, help="trials at a time"
+    )
+    add_override_option(parser)
+    options = parser.parse_args(arguments)
+    if bool(options.search) == bool(options.resume):
+        parser.error("give either a search YAML, or --resume FOLDER")
+    if options.resume and options.overrides:
+        parser.error("--resume goes on with the search as it is: leave --config out")
+    return options
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

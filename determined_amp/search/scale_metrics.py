@@ -1,0 +1,144 @@
+"""What a loss scale does to the gradients of a trial, measured on a few frozen batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import determined as det
+import numpy as np
+import torch
+from determined import core, pytorch
+
+from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.precision import Precision
+from determined_amp.config.experiment import Experiment, load_trial_class
+from determined_amp.config.hparams import Hparams
+from determined_amp.config.settings import ConfigError
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.score import score
+
+logger = logging.getLogger(__name__)
+
+# Batches that a training trial of a search is measured on before it trains.
+MEASURED_BATCHES = 2
+
+
+def batches_to_score(experiment: Experiment[Hparams]) -> int:
+    """The number of frozen batches that a trial is scored on.
+
+    Raises:
+        ConfigError: if the experiment cannot be scored.
+    """
+    hparams, slots = experiment.hparams, experiment.platform.resources.slots_per_trial
+    batches = hparams.training.max_length.batches
+    problems = []
+    if hparams.amp.precision is not Precision.AMP_FP16:
+        problems.append(
+            f"hyperparameters.amp.precision: got {hparams.amp.precision.value}, which does not "
+            "scale the loss; allowed in a search for the loss scale: amp_fp16"
+        )
+    if batches is None:
+        problems.append(
+            "hyperparameters.training.max_length: got epochs; allowed where trials are scored, "
+            "not trained: the number of batches to score, such as {batches: 4}"
+        )
+    if slots > 1:
+        problems.append(
+            f"resources.slots_per_trial: got {slots}; allowed where trials are scored: 1 (set "
+            "hyperparameters.global_batch_size to what one slot trains)"
+        )
+    if problems or batches is None:
+        raise ConfigError(experiment.name, problems)
+    return batches
+
+
+def scored(
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    experiment: Experiment[Hparams],
+    batches: int,
+) -> dict[str, float]:
+    """The validation metrics of a scored trial: those of `score`, and the scale itself.
+
+    Raises:
+        determined.InvalidHP: if no scale can train this experiment.
+    """
+    scale = experiment.hparams.amp.init_scale
+    return {"init_scale_log2": math.log2(scale), **score(trial, context, batches)}
+
+
+def report_flushed_share(
+    context: pytorch.PyTorchTrialContext, experiment: Experiment[Hparams]
+) -> None:
+    """Add what the initial scale does to the gradients to every validation of a trial to come.
+
+    It is measured on a second trial of the same seed, which is then thrown away, so that the
+    training is the one it would have been. Every rank measures the same, on its own.
+
+    Raises:
+        determined.InvalidHP: if no scale can train this experiment.
+    """
+    if experiment.hparams.amp.precision is not Precision.AMP_FP16:
+        return
+    # Without the task's information `Trainer` does not take the twin for a trial to be resumed.
+    with _random_state_kept(context.device), patched(det, "get_cluster_info", lambda: None):
+        twin = _twin(context)
+        trial = load_trial_class(experiment.hparams.trial)(twin, experiment)
+        try:
+            measured = scored(trial, twin, experiment, MEASURED_BATCHES)
+        except LossScaleError as error:
+            logger.warning("flushed_share is not reported: %s", error)
+            return
+    _Constant(context, {name: measured[name] for name in ("init_scale_log2", "flushed_share")})
+
+
+class _Constant(pytorch.MetricReducer):
+    """The same numbers in every validation report."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+        context.wrap_reducer(self, for_training=False)
+
+    def reset(self) -> None:
+        """Called by Determined before every validation."""
+
+    def per_slot_reduce(self) -> dict[str, float]:
+        return self._metrics
+
+    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, float]]) -> dict[str, float]:
+        return per_slot_metrics[0]
+
+
+def _twin(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
+    """A context of one process with the seed, device and batch of a slot of `context`."""
+    alone = core.DummyDistributedContext()
+    twin = pytorch.PyTorchTrialContext(
+        core_context=core.Context(context._core.checkpoint, distributed=alone),
+        trial_seed=context.get_trial_seed(),
+        hparams=context.get_hparams(),
+        slots_per_trial=context.distributed.size,
+        num_gpus=int(context.device.type == "cuda"),
+        exp_conf=dict(context.get_experiment_config()),
+        aggregation_frequency=context._aggregation_frequency,
+        steps_completed=0,
+        managed_training=True,
+        debug_enabled=False,
+        enable_tensorboard_logging=False,
+    )
+    twin.device = context.device  # a context of one process takes the first GPU
+    return twin
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    python: Any = random.getstate()
+    numpy = np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)

@@ -1,0 +1,198 @@
+"""The `searcher` section of a search, and the early stopping of `adaptive_asha`.
+
+Brackets and rungs follow Determined 0.38.1 (`master/pkg/searcher/adaptive_asha.go`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from determined_amp.config.hparams import TrainingSettings
+from determined_amp.config.settings import ConfigError, read, setting
+
+
+class Method(enum.Enum):
+    """How the points of a search are chosen."""
+
+    SINGLE = "single"
+    RANDOM = "random"
+    GRID = "grid"
+    ADAPTIVE_ASHA = "adaptive_asha"
+
+
+class Mode(enum.Enum):
+    """How many brackets `adaptive_asha` hedges over: one, the upper half, or all."""
+
+    AGGRESSIVE = "aggressive"
+    STANDARD = "standard"
+    CONSERVATIVE = "conservative"
+
+
+_COMMON = {"name", "metric", "smaller_is_better"}
+_TAKES = {
+    Method.SINGLE: _COMMON,
+    Method.GRID: _COMMON | {"max_concurrent_trials"},
+    Method.RANDOM: _COMMON | {"max_concurrent_trials", "max_trials"},
+    Method.ADAPTIVE_ASHA: _COMMON
+    | {"max_concurrent_trials", "max_trials", "time_metric", "max_time"}
+    | {"mode", "divisor", "max_rungs"},
+}
+_NEEDS = {
+    Method.RANDOM: ("max_trials",),
+    Method.ADAPTIVE_ASHA: ("max_trials", "time_metric", "max_time"),
+}
+_UNITS = ("batches", "epochs")
+
+
+@dataclass(frozen=True)
+class SearcherSettings:
+    """The `searcher` section, by the platform's names.
+
+    Args:
+        name: The method.
+        metric: Validation metric that ranks trials.
+        smaller_is_better: Its direction.
+        max_trials: Trials, those not counted whose hyperparameters are invalid.
+        max_concurrent_trials: For a cluster; without one it is the number of workers.
+        time_metric: `batches` or `epochs`, the unit of `max_time`.
+        max_time: Length of a trial that is never stopped.
+        mode: How many brackets.
+        divisor: One of so many trials goes on at a rung.
+        max_rungs: The most rungs of a bracket.
+    """
+
+    name: Method = setting()
+    metric: str = setting()
+    smaller_is_better: bool = setting(True)
+    max_trials: int | None = setting(None, at_least=1)
+    max_concurrent_trials: int = setting(16, at_least=0)
+    time_metric: str | None = setting(None)
+    max_time: int | None = setting(None, at_least=1)
+    mode: Mode = setting(Mode.STANDARD)
+    divisor: float = setting(4.0, above=1)
+    max_rungs: int = setting(5, at_least=1)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        takes = _TAKES[self.name]
+        for key in sorted(given - takes):
+            yield key, f"given, but {self.name.value} takes only {', '.join(sorted(takes))}"
+        for key in _NEEDS.get(self.name, ()):
+            if getattr(self, key) is None:
+                yield key, f"missing; {self.name.value} needs it"
+        if self.time_metric is not None and self.time_metric not in _UNITS:
+            yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(_UNITS)}"
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A number of trials that are compared with each other.
+
+    Args:
+        rungs: Lengths, in `time_metric`, after which they are; the last is the whole length.
+        max_trials: How many.
+    """
+
+    rungs: tuple[int, ...]
+    max_trials: int
+
+
+def brackets(settings: SearcherSettings) -> list[Bracket]:
+    """The brackets of an `adaptive_asha` search, those that stop earliest first."""
+    assert settings.max_trials is not None
+    assert settings.max_time is not None
+    divisor = settings.divisor
+    most = min(
+        settings.max_rungs,
+        int(math.log(settings.max_time) / math.log(divisor)) + 1,
+        int(math.log(settings.max_trials) / math.log(divisor)) + 1,
+    )
+    fewest = {
+        Mode.AGGRESSIVE: most,
+        Mode.STANDARD: (most - 1) // 2 + 1,
+        Mode.CONSERVATIVE: 1,
+    }[settings.mode]
+    counts = range(most, fewest - 1, -1)
+    weights = [divisor ** (count - 1) / count for count in counts]
+    trials = [max(int(w / sum(weights) * settings.max_trials), 1) for w in weights]
+    trials[0] += max(settings.max_trials - sum(trials), 0)
+    return [
+        Bracket(_rungs(count, divisor, settings.max_time), of_bracket)
+        for count, of_bracket in zip(counts, trials, strict=True)
+    ]
+
+
+def _rungs(count: int, divisor: float, max_time: int) -> tuple[int, ...]:
+    return tuple(max(int(max_time / divisor ** (count - 1 - i)), 1) for i in range(count))
+
+
+class Work(enum.Enum):
+    """What a trial of a search does, by the module that its entrypoint runs."""
+
+    SCORE = "determined_amp.search.score_trial"
+    TRAIN = "determined_amp.search.train_trial"
+    COMPARE = "determined_amp.search.compare_trial"
+
+
+def read_work(search: Mapping[str, Any]) -> Work:
+    """What the `entrypoint` of a search runs.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    entrypoint = search.get("entrypoint")
+    words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
+    for work in Work:
+        if work.value in words:
+            return work
+    allowed = ", ".join(f"python3 -m {work.value}" for work in Work)
+    raise ConfigError(
+        "search",
+        [
+            f"entrypoint: got {entrypoint!r}; allowed: one that has {allowed}; "
+            "and hp_search/find_loss_scale.yaml is for a cluster: here, use "
+            "python -m determined_amp find CONFIG"
+        ],
+    )
+
+
+def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
+    """The `searcher` section, or None if it added to `problems`."""
+    if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
+        problems.append("searcher.bracket_rungs: is left to the platform; use mode and max_rungs")
+        return None
+    return read(SearcherSettings, raw, "searcher", problems)
+
+
+def check_lengths(config: Mapping[str, Any]) -> None:
+    """See that `adaptive_asha` compares trials of equal length; the platform only warns.
+
+    Args:
+        config: The composed configuration of a trial.
+
+    Raises:
+        ConfigError: if `training` does not fit `max_time`, or validates later than the first rung.
+    """
+    problems: list[str] = []
+    searcher = read(SearcherSettings, config.get("searcher"), "searcher", problems, strict=False)
+    raw = config["hyperparameters"].get("training")
+    place = "hyperparameters.training"
+    training = read(TrainingSettings, raw, place, problems)
+    if searcher is not None and searcher.time_metric is not None and training is not None:
+        unit, first = searcher.time_metric, brackets(searcher)[0].rungs[0]
+        if getattr(training.max_length, unit) != searcher.max_time:
+            problems.append(
+                f"{place}.max_length: is not searcher.max_time; allowed: "
+                f"{{{unit}: {searcher.max_time}}}"
+            )
+        period = getattr(training.validation_period, unit)
+        if period is None or period > first:
+            problems.append(
+                f"{place}.validation_period: adaptive_asha first compares trials after {first} "
+                f"{unit}; allowed: {{{unit}: {first}}} or less"
+            )
+    if problems:
+        raise ConfigError("search", problems)

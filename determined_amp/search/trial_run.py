@@ -1,0 +1,200 @@
+"""Run one trial of a search on this machine: score its loss scale, or train it.
+
+What it reports is what a process of its own would, but for `peak_memory_mib` on a CPU, which is the
+peak of the process so far; trials of a comparison do have a process of their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import torch
+from rich.console import Console
+
+from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.config.experiment import Experiment, parse, read_yaml
+from determined_amp.config.hparams import Hparams
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.fit import prepare_nothing
+from determined_amp.local.alone import trial_alone
+from determined_amp.local.display import Display
+from determined_amp.local.folder import RunFolder
+from determined_amp.local.logs import logging_to
+from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.run import Resume
+from determined_amp.local.run import train as train_here
+from determined_amp.search.messages import Ended, Job, Outcome, Validation, finite
+from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
+from determined_amp.search.searcher import Work, check_lengths, read_work
+from determined_amp.search.trial_config import compose
+from determined_amp.train import USER_ERRORS
+
+GoOn = Callable[[Validation], bool]
+
+
+def share_machine(slot: int, workers: int) -> None:
+    """Take this process's part of the processors, and one GPU if there are several."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+
+
+def check(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Experiment[Hparams]:
+    """The experiment of a trial, if it can be run.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    return _experiment(search, compose(search, hyperparameters, Path.cwd()))
+
+
+def run(job: Job, go_on: GoOn) -> Ended:
+    """Run one trial to its end, or until it is asked to stop.
+
+    Args:
+        job: The trial.
+        go_on: Is told of every validation, and says whether to go on.
+
+    Returns:
+        How it ended; whatever went wrong is in there.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    folder = RunFolder(job.folder)
+    with _alone_in(folder):
+        try:
+            outcome = _run(job, folder, go_on)
+        except SystemExit as left:  # Determined's context makes one of an InvalidHP
+            if not isinstance(left.__context__, det.InvalidHP):
+                raise
+            return Ended(Outcome.INVALID, reason=str(left.__context__))
+        except (*USER_ERRORS, LossScaleError) as error:
+            return Ended(Outcome.FAILED, reason=str(error))
+        except Exception as error:  # one trial may not end the search
+            with folder.log.open("a") as log:
+                log.write(traceback.format_exc())
+            return Ended(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+    training = [line for line in folder.read_metrics() if line["group"] == "training"]
+    return Ended(outcome, training=finite(training[-1]) if training else None)
+
+
+def _experiment(search: Mapping[str, Any], config: Mapping[str, Any]) -> Experiment[Hparams]:
+    name = search["hyperparameters"]["experiment"]
+    experiment = parse(config, f"{name} in the search {search.get('name', '')}".rstrip())
+    if read_work(search) is Work.SCORE:
+        batches_to_score(experiment)
+    else:
+        check_lengths(config)
+    return experiment
+
+
+def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
+    resume = _resume(folder)
+    # A trial that goes on is the one that was started, whatever became of its YAML since.
+    config = (
+        read_yaml(str(folder.config))
+        if resume
+        else compose(job.search, job.hyperparameters, Path.cwd())
+    )
+    seed = {**config["reproducibility"], "experiment_seed": job.seed}
+    config = {**config, "reproducibility": seed}
+    experiment = _experiment(job.search, config)
+    if read_work(job.search) is Work.SCORE:
+        _score(config, experiment, folder, go_on)
+        return Outcome.COMPLETE
+    return _train(job, config, experiment, resume, go_on)
+
+
+def _train(
+    job: Job,
+    config: Mapping[str, Any],
+    experiment: Experiment[Hparams],
+    resume: Resume | None,
+    go_on: GoOn,
+) -> Outcome:
+    measures = read_work(job.search) is Work.TRAIN
+    with _nowhere() as console:
+        relay = _Relay(experiment.name, console, go_on)
+        train_here(
+            config,
+            experiment,
+            lambda: RunFolder(job.folder),
+            resume,
+            show=relay.until,
+            # A comparison wants the memory of the training alone, and no twin beside it.
+            prepare=report_flushed_share if measures else prepare_nothing,
+        )
+    return relay.outcome()
+
+
+def _resume(folder: RunFolder) -> Resume | None:
+    try:
+        return Resume.latest(folder.path)
+    except CheckpointError:  # it was lost before its first
+        return None
+
+
+def _score(
+    config: Mapping[str, Any], experiment: Experiment[Hparams], folder: RunFolder, go_on: GoOn
+) -> None:
+    batches = batches_to_score(experiment)
+    folder.describe(config, experiment)
+    with (
+        _nowhere() as console,
+        logging_to(folder.log, console),
+        trial_alone(config, experiment) as (trial, context),
+    ):
+        metrics = scored(trial, context, experiment, batches)
+    folder.append_metrics({"group": "validation", **metrics, "batches": batches})
+    go_on(Validation(batches, finite(metrics)))
+
+
+class _Relay(Display):
+    """Hands the validations of a training trial on, and stops it when the search says so."""
+
+    def __init__(self, title: str, console: Console, go_on: GoOn) -> None:
+        super().__init__(title, console)
+        self._go_on = go_on
+        self._stop: StopOnSignal | None = None
+        self._by_search = False
+
+    def until(self, stop: StopOnSignal) -> _Relay:
+        """Use this to stop."""
+        self._stop = stop
+        return self
+
+    def report(self, group: str, batches: int, metrics: Mapping[str, Any]) -> None:
+        super().report(group, batches, metrics)
+        assert self._stop is not None
+        if group == "validation" and not self._go_on(Validation(batches, finite(metrics))):
+            self._by_search = self._stop.requested = True
+
+    def outcome(self) -> Outcome:
+        if self._by_search:
+            return Outcome.STOPPED
+        interrupted = self._stop is not None and self._stop.requested
+        return Outcome.INTERRUPTED if interrupted else Outcome.COMPLETE
+
+
+@contextmanager
+def _nowhere() -> Iterator[Console]:
+    with open(os.devnull, "w") as file:
+        yield Console(file=file)
+
+
+@contextmanager
+def _alone_in(folder: RunFolder) -> Iterator[None]:
+    """Wait until no worker of a search that was killed writes there any more."""
+    with (folder.path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,245 @@
+"""The trials of a search without a cluster: which comes next, and what became of each.
+
+Optuna draws and stores them; the platform's rules say how many, and which trials are replaced.
+Only one process touches the study, so that the database needs no locks and no luck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna import distributions
+from optuna.trial import FrozenTrial, TrialState
+
+from determined_amp.config.settings import ConfigError
+from determined_amp.search.halving import RungPruner
+from determined_amp.search.messages import Ended, Job, Outcome, Validation
+from determined_amp.search.searcher import (
+    Bracket,
+    Method,
+    SearcherSettings,
+    Work,
+    brackets,
+    read_searcher,
+    read_work,
+)
+from determined_amp.search.space import Axis, Space, nest, read_space
+from determined_amp.search.study import trial_folder
+from determined_amp.search.trial_config import chosen_seed, round_init_scale
+
+
+class SearchPlan:
+    """What a search YAML asks for.
+
+    Args:
+        search: Its content.
+
+    Raises:
+        ConfigError: naming every mistake in its searcher and its spaces.
+    """
+
+    def __init__(self, search: Mapping[str, Any]) -> None:
+        problems: list[str] = []
+        settings = read_searcher(search.get("searcher"), problems)
+        grid = settings is not None and settings.name is Method.GRID
+        self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
+        seed = (search.get("reproducibility") or {}).get("experiment_seed")
+        if not isinstance(seed, int) or seed < 0:
+            problems.append(
+                f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
+            )
+        if settings is None or problems:
+            raise ConfigError("search", problems)
+        self.search = search
+        self.settings: SearcherSettings = settings
+        self.work: Work = read_work(search)
+        self.seed: int = int(seed or 0)
+        self.grid = self.space.grid() if grid else []
+        if self.work is Work.COMPARE:
+            self.grid = _by_turns(self.grid)
+        self.brackets: list[Bracket] = (
+            brackets(settings)
+            if settings.name is Method.ADAPTIVE_ASHA
+            else [Bracket((), len(self.grid) or settings.max_trials or 1)]
+        )
+
+    @property
+    def total(self) -> int:
+        """The number of trials, invalid ones that are replaced left out."""
+        return sum(bracket.max_trials for bracket in self.brackets)
+
+    @property
+    def replaces_invalid(self) -> bool:
+        """Whether another trial takes the place of one that cannot train, as on the platform."""
+        return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
+
+    def seed_of(self, number: int) -> int:
+        """The seed of a trial that is given none: its own if it trains, everybody's if scored.
+
+        The platform, too, draws one per trial from `experiment_seed`, but other numbers.
+        """
+        return self.seed if self.work is Work.SCORE else self.drawn(number, 1)
+
+    def drawn(self, number: int, stream: int) -> int:
+        """A 32-bit number that depends on the search's seed and the trial alone."""
+        return int(np.random.SeedSequence((self.seed, number, stream)).generate_state(1)[0])
+
+
+def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seed by seed, every other one backwards, so that a drift of the machine hits all alike.
+
+    The platform would train one precision after the other.
+    """
+    by_seed: dict[Any, list[dict[str, Any]]] = {}
+    for point in points:
+        by_seed.setdefault(point.get("seed"), []).append(point)
+    turns = enumerate(by_seed.values())
+    return [point for i, turn in turns for point in (turn[::-1] if i % 2 else turn)]
+
+
+class Trials:
+    """The trials of one search in its study.
+
+    Args:
+        plan: The search.
+        study: Where they are kept; trials that were running go on.
+        folder: The search folder.
+    """
+
+    def __init__(self, plan: SearchPlan, study: optuna.study.Study, folder: Path) -> None:
+        self._plan = plan
+        self._study = study
+        self._folder = folder
+        study.pruner = RungPruner(plan.brackets, plan.settings.divisor)
+        for point in plan.grid[len(study.get_trials(deepcopy=False)) :]:
+            study.enqueue_trial(point)
+        self._lost = [trial.number for trial in self._with(TrialState.RUNNING)]
+
+    @property
+    def compared(self) -> bool:
+        """Whether trials are held against each other: in processes that nothing ran in before."""
+        return self._plan.work is Work.COMPARE
+
+    def next_job(self) -> tuple[int, Job] | None:
+        """The number and the job of the trial to start next; None when there is none."""
+        if self._lost:
+            number = self._lost.pop(0)
+            return number, self._job(self._running(number))
+        bracket = self._open_bracket()
+        if bracket is None:
+            return None
+        trial = self._study.ask()
+        trial.set_user_attr("bracket", bracket)
+        return trial.number, self._job(trial)
+
+    def _job(self, trial: optuna.Trial) -> Job:
+        plan = self._plan
+        # A trial's values depend on its number alone: not on workers, nor on an interruption.
+        draws = plan.drawn(trial.number, 0)
+        self._study.sampler = optuna.samplers.RandomSampler(seed=draws)
+        point = {axis.name: _suggest(trial, axis) for axis in plan.space.axes}
+        hyperparameters = plan.space.nested(point)
+        used = round_init_scale(hyperparameters, plan.search)
+        trial.set_user_attr("used", nest(plan.space.axes, used))
+        seed = chosen_seed(hyperparameters)
+        if seed is None:
+            seed = plan.seed_of(trial.number)
+        trial.set_user_attr("seed", seed)
+        folder = trial_folder(self._folder, trial.number)
+        return Job(plan.search, hyperparameters, seed, folder)
+
+    def _open_bracket(self) -> int | None:
+        """The bracket of the next new trial; None if the search has all its trials."""
+        if self._plan.grid:
+            return 0 if self._with(TrialState.WAITING) else None
+        trials = self._study.get_trials(deepcopy=False)
+        invalid = [trial for trial in trials if trial.user_attrs.get("invalid")]
+        if self._plan.replaces_invalid:
+            if len(invalid) > self._plan.total:
+                return None  # the platform would draw on for ever
+            trials = [trial for trial in trials if not trial.user_attrs.get("invalid")]
+        for index, bracket in enumerate(self._plan.brackets):
+            there = sum(trial.user_attrs.get("bracket", 0) == index for trial in trials)
+            if there < bracket.max_trials:
+                return index
+        return None
+
+    def validated(self, number: int, validation: Validation) -> bool:
+        """Store a report; whether the trial is to go on."""
+        trial = self._running(number)
+        stored = self._stored(number)
+        history = stored.user_attrs.get("history", [])
+        unit = self._plan.settings.time_metric or "batches"
+        length = int(validation.metrics.get(unit, validation.batches))
+        if length in stored.intermediate_values:
+            return True  # reported before the trial was lost, and decided then
+        trial.set_user_attr("history", [*history, [validation.batches, dict(validation.metrics)]])
+        value = validation.metrics.get(self._plan.settings.metric)
+        if value is None:
+            return True
+        trial.report(value, length)
+        if self._plan.settings.name is not Method.ADAPTIVE_ASHA:
+            return True
+        return not trial.should_prune()
+
+    def ended(self, number: int, ended: Ended) -> None:
+        """Store how a trial ended; one that was interrupted stays open."""
+        if ended.outcome is Outcome.INTERRUPTED:
+            self._lost.append(number)
+            return
+        trial = self._running(number)
+        if ended.training is not None:
+            trial.set_user_attr("training", dict(ended.training))
+        if ended.outcome is Outcome.STOPPED:
+            self._study.tell(number, state=TrialState.PRUNED)
+            return
+        value = self._last_value(number)
+        if ended.outcome is Outcome.COMPLETE and value is not None:
+            self._study.tell(number, value)
+            return
+        metric = self._plan.settings.metric
+        trial.set_user_attr("reason", ended.reason or f"{metric} was not reported, or not finite")
+        trial.set_user_attr("invalid", ended.outcome is Outcome.INVALID)
+        self._study.tell(number, state=TrialState.FAIL)
+
+    def lost(self, number: int, status: int | None) -> None:
+        """Have a trial whose process died go on, as often as `max_restarts` allows."""
+        trial = self._running(number)
+        restarts = trial.user_attrs.get("restarts", 0) + 1
+        trial.set_user_attr("restarts", restarts)
+        allowed = int(self._plan.search.get("max_restarts", 5))
+        if restarts > allowed:
+            reason = f"its process died {restarts} times, the last time with status {status}"
+            self.ended(number, Ended(Outcome.FAILED, reason=reason))
+        else:
+            self._lost.append(number)
+
+    def _last_value(self, number: int) -> float | None:
+        history = self._stored(number).user_attrs.get("history", [])
+        value = history[-1][1].get(self._plan.settings.metric) if history else None
+        return value if value is not None and math.isfinite(value) else None
+
+    def _with(self, state: TrialState) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=(state,))
+
+    def _stored(self, number: int) -> FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+    def _running(self, number: int) -> optuna.Trial:
+        return optuna.Trial(self._study, self._stored(number)._trial_id)
+
+
+def _suggest(trial: optuna.Trial, axis: Axis) -> Any:
+    match axis.distribution:
+        case distributions.CategoricalDistribution(choices=choices):
+            return trial.suggest_categorical(axis.name, choices)
+        case distributions.IntDistribution(low=low, high=high):
+            return trial.suggest_int(axis.name, low, high)
+        case distributions.FloatDistribution(low=low, high=high, log=log):
+            return trial.suggest_float(axis.name, low, high, log=log)
+    raise TypeError(f"no such distribution: {axis.distribution}")

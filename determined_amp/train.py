@@ -1,0 +1,159 @@
+"""Train one experiment: on a Determined cluster when run there, on this machine otherwise.
+
+    python -m determined_amp train CONFIG.yaml [--config KEY=VALUE ...] [--run-folder FOLDER]
+    python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
+    python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
+    torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
+
+On a cluster it is the entrypoint of every experiment of this repository and takes no argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import determined as det
+from determined import pytorch
+
+from determined_amp.amp.checkpoint import (
+    CheckpointError,
+    SafeController,
+    allow_numpy_random_state,
+    controlled_by,
+)
+from determined_amp.amp.fp32_modules import IslandError
+from determined_amp.amp.guard import GuardError
+from determined_amp.amp.precision import PrecisionError
+from determined_amp.audit import AuditError
+from determined_amp.config import experiment
+from determined_amp.config.overrides import add_override_option, with_overrides
+from determined_amp.config.settings import ConfigError
+from determined_amp.fit import Prepare, fit, prepare_nothing
+from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.local.detached import DetachedTrial
+from determined_amp.local.folder import RunFolder
+from determined_amp.local.master import MasterError, log_in
+from determined_amp.local.reports import Follower
+from determined_amp.local.run import Resume
+from determined_amp.local.run import train as train_here
+from trials.data.loading import DataError
+
+# What a user can mend: said in one message, without a traceback, and not worth a retry.
+USER_ERRORS = (
+    AuditError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GuardError,
+    IslandError,
+    MasterError,
+    PrecisionError,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when the training completed or was stopped by a signal."""
+    info = det.get_cluster_info()
+    if info is not None and info.task_type == "TRIAL":
+        return exit_status(lambda: train_on_cluster(info))
+    given = sys.argv[1:] if arguments is None else arguments
+    return exit_status(lambda: _train_on_this_machine(given))
+
+
+def exit_status(run: Callable[[], int], *also: type[Exception]) -> int:
+    """What `run` returns; or 2, with what a user can mend said without a traceback."""
+    mendable: tuple[type[Exception], ...] = (*USER_ERRORS, *also)
+    allow_numpy_random_state()
+    try:
+        return run()
+    except mendable as error:
+        # The YAMLs have a log policy on these words: the cluster does not start the trial again.
+        print(f"no retry can help: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def train_on_cluster(info: det.ClusterInfo, prepare: Prepare = prepare_nothing) -> int:
+    """Train the trial that this task of a cluster is for.
+
+    Args:
+        info: Says which; its configuration and hyperparameters are the experiment.
+        prepare: Called before the trial is made.
+    """
+    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
+    hparams = info.trial.hparams
+    config = experiment.parse(
+        info.trial._config, "experiment", hyperparameters=hparams, completed_by_master=True
+    )
+    frequency = config.hparams.aggregation_frequency
+    with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+        prepare(context, config)
+        trial = experiment.load_trial_class(config.hparams.trial)(context, config)
+        with controlled_by(SafeController):
+            policy = config.platform.checkpoint_policy
+            fit(trial, context, config, info.latest_checkpoint, policy)
+    return 0
+
+
+def _train_on_this_machine(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    path = options.config or os.path.join(options.resume, "config.yaml")
+    raw = with_overrides(experiment.read_yaml(path), options.overrides)
+    config = experiment.parse(raw, path)
+    resume = Resume.latest(Path(options.resume)) if options.resume else None
+    chief = os.environ.get("RANK", "0") == "0"
+    session = log_in(options.report_to) if options.report_to and chief else None
+
+    def choose_folder() -> RunFolder:
+        if options.resume:
+            return RunFolder(Path(options.resume))
+        if not options.run_folder:
+            return RunFolder.new(Path("runs"), config.name)
+        if complete_checkpoints(Path(options.run_folder) / "checkpoints"):
+            raise ConfigError(
+                "--run-folder",
+                [
+                    f"{options.run_folder} holds a run already, whose checkpoints would mix with "
+                    f"the new ones; allowed: another folder, or --resume {options.run_folder}"
+                ],
+            )
+        return RunFolder(Path(options.run_folder))
+
+    def follow(folder: RunFolder) -> Follower:
+        if session is None:
+            return Follower()
+        trial = DetachedTrial(session, folder, raw)
+        print(f"shown at {trial.address}", flush=True)
+        return trial
+
+    train_here(raw, config, choose_folder, resume, follow=follow)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp train", description="Train one experiment on this machine."
+    )
+    parser.add_argument("config", nargs="?", help="experiment YAML")
+    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on from its newest checkpoint")
+    parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
+    parser.add_argument(
+        "--report-to",
+        metavar="MASTER_URL",
+        help="show the run on a Determined cluster, too; log in there with `det user login`",
+    )
+    add_override_option(parser)
+    options = parser.parse_args(arguments)
+    if not (options.config or options.resume):
+        parser.error("give an experiment YAML, or --resume RUN_FOLDER")
+    if options.resume and options.run_folder:
+        parser.error("--resume goes on in its own folder: leave --run-folder out")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

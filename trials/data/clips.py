@@ -1,0 +1,240 @@
+"""Clips of video by name: moving digits made in the loader, latents from a folder, or noise.
+
+A clip is (C, F, S, S) float32: channels, frames, and a square side. The default one moves a real
+scanned digit, needs no file and no network, and is a function of (seed, epoch, scan) alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torchvision.transforms import v2
+
+from determined_amp.config.settings import setting
+from trials.data import images as data
+from trials.data.augment import uniform_numbers
+from trials.data.images import check_same_classes
+from trials.data.latents import LatentFolder
+from trials.data.loading import Batch, DataError, Sample
+
+# The validation clips are the same ones whatever the seed of a trial.
+VALIDATION_SEED = 20240105
+
+
+class ClipDataset(enum.Enum):
+    """Where the clips come from.
+
+    `moving_digits`: scikit-learn's 1797 scanned digits, each drifting and bouncing in the frame.
+    `video_latents`: `directory/train/CLASS/*` and `directory/val/CLASS/*`, `.pt` or `.npy` files.
+    `synthetic`: noise made from the index, for throughput only: nothing can be learnt from it.
+    """
+
+    MOVING_DIGITS = "moving_digits"
+    VIDEO_LATENTS = "video_latents"
+    SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """The `data` section of an experiment on clips.
+
+    Args:
+        dataset: Which clips.
+        image_size: Side of a frame: in pixels, or in latent cells.
+        channels: 1 for digits, 4 for the latents of Stable Diffusion's autoencoder.
+        frames: Frames of a clip.
+        classes: Number of classes; checked against the dataset.
+        directory: What `video_latents` reads.
+        workers: Loader processes per slot; 0 loads in the training process.
+        samples: Training clips of `synthetic`; it validates on a tenth of it.
+    """
+
+    dataset: ClipDataset = setting(ClipDataset.MOVING_DIGITS)
+    image_size: int = setting(12, at_least=4)
+    channels: int = setting(1, at_least=1)
+    frames: int = setting(6, at_least=1)
+    classes: int = setting(10, at_least=1)
+    directory: str | None = setting(None)
+    workers: int = setting(0, at_least=0)
+    samples: int = setting(1280, at_least=10)
+
+    @property
+    def clip_shape(self) -> tuple[int, int, int, int]:
+        """(C, F, S, S)."""
+        return self.channels, self.frames, self.image_size, self.image_size
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        name = self.dataset.value
+        reads = self.dataset is ClipDataset.VIDEO_LATENTS
+        if reads and self.directory is None:
+            yield "directory", f"missing; dataset {name} needs a directory"
+        if not reads and "directory" in given:
+            yield "directory", f"given, but dataset {name} reads no directory"
+        if self.dataset is not ClipDataset.SYNTHETIC and "samples" in given:
+            yield "samples", f"given, but dataset {name} has its own size"
+        if self.dataset is ClipDataset.MOVING_DIGITS:
+            if self.channels != 1:
+                yield "channels", f"got {self.channels}, but moving_digits are grey; allowed: 1"
+            if self.image_size < 12:
+                yield (
+                    "image_size",
+                    f"got {self.image_size}, in which no digit of two thirds of it is legible; "
+                    "allowed: 12 or more",
+                )
+
+
+class Clips(Protocol):
+    """Labelled clips, fetched a batch at a time."""
+
+    classes: int
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch: ...
+
+
+def load(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+    """The training and the validation clips.
+
+    Raises:
+        DataError: if a directory is missing, a file has another shape, or the number of classes is
+            not what `settings` says.
+    """
+    train, validation = _LOADERS[settings.dataset](settings, seed)
+    if train.classes != settings.classes:
+        raise DataError(
+            f"data.classes: got {settings.classes}, but {settings.dataset.value} has "
+            f"{train.classes} classes; allowed: {train.classes}"
+        )
+    return train, validation
+
+
+class MovingDigits:
+    """One scanned digit per clip, two thirds as large as the frame, moving in a straight line.
+
+    Position, direction and speed are functions of (seed, epoch, scan). Per frame it crosses an
+    eighth of the room that it has, up to a quarter, and bounces at the border.
+
+    Args:
+        scans: (N, H, W), float32 in [0, 1].
+        labels: (N,), int64.
+        settings: Gives size and frames of the clips.
+        seed: Of the motion.
+        moves_on: Whether a scan moves differently in every epoch.
+    """
+
+    classes = 10
+
+    def __init__(
+        self,
+        scans: torch.Tensor,
+        labels: torch.Tensor,
+        settings: ClipSettings,
+        seed: int,
+        *,
+        moves_on: bool,
+    ) -> None:
+        self._side = settings.image_size
+        self._frames = settings.frames
+        digit = settings.image_size * 2 // 3
+        if scans.shape[-1] != digit:
+            scans = v2.functional.resize(scans[:, None], [digit, digit], antialias=True)[:, 0]
+        self._scans = scans
+        self._labels = labels
+        self._seed = seed
+        self._moves_on = moves_on
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: clips (B, 1, F, S, S) float32 in [-1, 1], labels (B,) int64."""
+        if not self._moves_on:
+            samples = [Sample(0, sample.image) for sample in samples]
+        index = torch.tensor([sample.image for sample in samples])
+        tops, lefts = self._path(samples)
+        rows, columns = self._placement(tops), self._placement(lefts)
+        clips = torch.einsum("bfyi,bij,bfxj->bfyx", rows, self._scans[index], columns)
+        return clips[:, None].mul_(2.0).sub_(1.0), self._labels[index]
+
+    def _path(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Upper left corner of the digit in every frame, (2, B, F), in pixels."""
+        room = self._side - self._scans.shape[-1]
+        draws = torch.from_numpy(uniform_numbers(self._seed, samples, draws=4)).T[..., None]
+        start, (angle, speed) = draws[:2] * room, draws[2:]
+        angle = angle * (2 * np.pi)
+        velocity = torch.stack([angle.sin(), angle.cos()]) * room * (1 + speed) / 8
+        straight = start + velocity * torch.arange(self._frames)
+        bounced: torch.Tensor = room - (room - straight.remainder(2 * room)).abs()
+        return bounced.float()
+
+    def _placement(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Linear interpolation weights that put a row of the scan at an offset, (B, F, S, H)."""
+        frame = torch.arange(self._side)[:, None]
+        scan = torch.arange(self._scans.shape[-1])
+        return (1.0 - (frame - offsets[..., None, None] - scan).abs()).clamp_(min=0.0)
+
+
+class SyntheticClips:
+    """Noise that depends on the index alone.
+
+    Args:
+        count: Number of clips.
+        settings: Gives their shape and the number of classes.
+        seed: Of the noise.
+    """
+
+    def __init__(self, count: int, settings: ClipSettings, seed: int) -> None:
+        self.classes = settings.classes
+        self._count = count
+        generator = torch.Generator().manual_seed(seed)
+        # A few, taken in turn: throughput does not depend on the values.
+        self._clips = torch.randn((min(count, 8), *settings.clip_shape), generator=generator)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: clips (B, C, F, S, S) float32, labels (B,) int64."""
+        index = torch.tensor([sample.image for sample in samples])
+        return self._clips[index % len(self._clips)], index % self.classes
+
+
+def _moving_digits(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+    def clips(scans: tuple[torch.Tensor, torch.Tensor], seed: int, *, moves_on: bool) -> Clips:
+        return MovingDigits(*scans, settings, seed, moves_on=moves_on)
+
+    train, validation = data.digit_scans()
+    return (
+        clips(train, seed, moves_on=True),
+        clips(validation, VALIDATION_SEED, moves_on=False),
+    )
+
+
+def _video_latents(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+    root = Path(str(settings.directory)).expanduser()
+    train, validation = (
+        LatentFolder(root / part, settings.clip_shape) for part in ("train", "val")
+    )
+    check_same_classes(root, train.class_names, validation.class_names)
+    return train, validation
+
+
+def _synthetic(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+    return (
+        SyntheticClips(settings.samples, settings, seed),
+        SyntheticClips(settings.samples // 10, settings, VALIDATION_SEED),
+    )
+
+
+_LOADERS: dict[ClipDataset, Callable[[ClipSettings, int], tuple[Clips, Clips]]] = {
+    ClipDataset.MOVING_DIGITS: _moving_digits,
+    ClipDataset.VIDEO_LATENTS: _video_latents,
+    ClipDataset.SYNTHETIC: _synthetic,
+}

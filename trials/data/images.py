@@ -1,0 +1,295 @@
+"""Image datasets by name; the default one is real and needs no network."""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from determined_amp.config.settings import setting
+from trials.data.augment import crop_and_flip, uniform_numbers
+from trials.data.loading import Batch, DataError, Images, Sample
+
+
+class DatasetName(enum.Enum):
+    """Where the images come from.
+
+    `digits`: 1797 scanned handwritten digits that come with scikit-learn, nothing is downloaded.
+    `mnist`, `cifar10`: downloaded by torchvision into `directory`, once per node.
+    `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`.
+    `synthetic`: noise made from the index, for throughput only: nothing can be learnt from it.
+    """
+
+    DIGITS = "digits"
+    MNIST = "mnist"
+    CIFAR10 = "cifar10"
+    IMAGE_FOLDER = "image_folder"
+    SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The `data` section of an experiment.
+
+    Args:
+        dataset: Which images.
+        image_size: Side of the square images the model gets, in pixels.
+        channels: 1 for grey, 3 for colour; grey images are repeated, colour images averaged.
+        classes: Number of classes; checked against the dataset.
+        directory: Where `mnist`, `cifar10` are kept, or what `image_folder` reads.
+        workers: Loader processes per slot; 0 loads in the training process.
+        samples: Training samples of `synthetic`; it validates on a tenth of it.
+    """
+
+    dataset: DatasetName = setting(DatasetName.DIGITS)
+    image_size: int = setting(28, at_least=8)
+    channels: int = setting(1, at_least=1, at_most=3)
+    classes: int = setting(10, at_least=2)
+    directory: str | None = setting(None)
+    workers: int = setting(0, at_least=0)
+    samples: int = setting(1280, at_least=10)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        on_disk = (DatasetName.MNIST, DatasetName.CIFAR10, DatasetName.IMAGE_FOLDER)
+        if self.channels == 2:
+            yield "channels", "got 2; allowed: 1 (grey) or 3 (colour)"
+        if self.dataset in on_disk and self.directory is None:
+            yield (
+                "directory",
+                f"missing; dataset {self.dataset.value} needs a directory",
+            )
+        if self.dataset not in on_disk and "directory" in given:
+            yield (
+                "directory",
+                f"given, but dataset {self.dataset.value} reads no directory",
+            )
+        if self.dataset is not DatasetName.SYNTHETIC and "samples" in given:
+            yield "samples", f"given, but dataset {self.dataset.value} has its own size"
+
+
+def load(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    """The training and the validation images; the training ones are augmented if they are photos.
+
+    Raises:
+        DataError: if a directory is missing or the number of classes is not what `settings` says.
+    """
+    train, validation = _LOADERS[settings.dataset](settings, seed)
+    if train.classes != settings.classes:
+        raise DataError(
+            f"data.classes: got {settings.classes}, but {settings.dataset.value} has "
+            f"{train.classes} classes; allowed: {train.classes}"
+        )
+    return train, validation
+
+
+class TensorImages:
+    """Images that fit in memory.
+
+    Args:
+        images: (N, C, H, W), uint8.
+        labels: (N,), int64, in [0, classes).
+        classes: Number of classes.
+        settings: Gives size and channels of what comes out.
+        augment_seed: Crop and flip at random from this seed; None leaves the images alone.
+    """
+
+    def __init__(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        classes: int,
+        settings: DataSettings,
+        augment_seed: int | None = None,
+    ) -> None:
+        self.classes = classes
+        self._labels = labels
+        self._augment_seed = augment_seed
+        side = settings.image_size
+        if images.shape[-2:] != (side, side):
+            images = v2.functional.resize(images, [side, side], antialias=True)
+        self._images = _as_channels(images, settings.channels)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: images (B, C, H, W) float32 in [-1, 1], labels (B,) int64."""
+        index = torch.tensor([sample.image for sample in samples])
+        images = self._images[index]
+        if self._augment_seed is not None:
+            images = crop_and_flip(images, uniform_numbers(self._augment_seed, samples, draws=3))
+        return images.float().div_(127.5).sub_(1.0), self._labels[index]
+
+
+class FolderImages:
+    """Photos in `root/CLASS/`, decoded when they are asked for.
+
+    Args:
+        root: The folder of class folders.
+        settings: Gives size and channels of what comes out.
+        augment_seed: Random crop and flip from this seed (Szegedy et al. 2015, arXiv 1409.4842);
+            None resizes and crops the centre.
+    """
+
+    def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
+        if not root.is_dir():
+            raise DataError(f"data.directory: {root} is not a directory; image_folder reads it")
+        try:
+            self._folder = datasets.ImageFolder(str(root))
+        except FileNotFoundError as error:
+            raise DataError(f"data.directory: {root}: {error}") from error
+        self.class_names = self._folder.classes
+        self.classes = len(self.class_names)
+        self._channels = settings.channels
+        self._augment_seed = augment_seed
+        side = settings.image_size
+        shape: list[Callable[[object], object]]
+        if augment_seed is None:
+            shape = [v2.Resize(side * 8 // 7, antialias=True), v2.CenterCrop(side)]
+        else:
+            shape = [
+                v2.RandomResizedCrop(side, antialias=True),
+                v2.RandomHorizontalFlip(),
+            ]
+        self._transform = v2.Compose([*shape, v2.PILToTensor()])
+
+    def __len__(self) -> int:
+        return len(self._folder)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: images (B, C, H, W) float32 in [-1, 1], labels (B,) int64."""
+        decoded = [self._decode(sample) for sample in samples]
+        images = _as_channels(torch.stack([image for image, _ in decoded]), self._channels)
+        return images.float().div_(127.5).sub_(1.0), torch.tensor([label for _, label in decoded])
+
+    def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
+        try:
+            image, label = self._folder[sample.image]
+        except OSError as error:
+            path, _ = self._folder.samples[sample.image]
+            raise DataError(f"{path}: cannot be decoded: {error}") from error
+        if self._augment_seed is None:
+            return self._transform(image), label
+        # torchvision draws from the global generator: lend it a seed of this sample's own.
+        draw = uniform_numbers(self._augment_seed, [sample], draws=1)[0, 0]
+        with torch.random.fork_rng(devices=[]):
+            # Not torch.manual_seed, which seeds the generators of the GPUs, too.
+            torch.default_generator.manual_seed(int(draw * 2**53))
+            return self._transform(image), label
+
+
+def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
+    if images.shape[1] == channels:
+        return images
+    if channels == 3:
+        return images.repeat(1, 3, 1, 1)
+    return images.float().mean(dim=1, keepdim=True).round().to(images.dtype)
+
+
+def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,) int64.
+
+    Returns:
+        1437 for training and 360 for validation. The split is fixed, so that the results of
+        different seeds are of the same 360.
+    """
+    # scikit-learn takes two seconds to import, and only the digits need it.
+    from sklearn.datasets import load_digits  # noqa: PLC0415
+    from sklearn.model_selection import train_test_split  # noqa: PLC0415
+
+    bunch = load_digits()
+    scans = torch.from_numpy(bunch.images).float() / 16.0
+    labels = torch.from_numpy(bunch.target).long()
+    train, validation = train_test_split(
+        np.arange(len(labels)), test_size=360, random_state=0, stratify=bunch.target
+    )
+    return (scans[train], labels[train]), (scans[validation], labels[validation])
+
+
+def _digits(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    def images(scans: torch.Tensor, labels: torch.Tensor) -> Images:
+        pixels = (scans * 255.0).round().to(torch.uint8)[:, None]
+        return TensorImages(pixels, labels, 10, settings)
+
+    train, validation = digit_scans()
+    return images(*train), images(*validation)
+
+
+def _mnist(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    def images(*, train: bool) -> Images:
+        with _node_lock("mnist"):
+            raw = datasets.MNIST(str(settings.directory), train=train, download=True)
+        return TensorImages(raw.data[:, None], raw.targets, 10, settings)
+
+    return images(train=True), images(train=False)
+
+
+def _cifar10(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    def images(*, train: bool) -> Images:
+        with _node_lock("cifar10"):
+            raw = datasets.CIFAR10(str(settings.directory), train=train, download=True)
+        pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
+        labels = torch.tensor(raw.targets)
+        return TensorImages(pixels, labels, 10, settings, seed if train else None)
+
+    return images(train=True), images(train=False)
+
+
+def _image_folder(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    root = Path(str(settings.directory)).expanduser()
+    train = FolderImages(root / "train", settings, seed)
+    validation = FolderImages(root / "val", settings, None)
+    check_same_classes(root, train.class_names, validation.class_names)
+    return train, validation
+
+
+def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
+    """A label is a position in the sorted list of folders.
+
+    Raises:
+        DataError: if `root/train` and `root/val` have different ones.
+    """
+    if train != validation:
+        different = sorted({*train} ^ {*validation})
+        raise DataError(
+            f"data.directory: {root}/train and {root}/val have different class folders: "
+            f"{', '.join(different)}"
+        )
+
+
+def _synthetic(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+    def images(count: int, salt: int) -> Images:
+        generator = torch.Generator().manual_seed(seed + salt)
+        shape = (count, settings.channels, settings.image_size, settings.image_size)
+        pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, settings.classes, (count,), generator=generator)
+        return TensorImages(pixels, labels, settings.classes, settings)
+
+    return images(settings.samples, 0), images(settings.samples // 10, 1)
+
+
+_LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Images, Images]]] = {
+    DatasetName.DIGITS: _digits,
+    DatasetName.MNIST: _mnist,
+    DatasetName.CIFAR10: _cifar10,
+    DatasetName.IMAGE_FOLDER: _image_folder,
+    DatasetName.SYNTHETIC: _synthetic,
+}
+
+
+@contextmanager
+def _node_lock(name: str) -> Iterator[None]:
+    """One process of this node at a time; the others find the download done."""
+    with open(Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

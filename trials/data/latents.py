@@ -1,0 +1,111 @@
+"""Precomputed video latents: `.npy` and `.pt` files in class folders, mapped and not read whole."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision import datasets
+
+from trials.data.loading import Batch, DataError, Sample
+
+
+class LatentFolder:
+    """The clips in `root/CLASS/*.npy` and `root/CLASS/*.pt`.
+
+    A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating dtype, already
+    scaled to a variance of about 1 as the autoencoder's `scaling_factor` does. Shapes are read from
+    the headers at once; a clip is paged in when it is asked for. Files are opened anew each time:
+    a mapping holds a file descriptor, and there may be more files than a process may open.
+
+    Args:
+        root: The folder of class folders.
+        clip_shape: (C, F, S, S), which every clip must have.
+
+    Attributes:
+        class_names: The class folders, sorted; a label is a position in it.
+        classes: Their number.
+
+    Raises:
+        DataError: if there is no such folder, or naming every file that is no clip of this shape.
+    """
+
+    def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
+        if not root.is_dir():
+            raise DataError(f"data.directory: {root} is not a directory; video_latents reads it")
+        try:
+            folder = datasets.DatasetFolder(str(root), mapped, extensions=(".npy", ".pt"))
+        except FileNotFoundError as error:
+            raise DataError(f"data.directory: {root}: {error}") from error
+        self.class_names: list[str] = folder.classes
+        self.classes = len(self.class_names)
+        self._clips: list[tuple[str, int, int]] = []  # file, which of its clips, label
+        problems = []
+        for path, label in folder.samples:
+            try:
+                count = _clips_in(path, clip_shape)
+            except DataError as error:
+                problems.append(str(error))
+            else:
+                self._clips.extend((path, position, label) for position in range(count))
+        if problems:
+            shown = problems[:10] + [f"and {len(problems) - 10} more"] * (len(problems) > 10)
+            raise DataError("\n".join(shown))
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: clips (B, C, F, S, S) float32, labels (B,) int64."""
+        chosen = [self._clips[sample.image] for sample in samples]
+        clips = [_as_clips(mapped(path))[position] for path, position, _ in chosen]
+        return torch.stack([clip.float() for clip in clips]), torch.tensor([c[2] for c in chosen])
+
+
+def mapped(path: str) -> torch.Tensor:
+    """The array in a `.npy` or the tensor in a `.pt` file; no code in it is run.
+
+    Raises:
+        DataError: if it holds anything else or cannot be read.
+    """
+    try:
+        if path.endswith(".npy"):
+            # Read-only memory becomes a tensor that nobody writes to: copy-on-write says so.
+            content = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if isinstance(content, torch.Tensor):  # written without no_grad, it wants gradients
+                content = content.detach()
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: cannot be read as latents: {reason}") from error
+    if not isinstance(content, torch.Tensor):
+        raise DataError(f"{path}: holds a {type(content).__name__}; allowed: one tensor")
+    return content
+
+
+def _clips_in(path: str, clip_shape: tuple[int, int, int, int]) -> int:
+    """How many clips a file holds, after a look at its shape and dtype."""
+    latents = mapped(path)
+    if latents.dim() not in (4, 5) or latents.shape[-4:] != clip_shape:
+        raise DataError(
+            f"{path}: has shape {tuple(latents.shape)}; allowed by data.channels, data.frames and "
+            f"data.image_size: {clip_shape}, or several of them in one file"
+        )
+    if not latents.is_floating_point():
+        raise DataError(f"{path}: is {latents.dtype}; allowed: a floating dtype")
+    return len(_as_clips(latents))
+
+
+def _as_clips(latents: torch.Tensor) -> torch.Tensor:
+    return latents if latents.dim() == 5 else latents[None]

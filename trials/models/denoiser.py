@@ -1,0 +1,149 @@
+"""Latte, the video diffusion transformer (Ma et al. 2024, arXiv 2401.03048), from diffusers.
+
+Blocks that attend within a frame take turns with blocks that attend along time. The transformer is
+`diffusers.LatteTransformer3DModel`; here it gets the paper's initial weights and, in place of a
+text encoder, a few learned tokens per class to attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from determined_amp.config.settings import setting
+from trials.data.clips import ClipSettings
+
+try:
+    # Lazily imported by diffusers: a version that does not fit this torch fails here.
+    from diffusers import LatteTransformer3DModel
+except (ImportError, AttributeError, RuntimeError) as error:
+    raise ImportError(
+        "Latte needs the package diffusers: pip install diffusers, "
+        "or 'diffusers<0.36' where torch has no torch.accelerator (2.5 and older). "
+        f"What failed: {str(error).strip().splitlines()[-1]}"
+    ) from error
+
+
+@dataclass(frozen=True)
+class DenoiserSettings:
+    """The `model` section of the hyperparameters; names as in diffusers.
+
+    Args:
+        num_layers: Pairs of a spatial and a temporal block; the paper counts the blocks.
+        num_attention_heads: Heads of every attention.
+        attention_head_dim: Features of a head; the width is heads times this.
+        patch_size: Side of the square that becomes one token.
+        class_tokens: Learned tokens per class that the spatial blocks attend to. With one, the
+            softmax of that attention is always 1, and its queries and keys learn nothing.
+        dropout: In attention and feed-forward.
+    """
+
+    num_layers: int = setting(at_least=1)
+    num_attention_heads: int = setting(at_least=1)
+    attention_head_dim: int = setting(at_least=2)
+    patch_size: int = setting(2, at_least=1)
+    class_tokens: int = setting(4, at_least=1)
+    dropout: float = setting(0.0, at_least=0, below=1)
+
+    @property
+    def width(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.width % 4:
+            yield (
+                "attention_head_dim",
+                f"got {self.attention_head_dim} x {self.num_attention_heads} heads, a width of "
+                f"{self.width}; allowed: a multiple of 4, for sine and cosine of two coordinates",
+            )
+
+
+class Denoiser(nn.Module):
+    """Predicts the noise in a clip.
+
+    Args:
+        settings: Size of the transformer.
+        clips: Shape of the clips and number of classes. `image_size` must be a multiple of
+            `patch_size`.
+        gradient_checkpointing: Keep the inputs of the blocks only, and compute the rest again in
+            the backward: less memory for about a third more products.
+    """
+
+    def __init__(
+        self, settings: DenoiserSettings, clips: ClipSettings, *, gradient_checkpointing: bool
+    ) -> None:
+        super().__init__()
+        self.null_label = clips.classes
+        self._tokens = (settings.class_tokens, settings.width)
+        self.class_tokens = nn.Embedding(clips.classes + 1, settings.class_tokens * settings.width)
+        self.transformer = LatteTransformer3DModel(
+            num_layers=settings.num_layers,
+            num_attention_heads=settings.num_attention_heads,
+            attention_head_dim=settings.attention_head_dim,
+            patch_size=settings.patch_size,
+            dropout=settings.dropout,
+            in_channels=clips.channels,
+            out_channels=clips.channels,
+            sample_size=clips.image_size,
+            video_length=clips.frames,
+            cross_attention_dim=settings.width,
+            caption_channels=settings.width,
+            attention_bias=True,
+            activation_fn="gelu-approximate",
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            norm_eps=1.0e-6,
+        )
+        initialize(self.transformer)
+        if gradient_checkpointing:
+            # Not reentrant: it runs the blocks again under the autocast state of their forward.
+            self.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
+
+    def forward(
+        self, clips: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """The predicted noise.
+
+        Args:
+            clips: Noisy clips, (B, C, F, S, S), float32.
+            timesteps: (B,), int64.
+            labels: (B,), int64; `null_label` for a clip whose class is not given.
+
+        Returns:
+            (B, C, F, S, S), in the autocast dtype, else float32.
+        """
+        tokens = self.class_tokens(labels).unflatten(1, self._tokens)  # (B, tokens, width)
+        noise: torch.Tensor = self.transformer(clips, timesteps, tokens, return_dict=False)[0]
+        return noise
+
+
+def initialize(transformer: LatteTransformer3DModel) -> None:
+    """The initial weights of Latte, which are those of DiT (Peebles and Xie 2023, 2212.09748).
+
+    Every block is the identity at first (adaLN-Zero), and the noise it predicts is 0. diffusers
+    builds the model to load trained weights into, and leaves torch's defaults.
+    """
+    for module in transformer.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    patches = transformer.pos_embed.proj
+    nn.init.xavier_uniform_(patches.weight.flatten(1))
+    nn.init.zeros_(patches.bias)
+    embedder = transformer.adaln_single.emb.timestep_embedder
+    nn.init.normal_(embedder.linear_1.weight, std=0.02)
+    nn.init.normal_(embedder.linear_2.weight, std=0.02)
+    blocks = [*transformer.transformer_blocks, *transformer.temporal_transformer_blocks]
+    for block in blocks:
+        nn.init.zeros_(block.scale_shift_table)
+        if block.attn2 is not None:  # attention to the class tokens is not gated: begin with none
+            nn.init.zeros_(block.attn2.to_out[0].weight)
+    nn.init.zeros_(transformer.adaln_single.linear.weight)
+    nn.init.zeros_(transformer.scale_shift_table)
+    nn.init.zeros_(transformer.proj_out.weight)

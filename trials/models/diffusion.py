@@ -1,0 +1,226 @@
+"""The forward process of a denoising diffusion model (Ho et al. 2020, arXiv 2006.11239).
+
+Noise, timesteps and dropped labels of a training batch come from a seed that travels with the
+batch, and is a function of (seed, epoch, first clip). So they are the same after a resume, differ
+between ranks, and are the same again when the guard trains a batch a second time to find a fault.
+They are drawn on the device. Those of a validation clip are functions of its index alone, drawn on
+the host: two runs, whatever their precision, seed or device, are validated on the same numbers.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from diffusers import DDPMScheduler
+
+from determined_amp.config.settings import setting
+from trials.data.augment import uniform_numbers
+from trials.data.clips import VALIDATION_SEED, Clips
+from trials.data.loading import Sample
+
+
+class BetaSchedule(enum.Enum):
+    """How fast the noise grows; the names are those of diffusers.
+
+    `squaredcos_cap_v2` is the cosine of Nichol and Dhariwal 2021, arXiv 2102.09672.
+    """
+
+    LINEAR = "linear"
+    SCALED_LINEAR = "scaled_linear"
+    COSINE = "squaredcos_cap_v2"
+
+
+class Conditioning(enum.Enum):
+    """What the model is told about a clip: its class, or nothing."""
+
+    CLASS = "class"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class DiffusionSettings:
+    """The `diffusion` section of the hyperparameters; the model predicts the noise (epsilon).
+
+    Args:
+        num_train_timesteps: Noise levels.
+        beta_schedule: Their variances.
+        beta_start: Variance added at the first timestep; not of the cosine.
+        beta_end: And at the last.
+        conditioning: Whether the model learns the classes.
+        class_dropout: Share of the training clips whose class is withheld, so that sampling can be
+            guided without a classifier (Ho and Salimans 2022, arXiv 2207.12598).
+    """
+
+    num_train_timesteps: int = setting(1000, at_least=1)
+    beta_schedule: BetaSchedule = setting(BetaSchedule.LINEAR)
+    beta_start: float = setting(1.0e-4, above=0, below=1)
+    beta_end: float = setting(2.0e-2, above=0, below=1)
+    conditioning: Conditioning = setting(Conditioning.CLASS)
+    class_dropout: float = setting(0.1, at_least=0, below=1)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.beta_start > self.beta_end:
+            yield (
+                "beta_start",
+                f"got {self.beta_start:g}, which is above beta_end {self.beta_end:g}; "
+                "allowed: beta_end or less",
+            )
+        if self.beta_schedule is BetaSchedule.COSINE:
+            for key in ("beta_start", "beta_end"):
+                if key in given:
+                    yield (
+                        key,
+                        f"given, but beta_schedule {self.beta_schedule.value} has no such end; "
+                        "allowed: beta_schedule linear or scaled_linear, or the key left out",
+                    )
+        if self.conditioning is Conditioning.NONE and self.class_dropout:
+            yield (
+                "class_dropout",
+                f"got {self.class_dropout:g}, but conditioning none learns no class; "
+                "allowed with it: 0.0",
+            )
+
+    def scheduler_config(self) -> dict[str, Any]:
+        """What every scheduler of diffusers is made from."""
+        return {
+            "num_train_timesteps": self.num_train_timesteps,
+            "beta_schedule": self.beta_schedule.value,
+            "beta_start": self.beta_start,
+            "beta_end": self.beta_end,
+            "prediction_type": "epsilon",
+        }
+
+
+class Noised(NamedTuple):
+    """What a denoiser is trained on.
+
+    Args:
+        clips: The noisy clips, (B, C, F, S, S), float32.
+        timesteps: How noisy, (B,), int64.
+        labels: What the model may know, (B,), int64; the null label is the number of classes.
+        noise: What it is to predict, (B, C, F, S, S), float32.
+    """
+
+    clips: torch.Tensor
+    timesteps: torch.Tensor
+    labels: torch.Tensor
+    noise: torch.Tensor
+
+
+class Diffusion:
+    """Adds noise, in float32 whatever the precision; never waits for the device.
+
+    Args:
+        settings: The `diffusion` section.
+        classes: Number of classes.
+        device: Where the clips are.
+    """
+
+    def __init__(self, settings: DiffusionSettings, classes: int, device: torch.device) -> None:
+        self._timesteps = settings.num_train_timesteps
+        self._null_label = classes
+        unconditional = settings.conditioning is Conditioning.NONE
+        self._dropout = 1.0 if unconditional else settings.class_dropout
+        self._scheduler = DDPMScheduler(**settings.scheduler_config())
+        # Left to itself it copies this table to the device in the first batch, and waits.
+        self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
+        self._unconditional = unconditional
+        self._generator = torch.Generator(device)
+
+    def for_training(self, clips: torch.Tensor, labels: torch.Tensor, seed: int) -> Noised:
+        """Draw noise, timesteps and the labels to withhold, all from `seed`.
+
+        Args:
+            clips: (B, C, F, S, S), float32.
+            labels: (B,), int64.
+            seed: What `TrainingClips` delivers with the batch.
+        """
+        draw: dict[str, Any] = {"generator": self._generator.manual_seed(seed)}
+        draw["device"] = clips.device
+        noise = torch.randn(clips.shape, **draw)
+        timesteps = torch.randint(self._timesteps, labels.shape, **draw)
+        withheld = torch.rand(labels.shape, **draw) < self._dropout
+        labels = labels.masked_fill(withheld, self._null_label)
+        return Noised(self._add(clips, noise, timesteps), timesteps, labels, noise)
+
+    def for_validation(
+        self, clips: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
+    ) -> Noised:
+        """Add the noise that `ValidationClips` delivers; `level` in [0, 1) becomes a timestep."""
+        timesteps = (level * self._timesteps).long()
+        if self._unconditional:
+            labels = torch.full_like(labels, self._null_label)
+        return Noised(self._add(clips, noise, timesteps), timesteps, labels, noise)
+
+    def _add(
+        self, clips: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+    ) -> torch.Tensor:
+        noisy: torch.Tensor = self._scheduler.add_noise(clips, noise, timesteps)
+        return noisy
+
+
+# Clips, labels, and the seed of everything that is drawn for them.
+TrainingBatch = tuple[torch.Tensor, torch.Tensor, int]
+# Clips, labels, noise, and how noisy each is made.
+ValidationBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class TrainingClips:
+    """Clips with a seed per batch.
+
+    Args:
+        clips: The clips.
+        seed: Of the trial.
+    """
+
+    def __init__(self, clips: Clips, seed: int) -> None:
+        self._clips = clips
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> TrainingBatch:
+        (draw,) = uniform_numbers(self._seed, samples[:1], draws=1).flatten()
+        return (*self._clips.__getitems__(samples), int(draw * 2**53))
+
+
+class ValidationClips:
+    """Clips with their noise, and timesteps that cover all levels evenly whatever their number.
+
+    Args:
+        clips: The clips.
+    """
+
+    # The fractional parts of multiples of the golden ratio are spread as evenly as can be.
+    _GOLDEN = (5**0.5 - 1) / 2
+
+    def __init__(self, clips: Clips) -> None:
+        self._clips = clips
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitems__(self, samples: Sequence[Sample]) -> ValidationBatch:
+        clips, labels = self._clips.__getitems__(samples)
+        noise = [
+            np.random.default_rng((VALIDATION_SEED, sample.image)).standard_normal(
+                clips.shape[1:], dtype=np.float32
+            )
+            for sample in samples
+        ]
+        level = torch.tensor([sample.image * self._GOLDEN % 1.0 for sample in samples])
+        return clips, labels, torch.from_numpy(np.stack(noise)), level
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy the tensors of a batch without waiting: asynchronous from pinned memory."""
+    return tuple(
+        value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for value in batch
+    )
