@@ -21,39 +21,22 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.checkpoint import (
-    CheckpointError,
     SafeController,
     allow_numpy_random_state,
     controlled_by,
 )
-from determined_amp.amp.fp32_modules import IslandError
-from determined_amp.amp.guard import GuardError
-from determined_amp.amp.precision import PrecisionError
-from determined_amp.audit import AuditError
 from determined_amp.config import experiment
+from determined_amp.config.errors import UserError
 from determined_amp.config.overrides import add_override_option, with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.fit import Prepare, fit, prepare_nothing
 from determined_amp.local.checkpoints import complete_checkpoints
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
-from determined_amp.local.master import MasterError, log_in
+from determined_amp.local.master import log_in
 from determined_amp.local.reports import Follower
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
-from trials.data.loading import DataError
-
-# What a user can mend: said in one message, without a traceback, and not worth a retry.
-USER_ERRORS = (
-    AuditError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    GuardError,
-    IslandError,
-    MasterError,
-    PrecisionError,
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,13 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(lambda: _train_on_this_machine(given))
 
 
-def exit_status(run: Callable[[], int], *also: type[Exception]) -> int:
-    """What `run` returns; or 2, with what a user can mend said without a traceback."""
-    mendable: tuple[type[Exception], ...] = (*USER_ERRORS, *also)
+def exit_status(run: Callable[[], int]) -> int:
+    """What `run` returns; or 2, with what a user can put right said without a traceback."""
     allow_numpy_random_state()
     try:
         return run()
-    except mendable as error:
+    except UserError as error:
         # The YAMLs have a log policy on these words: the cluster does not start the trial again.
         print(f"no retry can help: {error}", file=sys.stderr, flush=True)
         return 2

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config import experiment
-from determined_amp.config.settings import ConfigError
+from determined_amp.config.errors import UserError
 from determined_amp.local.checkpoints import complete_checkpoints
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams, make_denoiser
@@ -37,7 +37,7 @@ SHOWN_SIDE = 96
 BORDER = 4
 
 
-class SampleError(ValueError):
+class SampleError(UserError):
     """What is to be sampled is not what the model has learnt."""
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
         clips = sample(denoiser, config, labels, **choices)
         written = write(clips, Path(options.out))
-    except (CheckpointError, ConfigError, SampleError) as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{len(clips)} clips: {', '.join(map(str, written))}")

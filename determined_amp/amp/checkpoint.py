@@ -20,9 +20,10 @@ import torch
 from determined import pytorch
 
 from determined_amp.amp.guard import GuardError
+from determined_amp.config.errors import UserError
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint is missing, damaged, or of another model."""
 
 

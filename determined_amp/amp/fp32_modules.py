@@ -30,8 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from determined_amp.config.errors import UserError
 
-class IslandError(ValueError):
+
+class IslandError(UserError):
     """The patterns of `fp32_modules` name no module, or leave nothing to autocast."""
 
 

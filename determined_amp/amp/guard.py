@@ -20,6 +20,7 @@ from torch import nn
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.mixed_precision import MixedPrecision, OnOverflow
 from determined_amp.amp.precision import Precision
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Searcher
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 MIN_STEPS_TO_JUDGE = 10
 
 
-class GuardError(RuntimeError):
+class GuardError(UserError):
     """The run no longer trains.
 
     Args:

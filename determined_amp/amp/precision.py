@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from determined_amp.config.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,7 +80,7 @@ def _cpu_has(dtype: str) -> bool:
     return supported is not None and bool(supported())
 
 
-class PrecisionError(ValueError):
+class PrecisionError(UserError):
     """The device would emulate the precision that was asked for."""
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from determined import pytorch
 
 from determined_amp.audit import Audit, AuditError, audited
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse, read_yaml
 from determined_amp.config.hparams import Hparams
 from determined_amp.config.overrides import add_override_option, with_overrides
 from determined_amp.local.alone import trial_alone
-from determined_amp.train import USER_ERRORS
 
 
 def audit_here(config: Mapping[str, Any], experiment: Experiment[Hparams]) -> Audit:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AuditError as error:
         print(error)
         return 1
-    except USER_ERRORS as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -10,6 +10,7 @@ import torch
 from determined import pytorch
 
 from determined_amp.amp.precision import Precision
+from determined_amp.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Audit:
         return metrics
 
 
-class AuditError(RuntimeError):
+class AuditError(UserError):
     """The batch was not computed in the precision that the YAML asks for."""
 
     def __init__(self, audit: Audit) -> None:

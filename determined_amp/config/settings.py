@@ -20,6 +20,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from determined_amp.config.errors import UserError
+
 T = TypeVar("T")
 
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -35,7 +37,7 @@ class _CanContradict(typing.Protocol):
     def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Every problem of one configuration, a line each.
 
     Args:

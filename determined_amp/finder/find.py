@@ -25,6 +25,7 @@ from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import add_override_option, with_overrides
 from determined_amp.config.settings import ConfigError
@@ -39,12 +40,11 @@ from determined_amp.finder.advice import (
     shown_scales,
     yaml_changes,
 )
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
+from determined_amp.finder.frozen import FrozenBatch, in_training, wrapped_scaler
 from determined_amp.finder.opened import opened
 from determined_amp.finder.passes import observe
 from determined_amp.finder.verdict import Finding, find
 from determined_amp.finder.written import write_copy
-from determined_amp.train import USER_ERRORS
 
 
 def look(
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         show(finding, run, Console())
         _save(finding, run, options)
-    except (*USER_ERRORS, LossScaleError) as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -23,6 +23,7 @@ from torch import nn
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
 from determined_amp.amp.diagnosis import find_cause, undisturbed
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.errors import UserError
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 _NEVER = pytorch.Batch(2**40)
 
 
-class LossScaleError(ValueError):
+class LossScaleError(UserError):
     """There is no loss scale to look for: what was found instead, and what to do."""
 
 

@@ -7,6 +7,8 @@ import os
 from determined.common import api
 from determined.common.api import authentication, certs, errors
 
+from determined_amp.config.errors import UserError
+
 # Seconds to wait for the first answer of an address that may be wrong.
 _FIRST_ANSWER = 10
 
@@ -14,7 +16,7 @@ _FIRST_ANSWER = 10
 _AWAY = (502, 503, 504)
 
 
-class MasterError(RuntimeError):
+class MasterError(UserError):
     """A master cannot be used: a wrong address, no login, or it refuses."""
 
 

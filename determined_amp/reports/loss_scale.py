@@ -22,9 +22,9 @@ from typing import Any
 import matplotlib
 import optuna
 
+from determined_amp.config.errors import UserError
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import yaml_lines
-from determined_amp.finder.frozen import LossScaleError
 from determined_amp.reports.cluster import read_experiment, read_finding
 from determined_amp.reports.figure import as_svg, draw, save_png
 from determined_amp.reports.forecast import Forecast
@@ -32,8 +32,7 @@ from determined_amp.reports.master import experiment_folder, is_experiment
 from determined_amp.reports.observed import sentences
 from determined_amp.reports.page import page
 from determined_amp.reports.predict import environment_of, predict
-from determined_amp.reports.sources import ReportError, Search, read_local
-from determined_amp.train import USER_ERRORS
+from determined_amp.reports.sources import Search, read_local
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         _report(options)
-    except (*USER_ERRORS, ReportError) as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -90,7 +89,7 @@ def _predicted(search: Search) -> tuple[Forecast | None, str]:
     """The finder's word, or why there is none: an observation is worth drawing without it."""
     try:
         return predict(search), ""
-    except (*USER_ERRORS, LossScaleError) as error:
+    except UserError as error:
         reason = " ".join(str(error).split())
         return None, (
             f"no prediction: {reason}. Where the experiment is, `python -m determined_amp find "

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from determined_amp.config.errors import UserError
 from determined_amp.search.study import SearchTrial, StudyError, read_study
 
 SCALE = "init_scale"
 
 
-class ReportError(ValueError):
+class ReportError(UserError):
     """There is nothing to draw: what was found instead, and what to do."""
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import determined as det
 
-from determined_amp.finder.frozen import LossScaleError
 from determined_amp.search.trial_config import chosen_seed, compose
 from determined_amp.train import exit_status
 
@@ -27,7 +26,7 @@ def run(trial: Callable[[det.ClusterInfo], int]) -> int:
         _compose(info)
         return trial(info)
 
-    return exit_status(composed, LossScaleError)
+    return exit_status(composed)
 
 
 def _compose(info: det.ClusterInfo) -> None:

@@ -15,6 +15,7 @@ import optuna
 import yaml
 from rich.console import Console
 
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
@@ -25,7 +26,6 @@ from determined_amp.search.searcher import Work
 from determined_amp.search.study import (
     FILE_NAME,
     WORKERS_KEY,
-    StudyError,
     create_study,
     describe,
     load_study,
@@ -39,7 +39,7 @@ from determined_amp.train import exit_status
 SAME_FAILURES = 3
 
 
-class SearchError(RuntimeError):
+class SearchError(UserError):
     """The search cannot go on."""
 
 
@@ -53,7 +53,7 @@ def run(search: str | None, resume: Path | None, overrides: Sequence[str], worke
         return 0
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return exit_status(run_it, StudyError, SearchError)
+    return exit_status(run_it)
 
 
 def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:

@@ -15,6 +15,8 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from determined_amp.config.errors import UserError
+
 FILE_NAME = "study.db"
 
 # Marks a study as ours, and says how to read it.
@@ -32,7 +34,7 @@ _STATES = {
 }
 
 
-class StudyError(ValueError):
+class StudyError(UserError):
     """A file is no study, or not one of a search of this repository."""
 
 

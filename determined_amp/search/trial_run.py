@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 
 from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse, read_yaml
 from determined_amp.config.hparams import Hparams
-from determined_amp.finder.frozen import LossScaleError
 from determined_amp.fit import prepare_nothing
 from determined_amp.local.alone import trial_alone
 from determined_amp.local.display import Display
@@ -35,7 +35,6 @@ from determined_amp.search.messages import Ended, Job, Outcome, Validation, fini
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
 from determined_amp.search.searcher import Work, check_lengths, read_work
 from determined_amp.search.trial_config import compose
-from determined_amp.train import USER_ERRORS
 
 GoOn = Callable[[Validation], bool]
 
@@ -78,7 +77,7 @@ def run(job: Job, go_on: GoOn) -> Ended:
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
             return Ended(Outcome.INVALID, reason=str(left.__context__))
-        except (*USER_ERRORS, LossScaleError) as error:
+        except UserError as error:
             return Ended(Outcome.FAILED, reason=str(error))
         except Exception as error:  # one trial may not end the search
             with folder.log.open("a") as log:

@@ -19,6 +19,8 @@ import torch
 from determined import pytorch
 from torch.utils.data import Dataset, Sampler
 
+from determined_amp.config.errors import UserError
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -47,7 +49,7 @@ class Images(Protocol):
     def __getitems__(self, samples: Sequence[Sample]) -> Batch: ...
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """The data is not what the settings say, or too little of it."""
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import matplotlib
 import optuna
 
+from determined_amp.config.errors import UserError
 from determined_amp.reports.document import bullets, document, footer, picture
 from determined_amp.reports.document import table as html_table
 from determined_amp.reports.figure import as_svg, save_png
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         _report(options)
-    except ReportError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
