@@ -5,8 +5,9 @@
     { set +ux; } 2> /dev/null
 
     # First line: what pip has to add. Then what it must leave as the image and the platform made it.
-    # Nothing is imported, and a spec without an origin is only a folder of that name. Latte alone
-    # needs diffusers, which from 0.36 on needs the torch.accelerator that torch has from 2.6 on.
+    # Nothing is imported, and a spec without an origin is only a folder of that name. The image may
+    # lack three packages of the library. The trials beside it need the digits of scikit-learn, and
+    # Latte alone diffusers, which from 0.36 on needs the torch.accelerator of torch 2.6 and later.
     {
         read -ra missing
         mapfile -t installed
@@ -15,7 +16,9 @@ from contextlib import suppress
 from importlib import metadata, util
 from os import environ, path
 
-needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "sklearn": "scikit-learn", "rich": "rich"}
+needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
+if path.isdir("trials/data"):
+    needed["sklearn"] = "scikit-learn"
 if "trials.latte" in environ.get("DET_HPARAMS", ""):
     torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
     newest = path.exists(path.join(torch, "accelerator"))

@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from determined_amp.amp.precision import Precision, prepare_backend
+from determined_amp.amp.precision import prepare_backend
 from determined_amp.config import experiment
+from determined_amp.config.amp import Precision
 from determined_amp.config.experiment import Experiment
 from trials.latte import LatteHparams, make_denoiser
 
@@ -95,7 +96,7 @@ class Step:
         self._device = device
         self._dtype = precision.autocast_dtype
         with device:  # made there: fake parameters cannot be moved
-            self.model = make_denoiser(dataclasses.replace(config, hparams=hparams))
+            self.model = make_denoiser(hparams, config.data)
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 
@@ -143,7 +144,8 @@ def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
 def timed(name: str, batches: Sequence[int], device: torch.device) -> Iterator[Row]:
     """Bytes, step time and, on a GPU, memory of one model in every variant."""
     for precision, checkpointing in variants():
-        prepare_backend(precision, device, cudnn_benchmark=True)
+        prepare_backend(precision, device, set_switches=True)
+        torch.backends.cudnn.benchmark = True
         step = Step(load(name), precision, checkpointing, device)
         largest = largest_batch(step.run) if device.type == "cuda" else None
         for batch in batches:

@@ -15,15 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.turns import BATCHES_PER_TURN, Turns
-from determined_amp.amp.schedules import LRSchedule
-from determined_amp.config.experiment import CheckpointPolicy, Experiment, parse, read_yaml
+from determined_amp.config.experiment import Experiment, parse, read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.fit import fit
+from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import LocalCheckpoints
-from determined_amp.local.run import trial_context
+from determined_amp.local.context import trial_context
 from trials.data import images as data
 from trials.data import loading
 from trials.mlp import MLPHparams, MLPTrial
+from trials.schedule import LRSchedule
 
 BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
 
@@ -82,7 +82,7 @@ class Case:
         """One of PyTorch, or None for a constant rate."""
         if self.hparams.lr_schedule is LRSchedule.CONSTANT:
             return None
-        batches = self.hparams.training.max_length.batches
+        batches = self.experiment.max_length.batches
         assert batches is not None
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, batches)
 
@@ -105,7 +105,7 @@ class Case:
                 train=NoReports(Path(folder)),
             )
             with core_context:
-                yield trial_context(core_context, self.config, self.experiment, first_batch=0)
+                yield trial_context(core_context, self.experiment)
 
 
 class NoReports(core.DummyTrainContext):
@@ -219,7 +219,7 @@ def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.
         trial = trial_class(context, case)
         _take_turns(trial, turns)
         pytorch.Trainer(trial, context).fit(
-            max_length=training.max_length.unit(),
+            max_length=case.experiment.max_length.unit(),
             reporting_period=training.reporting_period.unit(),
             checkpoint_policy="none",
         )
@@ -229,9 +229,10 @@ def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.
 def ours(case: Case, turns: Turns) -> nn.Module:
     """`trials.mlp`, audit, guard, counters and reports included, in Determined's loop."""
     with case.context() as context:
-        trial = MLPTrial(context, case.experiment)
+        trial = case.experiment.make(context)
+        assert isinstance(trial, MLPTrial)
         _take_turns(trial, turns)
-        fit(trial, context, case.experiment, None, CheckpointPolicy.NONE)
+        fit(trial, context, checkpoint_policy="none")
         return trial.model
 
 

@@ -35,8 +35,8 @@ from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import as_json
 from determined_amp.finder.find import look
 from determined_amp.finder.frozen import wrapped_scaler
-from determined_amp.finder.opened import opened
 from determined_amp.finder.verdict import DEFAULT_LOG2
+from determined_amp.local.alone import open_trial
 from determined_amp.local.folder import environment
 from determined_amp.reports.choice import draw
 from determined_amp.reports.figure import save_png
@@ -151,7 +151,7 @@ class _LastValidation(pytorch.PyTorchCallback):
 def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
     """Train in Determined's loop, in this process, and validate once at the end."""
     last = _LastValidation()
-    with opened(model.at(seed, scale_log2), model.name) as found:
+    with open_trial(model.at(seed, scale_log2), model.name) as found:
         callbacks = {**found.trial.build_callbacks(), "last_validation": last}
         found.trial.build_callbacks = lambda: callbacks  # type: ignore[method-assign]
         whole = pytorch.Batch(steps)
@@ -172,7 +172,7 @@ def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
 def forecast(model: Model) -> Forecast:
     """What the finder says, with the first seed."""
     config = model.at(SEEDS[0], 16)
-    with opened(config, model.name) as found:
+    with open_trial(config, model.name) as found:
         finding, run = look(model.name, found.trial, found.context, BATCHES_OF_FINDER)
     return Forecast.of_json(json.loads(json.dumps(as_json(finding, run))), model.name)
 

@@ -30,8 +30,8 @@ from torch import nn
 from benchmarks import loops
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.precision import Precision
-from determined_amp.amp.schedules import LRSchedule
+from determined_amp.config.amp import Precision
+from trials.schedule import LRSchedule
 
 RESULTS = Path(__file__).parent / "results"
 BATCHES_PER_ROUND = 100  # one report of the default period
@@ -42,7 +42,7 @@ LOOPS: dict[str, Callable[[loops.Case, Turns], nn.Module]] = {
     "the same, batches in memory": loops.bare_in_memory,
     "Determined, no metrics": loops.silent,
     "Determined, loss as a metric": loops.stock,
-    "this repository": loops.ours,
+    "determined_amp": loops.ours,
 }
 REFERENCE = "bare PyTorch loop"
 

@@ -1,1 +1,60 @@
-"""Native mixed precision for any `PyTorchTrial` of Determined: right, watched and proven."""
+"""Native mixed precision for any `PyTorchTrial` of Determined: right, watched and proven.
+
+The names below are the public ones. Each is imported when it is first asked for, so that
+`import determined_amp` costs nothing and a trial loads no more than it uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from determined_amp.amp.mixed_precision import MixedPrecision
+    from determined_amp.audit.report import AuditError
+    from determined_amp.config.amp import AmpSettings, EvalPrecision, OnOverflow, Precision
+    from determined_amp.config.errors import GuardError, UserError
+    from determined_amp.config.settings import ConfigError
+    from determined_amp.finder import find_loss_scale
+    from determined_amp.fitting import fit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpSettings",
+    "AuditError",
+    "ConfigError",
+    "EvalPrecision",
+    "GuardError",
+    "MixedPrecision",
+    "OnOverflow",
+    "Precision",
+    "UserError",
+    "__version__",
+    "find_loss_scale",
+    "fit",
+]
+
+_MODULES = {
+    "AmpSettings": "config.amp",
+    "AuditError": "audit.report",
+    "ConfigError": "config.settings",
+    "EvalPrecision": "config.amp",
+    "GuardError": "config.errors",
+    "MixedPrecision": "amp.mixed_precision",
+    "OnOverflow": "config.amp",
+    "Precision": "config.amp",
+    "UserError": "config.errors",
+    "find_loss_scale": "finder",
+    "fit": "fitting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

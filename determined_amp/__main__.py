@@ -10,10 +10,10 @@ from collections.abc import Sequence
 # Each verb: the module whose `main(arguments)` it calls, and what it does.
 _VERBS = {
     "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
-    "audit": ("determined_amp.audit.command", "what is one training batch really computed in?"),
-    "find": ("determined_amp.finder.find", "find the initial loss scale in one pass"),
+    "audit": ("determined_amp.commands.audit", "what is one training batch really computed in?"),
+    "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
     "search": ("determined_amp.search.local", "run a search or a comparison without a cluster"),
-    "report": ("determined_amp.reports.command", "draw and judge runs, searches and comparisons"),
+    "report": ("determined_amp.commands.report", "draw and judge runs, searches and comparisons"),
 }
 
 

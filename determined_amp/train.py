@@ -1,11 +1,13 @@
 """Train one experiment: on a Determined cluster when run there, on this machine otherwise.
 
-    python -m determined_amp train CONFIG.yaml [--config KEY=VALUE ...] [--run-folder FOLDER]
+    python -m determined_amp train CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
+                                   [--run-folder FOLDER]
     python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
     python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
     torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
 
-On a cluster it is the entrypoint of every experiment of this repository and takes no argument.
+It trains any `PyTorchTrial`, from YAMLs of our form and of Determined's own. On a cluster it is the
+entrypoint, and takes no argument but `--trial`, for a configuration that does not name the trial.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import determined as det
 from determined import pytorch
@@ -26,11 +29,17 @@ from determined_amp.amp.checkpoint import (
     controlled_by,
 )
 from determined_amp.config import experiment
-from determined_amp.config.errors import UserError
-from determined_amp.config.overrides import add_override_option, with_overrides
+from determined_amp.config.errors import UserError, say
+from determined_amp.config.overrides import (
+    add_override_option,
+    add_trial_option,
+    with_overrides,
+)
+from determined_amp.config.plan import value_at
 from determined_amp.config.settings import ConfigError
-from determined_amp.fit import Prepare, fit, prepare_nothing
+from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.local.context import Prepare, prepare_nothing, with_averaging
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.master import log_in
@@ -38,13 +47,16 @@ from determined_amp.local.reports import Follower
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 
+_SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 when the training completed or was stopped by a signal."""
+    given = sys.argv[1:] if arguments is None else arguments
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
-        return exit_status(lambda: train_on_cluster(info))
-    given = sys.argv[1:] if arguments is None else arguments
+        trial = _cluster_parser().parse_args(given).trial
+        return exit_status(lambda: train_on_cluster(info, trial=trial))
     return exit_status(lambda: _train_on_this_machine(given))
 
 
@@ -54,30 +66,36 @@ def exit_status(run: Callable[[], int]) -> int:
     try:
         return run()
     except UserError as error:
-        # The YAMLs have a log policy on these words: the cluster does not start the trial again.
-        print(f"no retry can help: {error}", file=sys.stderr, flush=True)
+        say(error)
         return 2
 
 
-def train_on_cluster(info: det.ClusterInfo, prepare: Prepare = prepare_nothing) -> int:
+def train_on_cluster(
+    info: det.ClusterInfo, prepare: Prepare = prepare_nothing, trial: str | None = None
+) -> int:
     """Train the trial that this task of a cluster is for.
 
     Args:
         info: Says which; its configuration and hyperparameters are the experiment.
         prepare: Called before the trial is made.
+        trial: `module:Class`, if the configuration does not name it.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    hparams = info.trial.hparams
     config = experiment.parse(
-        info.trial._config, "experiment", hyperparameters=hparams, completed_by_master=True
+        info.trial._config,
+        "experiment",
+        trial=trial,
+        hyperparameters=info.trial.hparams,
+        completed_by_master=True,
     )
-    frequency = config.hparams.aggregation_frequency
+    hparams = dict(config.hyperparameters)
+    frequency = config.aggregation_frequency
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+        with_averaging(context, config)
         prepare(context, config)
-        trial = experiment.load_trial_class(config.hparams.trial)(context, config)
+        made = config.make(context)
         with controlled_by(SafeController):
-            policy = config.platform.checkpoint_policy
-            fit(trial, context, config, info.latest_checkpoint, policy)
+            fit(made, context)
     return 0
 
 
@@ -85,7 +103,8 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     path = options.config or os.path.join(options.resume, "config.yaml")
     raw = with_overrides(experiment.read_yaml(path), options.overrides)
-    config = experiment.parse(raw, path)
+    _refuse_search(raw, path)
+    config = experiment.parse(raw, path, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
     chief = os.environ.get("RANK", "0") == "0"
     session = log_in(options.report_to) if options.report_to and chief else None
@@ -108,15 +127,42 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     def follow(folder: RunFolder) -> Follower:
         if session is None:
             return Follower()
-        trial = DetachedTrial(session, folder, raw)
+        trial = DetachedTrial(session, folder, config.config)
         print(f"shown at {trial.address}", flush=True)
         return trial
 
-    train_here(raw, config, choose_folder, resume, follow=follow)
+    train_here(config, choose_folder, resume, follow=follow)
     return 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _refuse_search(config: Mapping[str, Any], source: str) -> None:
+    """Raise if the configuration is one of a search, of which no single trial is to be trained."""
+    method = value_at(config, "searcher.name")
+    hyperparameters = config.get("hyperparameters")
+    if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
+        return
+    # One trial of a search, with a value for everything, can be trained again.
+    if "experiment" in hyperparameters or any(experiment.ranges(hyperparameters)):
+        raise ConfigError(
+            source,
+            [
+                f"searcher.name: got {method}, and there are ranges to search; allowed: python -m "
+                f"determined_amp search {source}; or searcher.name: single and one value for "
+                "every hyperparameter"
+            ],
+        )
+
+
+def _cluster_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp train",
+        description="Train the trial of this task; everything else is in its configuration.",
+    )
+    add_trial_option(parser)
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp train", description="Train one experiment on this machine."
     )
@@ -128,7 +174,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="MASTER_URL",
         help="show the run on a Determined cluster, too; log in there with `det user login`",
     )
+    add_trial_option(parser)
     add_override_option(parser)
+    return parser
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     options = parser.parse_args(arguments)
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")

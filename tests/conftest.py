@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,15 @@ def _seeded() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.checkpoint import patched
 from determined_amp.finder.frozen import FrozenBatch, in_training
-from determined_amp.finder.opened import opened
+from determined_amp.local.alone import open_trial
 
 T = TypeVar("T")
 Trial = type[SmallTrial]
@@ -22,7 +22,7 @@ ALL = list(small_trials.LEARNING_RATES)
 
 def config(trial: Trial, **hyperparameters: float) -> dict[str, Any]:
     made = small_trials.config(trial)
-    made["hyperparameters"].update(global_batch_size=16, **hyperparameters)
+    made["hyperparameters"].update({"global_batch_size": 16, **hyperparameters})
     return made
 
 
@@ -35,7 +35,7 @@ def looked_at(
     **hyperparameters: float,
 ) -> T:
     """`work` on the first batches of a trial, after some real steps on them."""
-    with opened(config(trial, **hyperparameters), trial.__name__) as found:
+    with open_trial(config(trial, **hyperparameters), trial.__name__) as found:
         small, context = found.trial, found.context
         assert isinstance(small, SmallTrial)
 
@@ -49,7 +49,7 @@ def looked_at(
 
 def skipped_steps(trial: Trial, steps: int, init_scale: float) -> int:
     """Of a real training from the first batch on."""
-    with opened(config(trial, init_scale=init_scale), trial.__name__) as found:
+    with open_trial(config(trial, init_scale=init_scale), trial.__name__) as found:
         assert isinstance(found.trial, SmallTrial)
         train(found.trial, steps)
         return found.trial.skipped_steps

@@ -30,8 +30,8 @@ class MortalTrial(MLPTrial):
 class PidTrial(MLPTrial):
     """Notes the process it is made in, a line in the file `pids` of the current directory."""
 
-    def __init__(self, context: Any, config: Any = None) -> None:
-        super().__init__(context, config)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
         with open("pids", "a") as file:
             file.write(f"{os.getpid()}\n")
 
@@ -39,7 +39,7 @@ class PidTrial(MLPTrial):
 class OverflowingTrial(MLPTrial):
     """The forward overflows in float16, whatever the loss scale."""
 
-    def __init__(self, context: Any, config: Any = None) -> None:
-        super().__init__(context, config)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
         for parameter in self.model.parameters():
             parameter.data.mul_(1.0e6)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from determined.common import storage
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from determined_amp.amp.checkpoint import PortableCheckpoint, SafeController, controlled_by
-from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
-from determined_amp.amp.precision import Precision
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp import AmpSettings, Precision
 
 AMP = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=2)
 
@@ -43,7 +42,7 @@ class Recipe:
     amp: AmpSettings = AMP
     aggregation_frequency: int = 1
     learning_rate: float = 0.5
-    max_grad_norm: float | None = None
+    max_norm: float = math.inf
 
 
 class OneWeightTrial(pytorch.PyTorchTrial):
@@ -57,45 +56,35 @@ class OneWeightTrial(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
         self.context = context
         self.hparams = recipe
-        self.amp = MixedPrecision(context, recipe.amp, recipe.aggregation_frequency)
-        self.scaler = self.amp.scaler
+        self.amp = MixedPrecision(context, recipe.amp)
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        self.model = context.wrap_model(model)
+        self.model = context.wrap_model(self.amp.prepare(model))
         self.optimizer = context.wrap_optimizer(
-            torch.optim.SGD(self.model.parameters(), lr=recipe.learning_rate),
-            average_aggregated_gradients=False,
+            torch.optim.SGD(self.model.parameters(), lr=recipe.learning_rate)
         )
-        self.metrics = TrainingMetrics(context, self.amp)
         self.scales: list[float] = []
         self.weights: list[float] = []
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
-        reported = self.train_on(batch, batch_idx)
+        reported = self.train_on(batch)
         self.scales.append(float(self.amp.loss_scale()))
         self.weights.append(self.weight())
         return reported
 
-    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+    def train_on(self, batch: Any) -> dict[str, float]:
         (x,) = batch  # (B, 1)
         with self.amp.autocast():
             loss = self.model(x).float().mean()
-        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
-        if self.amp.is_update_batch(batch_idx):
-            self.context.step_optimizer(
-                self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
-            )
-            self.scaler.update()
-            self.amp.count_step()
-        return self.metrics.add(loss, len(x))
-
-    def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.metrics.add_scaled_gradients(parameters)
-        self.scaler.unscale_(self.optimizer)
-        max_norm = self.hparams.max_grad_norm or math.inf
-        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+        self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
+        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+            self.optimizer,
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # after unscale_
+            scaler=self.amp.scaler,
+        )
+        return self.amp.update(loss, samples=len(x))  # scaler.update(), counts, metrics
 
     def weight(self) -> float:
         return float(next(self.model.parameters()).detach())
@@ -110,7 +99,7 @@ class OneWeightTrial(pytorch.PyTorchTrial):
         return self._loader([[0.0]] * self.context.distributed.size)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {"mixed_precision": self.amp, "portable_checkpoint": PortableCheckpoint()}
+        return self.amp.callbacks(self)
 
     @staticmethod
     def _loader(xs: Sequence[Sequence[float]]) -> pytorch.DataLoader:

@@ -12,26 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from determined_amp import ConfigError
 from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.mixed_precision import AmpSettings, EvalPrecision, MixedPrecision
-from determined_amp.amp.precision import Precision
-from determined_amp.amp.schedules import AppliedStepSchedule, LRSchedule, learning_rates
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp import AmpSettings, EvalPrecision, Precision
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from tests.test_monitor import Context
+from tests.test_metrics import Context
+from trials.schedule import LRSchedule, warmup_then
 
 ONE = [1.0, 1.0]
 INF = [math.inf, 1.0]
 FP32 = AmpSettings(Precision.FP32)
 BF16 = AmpSettings(Precision.AMP_BF16)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
 
 
 class TestLossScale:
@@ -128,17 +120,30 @@ class TestOtherPrecisions:
 class ClipsScaledGradients(OneWeightTrial):
     """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""
 
-    def clip_gradients(self, parameters: Any) -> None:
-        max_norm = self.hparams.max_grad_norm or math.inf
-        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+    def train_on(self, batch: Any) -> dict[str, float]:
+        with patched(self.amp, "clip", self.clip):
+            return super().train_on(batch)
+
+    def clip(self, optimizer: Any, max_norm: float) -> Callable[[Any], None]:
+        found = self.amp.metrics.of(optimizer)
+        return lambda parameters: found.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
 class StepsTwice(OneWeightTrial):
     """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request 4874)."""
 
-    def clip_gradients(self, parameters: Any) -> None:
-        super().clip_gradients(parameters)
-        self.optimizer.step()
+    def train_on(self, batch: Any) -> dict[str, float]:
+        def clip(*given: Any) -> Callable[[Any], None]:
+            clip_gradients = MixedPrecision.clip(self.amp, *given)
+
+            def clip_and_step(parameters: Any) -> None:
+                clip_gradients(parameters)
+                self.optimizer.step()
+
+            return clip_and_step
+
+        with patched(self.amp, "clip", clip):
+            return super().train_on(batch)
 
 
 class ForgetsTheScaler(OneWeightTrial):
@@ -152,10 +157,11 @@ class ForgetsTheScaler(OneWeightTrial):
 class UpdatesEveryBatch(OneWeightTrial):
     """Planted: `scaler.update()` on every batch (Determined's own AMP test fixture)."""
 
-    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
-        if not self.amp.is_update_batch(batch_idx):
-            self.scaler.update()
-        return super().train_on(batch, batch_idx)
+    def train_on(self, batch: Any) -> dict[str, float]:
+        reported = super().train_on(batch)
+        if self.context.current_train_batch() % 2 == 0:
+            self.amp.scaler.update()
+        return reported
 
 
 def clip_sees_unscaled_gradients(trial_class: type[OneWeightTrial], folder: Path) -> None:
@@ -163,7 +169,7 @@ def clip_sees_unscaled_gradients(trial_class: type[OneWeightTrial], folder: Path
 
     `clip_grad_norm_` divides by norm + 1e-6, hence the tolerance.
     """
-    made = run(Recipe([ONE], max_grad_norm=0.25), folder, trial_class)
+    made = run(Recipe([ONE], max_norm=0.25), folder, trial_class)
     assert made.trial.weights == [pytest.approx(0.875, abs=2e-7)]
     assert made.reports[-1]["grad_norm"] == pytest.approx(1.0, abs=1e-6)
 
@@ -200,7 +206,7 @@ def test_famous_bug_is_absent_and_would_be_seen(
     folder: Path,
 ) -> None:
     check(OneWeightTrial, folder)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ConfigError)):
         check(planted, folder)
 
 
@@ -260,19 +266,21 @@ def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class
     context: Any = Context()
     amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
     weight = nn.Parameter(torch.ones(1))
-    optimizer = optimizer_class([weight], lr=1.0, fused=True)
+    optimizer = context.wrap_optimizer(optimizer_class([weight], lr=0.5, fused=True))
     calls = []
     optimizer.register_step_pre_hook(lambda *arguments: calls.append(weight.item()))
-    rates = learning_rates(LRSchedule.COSINE, 0.5, 2, 6)
-    amp.follow(AppliedStepSchedule(optimizer, rates, amp.device))
+    rates = [0.5 * factor for factor in (1 / 3, 2 / 3, 1.0, 0.8535533905932737)]
+    amp.wrap_lr_scheduler(warmup_then(optimizer, LRSchedule.COSINE, 2, 6))
+    amp.on_training_start()
     seen = []
     for gradient in (1.0, math.inf, 1.0, 1.0):
-        weight.grad = torch.full((1,), gradient) * amp.loss_scale()
+        weight.grad = amp.scaler.scale(torch.full((1,), gradient))
         amp.scaler.step(optimizer)
-        amp.scaler.update()
-        amp.count_step()
+        amp.update()
         seen.append((int(amp.applied_steps), float(optimizer.param_groups[0]["lr"])))
-    assert seen == [(1, rates[1]), (1, rates[1]), (2, rates[2]), (3, rates[3])]
+    assert [steps for steps, _ in seen] == [1, 1, 2, 3]
+    expected = [rates[1], rates[1], rates[2], rates[3]]
+    assert [rate for _, rate in seen] == pytest.approx(expected, rel=1e-12)
     assert len(calls) == 4
     assert calls[2] == calls[1] != calls[0]
 
@@ -285,8 +293,8 @@ class NotesTheLastStep(OneWeightTrial):
         self.applied: list[bool] = []
         self.average = torch.zeros(1, 1)
 
-    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
-        reported = super().train_on(batch, batch_idx)
+    def train_on(self, batch: Any) -> dict[str, float]:
+        reported = super().train_on(batch)
         self.applied.append(bool(self.amp.last_step_applied))
         weight = next(self.model.parameters()).detach()
         self.average.lerp_(weight, 0.5 * self.amp.last_step_applied)
@@ -315,21 +323,6 @@ class TestLastStepApplied:
         assert not MixedPrecision(context, AMP).last_step_applied
 
 
-class TestShareOfStep:
-    def test_is_the_loss_itself_in_a_window_of_one_batch(self) -> None:
-        context: Any = Context()
-        loss = torch.tensor(3.0, requires_grad=True)
-        assert MixedPrecision(context, AMP).share_of_step(loss) is loss
-
-    def test_shares_of_a_window_add_up_to_the_mean(self) -> None:
-        context: Any = Context()
-        amp = MixedPrecision(context, AMP, aggregation_frequency=4)
-        losses = torch.tensor([1.0, 2.0, 4.0, 9.0], requires_grad=True)
-        sum(amp.share_of_step(loss) for loss in losses).backward()  # type: ignore[union-attr]
-        assert losses.grad is not None
-        assert losses.grad.tolist() == [0.25] * 4
-
-
 AT_IMPORT = dict(vars(torch))
 
 
@@ -349,9 +342,9 @@ class LooksAtTorch(OneWeightTrial):
 class ReplacesNoGrad(LooksAtTorch):
     """Planted: what Lightning does during the forward."""
 
-    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
+    def train_on(self, batch: Any) -> dict[str, float]:
         with patched(torch, "no_grad", type("no_grad", (torch.no_grad,), {})):
-            return super().train_on(batch, batch_idx)
+            return super().train_on(batch)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import torch
 from determined import pytorch
 
 from determined_amp import train
-from determined_amp.amp.checkpoint import allow_numpy_random_state
+from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
 from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
-from tests import training
+from tests import loops, training
+from tests.test_mixed_precision import FP16, StrangersTrial
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,40 @@ class TestUnsafeContent:
         victim = tmp_path / "victim"
         pickle.loads(pickle.dumps(RunsCode(victim)))
         assert victim.exists()
+
+
+class TestDeterminedsOwnTrainer:
+    """A stranger's trial in a stranger's script: `MixedPrecision` alone sees to its checkpoints."""
+
+    @pytest.fixture
+    def saved(self, folder: Path) -> str:
+        """The checkpoint of two batches."""
+        saved = loops.fit(StrangersTrial, folder, FP16, batches=2).checkpoint
+        assert saved is not None
+        return saved
+
+    def test_saves_numpys_random_state_as_plain_numbers(self, folder: Path, saved: str) -> None:
+        state = loops.content(folder, saved)["rng_state"]["np_rng_state"]
+        assert [type(part) for part in state] == [str, list, int, int, float]
+
+    def test_goes_on_from_a_checkpoint(self, folder: Path, saved: str) -> None:
+        """Two more steps, counted on from two."""
+        fitted = loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
+        assert fitted.reports.training[-1]["applied_steps"] == 4
+
+    @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
+    def test_refuses_a_checkpoint_that_runs_code(
+        self, folder: Path, saved: str, tmp_path: Path, name: str
+    ) -> None:
+        content = {"planted": RunsCode(tmp_path / "victim")}
+        path = folder / saved / name
+        if name == "state_dict.pth":
+            torch.save(content, path)
+        else:
+            path.write_bytes(pickle.dumps(content))
+        with pytest.raises(CheckpointError, match="cannot be restored into this trial"):
+            loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
+        assert not (tmp_path / "victim").exists()
 
 
 class TestDamage:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import one_weight
-from trials import mlp, resnet50
+from trials import latte, mlp, resnet50
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -26,27 +26,36 @@ def lines_between(function: Callable[..., Any], first: str, last: str) -> list[s
     return [line.strip() for line in lines[start : end + 1]]
 
 
-STEP = ("self.context.backward(", "return self.metrics.add(")
-CLIP = ("self.metrics.add_scaled_gradients(", "self.metrics.add_grad_norm(")
+STEP = ("self.context.backward(", "self.amp.update(")
+# Latte clips from a certain step on, and does more after the update.
+OF_LATTE = (("self.max_norm()", "self.hparams.max_norm"), ("metrics = self", "return self"))
 
 
-@pytest.mark.parametrize("trial", [resnet50.ResNet50Trial, one_weight.OneWeightTrial])
-def test_every_trial_steps_by_the_same_recipe(trial: Any) -> None:
+@pytest.mark.parametrize(
+    ("train", "its_own"),
+    [
+        (resnet50.ResNet50Trial.train_batch, ()),
+        (latte.LatteTrial.train_batch, OF_LATTE),
+        (one_weight.OneWeightTrial.train_on, (("len(x)", "len(labels)"),)),
+    ],
+    ids=["resnet50", "latte", "one weight"],
+)
+def test_every_trial_steps_by_the_same_recipe(
+    train: Callable[..., Any], its_own: tuple[tuple[str, str], ...]
+) -> None:
     """So that what the one-weight trial proves holds for all."""
-    reference = mlp.MLPTrial
-    train = trial.train_on if hasattr(trial, "train_on") else trial.train_batch
-    step = [line.replace("len(x)", "len(labels)") for line in lines_between(train, *STEP)]
-    assert step == lines_between(reference.train_batch, *STEP)
-    assert lines_between(trial.clip_gradients, *CLIP) == lines_between(
-        reference.clip_gradients, *CLIP
-    )
+    step = "\n".join(lines_between(train, *STEP))
+    for own, of_all in its_own:
+        assert step.count(own) == 1
+        step = step.replace(own, of_all)
+    assert step.splitlines() == lines_between(mlp.MLPTrial.train_batch, *STEP)
 
 
 def test_recipe_in_the_readme_is_the_source() -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     source = textwrap.dedent(inspect.getsource(mlp.MLPTrial))
     methods = [part for part in shown.split("\n\n") if part.strip()]
-    assert len(methods) == 2
+    assert len(methods) == 1
     for method in methods:
         assert textwrap.indent(method.rstrip(), "    ") in source
 

@@ -14,8 +14,10 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
+from determined_amp.amp.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
+from tests.test_metrics import Context
 
 DECAY = 0.9
 
@@ -36,8 +38,7 @@ class Averaged(OneWeightTrial):
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
         reported = super().train_batch(batch, epoch_idx, batch_idx)
-        if self.amp.is_update_batch(batch_idx):
-            self.ema.step()
+        self.ema.step()
         (average,) = self.ema.state_dict().values()
         self.averages.append(float(average))
         return reported
@@ -85,6 +86,29 @@ class TestAverage:
         assert trial.averages[1::2] == pytest.approx(averages_of(trial.weights[1::2]), rel=1.0e-6)
         assert trial.averages[2] == trial.averages[1]
 
+    def test_follows_the_optimizer_that_steps_its_model(self) -> None:
+        """Two optimizers, a step of the second: the average of the first's model stays."""
+        context: Any = Context()
+        amp = MixedPrecision(context, AMP)
+        first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+        optimizers = [
+            context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+            for model in (first, second)
+        ]
+        averages = [EMAWeights(first, amp, DECAY), EMAWeights(second, amp, DECAY, optimizers[1])]
+        amp.on_training_start()
+        before = [copy.deepcopy(average.state_dict()) for average in averages]
+        for model in (first, second):
+            nn.init.constant_(model.weight, 7.0)
+        second.weight.grad = torch.zeros(1, 1)
+        amp.scaler.scale(torch.ones(()))
+        amp.scaler.step(optimizers[1])
+        amp.update()
+        for average in averages:
+            average.step()
+        assert averages[0].state_dict()["weight"].item() == before[0]["weight"].item()
+        assert averages[1].state_dict()["weight"].item() == 7.0  # the first step is a copy
+
     def test_step_asks_for_no_value(self) -> None:
         parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
         applied = torch.ones((), dtype=torch.int64)
@@ -116,11 +140,9 @@ class TestAverage:
 class TestModelWithAveragedWeights:
     @pytest.fixture
     def ema(self) -> EMAWeights:
-        class Amp:
-            applied_steps = torch.zeros((), dtype=torch.int64)
-
-        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        ema = EMAWeights(model, Amp(), DECAY)  # type: ignore[arg-type]  # all that it reads
+        context: Any = Context()
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        ema = EMAWeights(model, MixedPrecision(context, AMP), DECAY)
         for average in ema.state_dict().values():
             nn.init.ones_(average)
         return ema

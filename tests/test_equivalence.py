@@ -6,6 +6,7 @@ arithmetic have the same bits, and no comparison of whole runs needs a tolerance
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,20 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
-from determined_amp.amp.precision import Precision
-from determined_amp.amp.schedules import AppliedStepSchedule, LRSchedule, learning_rates
+from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config import experiment
+from determined_amp.config.amp import AmpSettings, OnOverflow, Precision
 from determined_amp.config.overrides import with_overrides
 from tests import training
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from tests.test_monitor import Context
+from tests.test_metrics import Context
 from trials.data import images as data
 from trials.data.loading import Batch, EpochSampler
 from trials.mlp import MLPHparams
+from trials.schedule import LRSchedule, warmup_then
 
 BATCHES = 12
 
@@ -103,14 +105,22 @@ class PlainLoop:
         if self.hparams.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.hparams.max_grad_norm)
 
+    def average(self) -> None:
+        """Of the sum over a window, in one division, as Determined has it."""
+        if self.hparams.aggregation_frequency > 1:
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= self.hparams.aggregation_frequency
+
     def run(self, autocast: Autocast = nullcontext) -> PlainLoop:
         """Train without a scaler."""
         frequency = self.hparams.aggregation_frequency
         for index, (images, labels) in enumerate(self.batches()):
             with autocast():
                 loss = functional.cross_entropy(self.model(images), labels)
-            (loss / frequency).backward()
+            torch.autograd.backward(loss)
             if (index + 1) % frequency == 0:
+                self.average()
                 self.clip()
                 self.optimizer.param_groups[0]["lr"] = self.rate()
                 self.optimizer.step()
@@ -124,8 +134,9 @@ class PlainLoop:
         for index, (images, labels) in enumerate(self.batches()):
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = functional.cross_entropy(self.model(images), labels)
-            scaler.scale(loss / frequency).backward()
+            torch.autograd.backward(scaler.scale(loss))
             if (index + 1) % frequency == 0:
+                self.average()
                 scaler.unscale_(self.optimizer)
                 self.clip()
                 self.optimizer.param_groups[0]["lr"] = self.rate()
@@ -218,9 +229,9 @@ class TestAmpOn:
         found = trained("mlp/amp.yaml", tmp_path, *overrides, *scale)
         assert digest(found) == reference.digest()
         assert found["scaler_state_dict"]["scale"] == scaler.get_scale()
-        counts = found["callbacks"]["mixed_precision"]
-        assert counts["applied_steps"] == reference.steps
-        assert counts["attempted_steps"] == attempted
+        (counts,) = found["callbacks"]["mixed_precision"]["optimizers"]
+        assert counts["applied"] == reference.steps
+        assert counts["attempted"] == attempted
 
 
 SMALLEST_NORMAL, LARGEST = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
@@ -287,15 +298,6 @@ class TestLossScale:
         assert trial.weights == [0.875, 0.8125, 0.5625]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
-
-
 def require_fused(optimizer_class: Any) -> None:
     """Skip the test unless this torch has the fused kernel of this optimizer for a CPU."""
     parameter = nn.Parameter(torch.ones(1))
@@ -306,7 +308,30 @@ def require_fused(optimizer_class: Any) -> None:
         pytest.skip(f"torch {torch.__version__} has no fused kernel for a CPU: {error}"[:150])
 
 
-RATES = learning_rates(LRSchedule.COSINE, learning_rate=0.3, warmup_steps=5, total_steps=24)
+STEPS = 24
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Five steps of warm-up, and a cosine to the end."""
+    return warmup_then(optimizer, LRSchedule.COSINE, warmup_steps=5, total_steps=STEPS)
+
+
+def rates(learning_rate: float) -> list[float]:
+    """Those of `cosine` for every step, of an optimizer that never skips one."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=learning_rate)
+    scheduler = cosine(optimizer)
+    found = []
+    for _ in range(STEPS):
+        found.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+RATES = rates(0.3)
+
+# However many steps are skipped.
+ON_AND_ON = dataclasses.replace(AMP, on_overflow=OnOverflow.WARN)
 
 
 class ScheduledTrial(OneWeightTrial):
@@ -318,10 +343,12 @@ class ScheduledTrial(OneWeightTrial):
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
         super().__init__(context, recipe)
-        self.schedule = AppliedStepSchedule(self.optimizer, RATES, self.amp.device)
-        self.amp.follow(self.schedule)
+        self.schedule()
         self.used: list[float] = []
         self.optimizer.register_step_pre_hook(self.note_rate)
+
+    def schedule(self) -> None:
+        self.amp.wrap_lr_scheduler(cosine(self.optimizer))
 
     def note_rate(self, optimizer: Any, *arguments: Any) -> None:
         # A fused optimizer is called on an overflow, too, and skips the step by this flag.
@@ -330,12 +357,12 @@ class ScheduledTrial(OneWeightTrial):
 
 
 class DriftingTrial(ScheduledTrial):
-    """Planted: the schedule moves with the attempted steps, as a plain `scheduler.step()` does."""
+    """Planted: the schedule moves with the attempted steps, as Determined's own does."""
 
-    def train_on(self, batch: Any, batch_idx: int) -> dict[str, float]:
-        reported = super().train_on(batch, batch_idx)
-        self.schedule.move_to(torch.tensor(self.amp.attempted_steps))
-        return reported
+    def schedule(self) -> None:
+        scheduler: Any = cosine(self.optimizer)
+        every_step = pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
+        self.context.wrap_lr_scheduler(scheduler, every_step)
 
 
 def random_overflows(seed: int) -> list[list[float]]:
@@ -360,7 +387,7 @@ class TestLearningRate:
             monkeypatch.setattr(torch.optim, "SGD", fused_sgd)
         xs = random_overflows(seed)
         applied = sum(map(math.isfinite, itertools.chain(*xs)))
-        made = run(Recipe(xs, AMP), folder, ScheduledTrial)
+        made = run(Recipe(xs, ON_AND_ON, learning_rate=0.3), folder, ScheduledTrial)
         assert isinstance(made.trial, ScheduledTrial)
         assert made.trial.used == RATES[:applied]
         assert made.reports[-1]["applied_steps"] == applied
@@ -369,15 +396,19 @@ class TestLearningRate:
         weight = functools.reduce(lambda w, rate: w - torch.tensor(rate), RATES[:applied], ONE)
         assert made.trial.weight() == weight
 
+    # torch says so, too, where the first step is skipped.
+    @pytest.mark.filterwarnings(r"ignore:Detected call of .lr_scheduler\.step:UserWarning")
     @pytest.mark.parametrize("seed", range(1, 10))
     def test_that_drifts_would_be_seen(self, folder: Path, seed: int) -> None:
         """Negative control: after the first skipped step every rate is a later one's."""
         xs = random_overflows(seed)
-        trial = run(Recipe(xs, AMP), folder, DriftingTrial).trial
+        made = run(Recipe(xs, ON_AND_ON, learning_rate=0.3), folder, DriftingTrial)
+        trial = made.trial
         assert isinstance(trial, DriftingTrial)
         good = [step for step, (x,) in enumerate(xs) if math.isfinite(x)]
         assert trial.used == [RATES[step] for step in good]
         assert good != list(range(len(good)))
+        assert made.reports[-1]["lr_drift_steps"] == len(xs) - len(good)
 
 
 ONE = torch.ones(())
@@ -388,18 +419,17 @@ def stepped(optimizer_class: Any, *, fused: bool) -> tuple[nn.Parameter, Any, Mi
     context: Any = Context()
     amp = MixedPrecision(context, AMP)
     parameter = nn.Parameter(torch.linspace(-1, 1, 1001))
-    optimizer = optimizer_class([parameter], lr=99.0, fused=fused)
-    amp.follow(AppliedStepSchedule(optimizer, RATES, amp.device))
+    optimizer = context.wrap_optimizer(optimizer_class([parameter], lr=0.3, fused=fused))
+    amp.wrap_lr_scheduler(cosine(optimizer))
     amp.on_training_start()
     generator = torch.Generator().manual_seed(0)
     for step in range(8):
         gradient = torch.rand(1001, generator=generator) - 0.5
         gradient[7] = math.inf if step in (2, 5) else 0.25
-        parameter.grad = gradient * amp.loss_scale()
+        parameter.grad = amp.scaler.scale(gradient)
         amp.scaler.unscale_(optimizer)
         amp.scaler.step(optimizer)
-        amp.scaler.update()
-        amp.count_step()
+        amp.update()
     return parameter, optimizer.state[parameter], amp
 
 

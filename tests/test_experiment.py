@@ -16,9 +16,10 @@ import yaml
 from determined import pytorch
 
 from determined_amp.config import experiment
-from determined_amp.config.hparams import Length
 from determined_amp.config.overrides import with_overrides
+from determined_amp.config.plan import WITHOUT_EFFECT
 from determined_amp.config.settings import ConfigError
+from determined_amp.config.training import Length
 from trials.mlp import MLPHparams
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"
@@ -80,7 +81,7 @@ def test_repository_yaml_is_sound() -> None:
 
 
 def test_every_key_without_effect_is_covered() -> None:
-    assert {path for path, _, _ in experiment._WITHOUT_EFFECT} == set(_WITHOUT_EFFECT)
+    assert {path for path, _, _ in WITHOUT_EFFECT} == set(_WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("path", _WITHOUT_EFFECT)
@@ -192,7 +193,7 @@ def test_scaler_key_contradicts_all_but_amp_fp16(precision: str, key: str) -> No
         ("", "cannot be imported: Empty module name"),
         (".mlp:MLPTrial", "cannot be imported: "),
         ("trials.mlp:MLPHparams", "is not a PyTorchTrial"),
-        ("trials.mlp:math", "is not a PyTorchTrial"),
+        ("trials.mlp:nn", "is not a PyTorchTrial"),
     ],
 )
 def test_wrong_trial_path_is_the_one_problem_and_says_why(path: str, because: str) -> None:
@@ -232,14 +233,14 @@ def test_length_is_determineds_unit_and_counts_batches() -> None:
         ({"epochs": 2}, 2, 11),
     ],
 )
-def test_rates_are_one_per_optimizer_step(
+def test_steps_are_whole_windows_of_the_run(
     length: dict[str, int], aggregation_frequency: int, steps: int
 ) -> None:
     """An epoch is 11 batches; Determined steps after whole windows, which may span epochs."""
     lengths = {f"hp.training.{name}": length for name in _LENGTHS}
     config = changed({**lengths, "hp.aggregation_frequency": aggregation_frequency})
     hparams = experiment.parse(config, "test").hparams
-    assert hparams.rates(batches_per_epoch=11) == [hparams.learning_rate] * steps
+    assert hparams.steps(batches_per_epoch=11) == steps
 
 
 def test_epochs_that_end_within_a_window_are_refused() -> None:
@@ -247,7 +248,7 @@ def test_epochs_that_end_within_a_window_are_refused() -> None:
     lengths = {f"hp.training.{name}": {"epochs": 2} for name in _LENGTHS}
     hparams = experiment.parse(changed({**lengths, "hp.aggregation_frequency": 4}), "test").hparams
     with pytest.raises(ConfigError, match="is 22 batches, which is not a multiple of") as caught:
-        hparams.rates(batches_per_epoch=11)
+        hparams.steps(batches_per_epoch=11)
     assert len(caught.value.problems) == 3
 
 

@@ -23,15 +23,16 @@ from benchmarks.small_trials import (
     SummedLoss,
     TinyLoss,
 )
+from determined_amp.commands import find as finder
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder import find as finder
 from determined_amp.finder.advice import Run, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
 from determined_amp.finder.histogram import BINS, OVERFLOW_LOG2, Histogram
-from determined_amp.finder.opened import opened
 from determined_amp.finder.passes import Prediction, observe, predict
+from determined_amp.finder.recorder import Source
 from determined_amp.finder.verdict import Finding, Verdict, _islands, find
+from determined_amp.local.alone import open_trial
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
 from tests.training import ROOT, SMALL, run_small
 
@@ -65,7 +66,7 @@ def trained(
 ) -> None:
     """Do `work` with an experiment of this repository after some steps on its first batch."""
     raw = read_yaml(str(ROOT / "experiment_configs" / path))
-    with opened(with_overrides(raw, overrides), path) as found:
+    with open_trial(with_overrides(raw, overrides), path) as found:
 
         def after_steps(batches: Batches) -> None:
             for step in range(steps):
@@ -169,21 +170,30 @@ class TestRule:
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
-    @pytest.mark.parametrize(("path", "overrides"), [MLP, RESNET, LATTE])
-    def test_choice_for_this_repository_too(self, path: str, overrides: Sequence[str]) -> None:
+    @pytest.mark.parametrize(
+        ("path", "overrides", "most_skips"), [(*MLP, 0), (*RESNET, 1), (*LATTE, 0)]
+    )
+    def test_choice_for_this_repository_too(
+        self, path: str, overrides: Sequence[str], most_skips: int
+    ) -> None:
+        """Largest gradients of ResNet-50 in batches of 4 differ by five bits from batch to batch.
+
+        Two of its twenty are one bit larger than those of the first four: by the weights at the
+        start, and with a training, which changes them, by luck.
+        """
         raw = read_yaml(str(ROOT / "experiment_configs" / path))
-        with opened(with_overrides(raw, overrides), path) as found:
+        with open_trial(with_overrides(raw, overrides), path) as found:
             trial: Any = found.trial
             train_batch = trial.train_batch
 
             def work(batches: Batches) -> None:
                 choice = find(found.context, batches[:4]).choice_log2
                 assert choice is not None
-                scaler = trial.scaler
+                scaler = trial.amp.scaler
                 scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**choice})
                 for step, frozen in enumerate(batches):
                     train_batch(frozen.batch, 0, step)
-                assert float(scaler.get_scale()) == 2.0**choice
+                assert float(scaler.get_scale()) >= 2.0 ** (choice - most_skips)
                 assert int(trial.amp.attempted_steps) == 20
 
             in_training(trial, found.context, 20, work)
@@ -204,6 +214,12 @@ def finding(trial: Trial, batches: int = 2, steps: int = 0) -> Finding:
     )
 
 
+def thirty_eight_layers(trial: object) -> nn.Module:
+    """A few layers less than `DeepPlain`: without one, the others fit."""
+    hidden = [layer for _ in range(38) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), *hidden, nn.Linear(32, 10))
+
+
 class TestVerdict:
     @pytest.mark.parametrize(
         ("trial", "verdict"),
@@ -211,9 +227,8 @@ class TestVerdict:
             (BatchNormCNN, Verdict.DEFAULT),
             (PreNormTransformer, Verdict.DEFAULT),
             (SummedLoss, Verdict.SCALE),
-            (TinyLoss, Verdict.SCALE),
             (Float16Loss, Verdict.SCALE),
-            (DeepPlain, Verdict.ISLANDS),
+            (DeepPlain, Verdict.BF16),
         ],
     )
     def test_of_the_small_trials(self, trial: Trial, verdict: Verdict) -> None:
@@ -222,9 +237,23 @@ class TestVerdict:
         assert found.choice_log2 == found.top_log2 - 1
         assert (found.low_log2 <= 16 <= found.top_log2) == (verdict is Verdict.DEFAULT)
 
-    def test_islands_are_modules_of_the_model(self) -> None:
+    def test_gradients_that_the_default_flushes_need_a_scale_of_their_own(self) -> None:
+        found = looked_at(
+            TinyLoss, lambda _, context, frozen: find(context, frozen), global_batch_size=64
+        )
+        assert found.verdict is Verdict.SCALE
+        assert found.low_log2 > 16
+
+    def test_forty_layers_without_normalisation_have_no_window(self) -> None:
+        """Each shrinks the gradient: the first ones train on what the last ones overflow at."""
         found = finding(DeepPlain)
-        assert set(found.islands) <= set(dict(DeepPlain.make_model(None).named_modules()))  # type: ignore[arg-type]
+        assert found.window_bits < 0
+
+    def test_islands_are_modules_of_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
+        found = finding(DeepPlain)
+        assert found.verdict is Verdict.ISLANDS
+        assert set(found.islands) <= set(dict(thirty_eight_layers(None).named_modules()))
         assert found.islands
 
     def test_forward_overflow_names_the_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,16 +286,31 @@ class TestIslands:
     def test_modules_without_a_gradient_are_not_the_loudest(self) -> None:
         quiet = {name: {-45: 10} for name in "abcdefgh"}
         modules = {"hidden": {}, "loud": {-1: 10}, **quiet}
-        assert _islands({name: histogram(at) for name, at in modules.items()}) == ("loud",)
+        assert _islands(prediction_of(modules)) == ("loud",)
 
     def test_what_fits_at_no_price_is_for_bfloat16(self) -> None:
-        modules = {name: histogram({-50: 10, 0: 10}) for name in "abcdefgh"}
-        assert _islands(modules) == ()
+        assert (
+            _islands(
+                prediction_of(
+                    {name: {-50: 10} for name in "abcdefgh"}
+                    | {"i": {0: 10}}
+                    | {n: {0: 1} for n in "jklmn"}
+                )
+            )
+            == ()
+        )
 
-    def test_patterns_in_the_yaml_are_kept(self) -> None:
+    def test_patterns_in_the_yaml_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
         found = finding(DeepPlain)
         run = Run("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
         assert yaml_changes(found, run)["fp32_modules"] == ["^0$", f"^{found.islands[0]}$"]
+
+
+def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
+    """Of one tensor in each module."""
+    tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
+    return Prediction(tensors, 0.0)
 
 
 def histogram(values_by_log2: Mapping[int, int]) -> Histogram:

@@ -22,7 +22,7 @@ from determined_amp.finder.frozen import (
     in_training,
     wrapped_scaler,
 )
-from determined_amp.finder.opened import opened
+from determined_amp.local.alone import open_trial
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.mlp import MLPTrial
@@ -38,7 +38,7 @@ def state(trial: Any) -> str:
         [
             trial.model.state_dict(),
             trial.optimizer.state_dict(),
-            trial.scaler.state_dict(),
+            (trial.amp if hasattr(trial, "amp") else trial).scaler.state_dict(),
             gradients,
             torch.random.get_rng_state(),
             [random.getstate(), str(numpys["state"])],
@@ -61,7 +61,7 @@ class TestNothingMoves:
 
     def test_of_ours(self) -> None:
         raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
-        with opened(with_overrides(raw, SMALL), "test") as found:
+        with open_trial(with_overrides(raw, SMALL), "test") as found:
             trial = found.trial
             assert isinstance(trial, MLPTrial)
 
@@ -92,7 +92,7 @@ class TestNothingMoves:
             first, again = (batches[0].backward(None).parameters for _ in range(2))
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
-        with opened(config(SummedLoss), "test") as found:
+        with open_trial(config(SummedLoss), "test") as found:
             trial = Noisy(_another_context(found.context))
             in_training(
                 trial, trial.context, 1, lambda batches: work(trial, trial.context, batches)
@@ -142,7 +142,7 @@ class TestGradients:
                 seen.append(batch[1])
                 return super().train_batch(batch, epoch_idx, batch_idx)
 
-        with opened(config(SummedLoss), "test") as found:
+        with open_trial(config(SummedLoss), "test") as found:
             trial = Seeing(_another_context(found.context))
             train(trial, 3)
 
@@ -183,7 +183,10 @@ class TestErrors:
         name = {"fp32": "fp32", "amp_bf16": "bf16"}[precision]
         raw = read_yaml(str(ROOT / f"experiment_configs/mlp/{name}.yaml"))
         config = with_overrides(raw, SMALL)
-        with opened(config, "test") as found, pytest.raises(LossScaleError, match="scales no loss"):
+        with (
+            open_trial(config, "test") as found,
+            pytest.raises(LossScaleError, match="scales no loss"),
+        ):
             wrapped_scaler(found.context)
 
     def test_trial_that_goes_around_the_context(self) -> None:
@@ -192,7 +195,7 @@ class TestErrors:
                 self.scaler.scale(self.loss(*batch)).backward()
                 return {}
 
-        with opened(config(SummedLoss), "test") as found:
+        with open_trial(config(SummedLoss), "test") as found:
             trial = Around(_another_context(found.context))
             with pytest.raises(LossScaleError, match=r"does not call context\.backward"):
                 in_training(

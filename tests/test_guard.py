@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,78 +11,89 @@ from typing import Any
 import determined as det
 import pytest
 import torch
+from determined import pytorch
 from torch import nn
 
 from determined_amp import train
 from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.guard import Guard, GuardError, RunningStatistics
-from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision, OnOverflow
-from determined_amp.amp.precision import Precision
-from determined_amp.config.experiment import Searcher
+from determined_amp.amp.guard import Guard, RunningStatistics
+from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp import AmpSettings, OnOverflow, Precision
+from determined_amp.config.errors import GuardError
 from determined_amp.local.checkpoints import complete_checkpoints
 from tests import training
-from tests.test_monitor import Context
-from trials.mlp import MLPTrial
+from tests.test_metrics import Context
+from trials.data.loading import Loaders
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
-SOUND = {
-    "loss": 1.0,
-    "loss_scale_log2": 16.0,
-    "consecutive_skips": 0,
-    "applied_steps": 100,
-    "skipped_steps": 0,
-}
-SINGLE = Searcher("validation_loss", smaller_is_better=True)
+SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
-def guard(settings: AmpSettings = FP16, searcher: Searcher = SINGLE) -> Guard:
+def guard(settings: AmpSettings = FP16, searcher: str = "single") -> Guard:
     context: Any = Context()
     context.distributed.allgather = lambda value: [value]
-    amp = MixedPrecision(context, settings)
-    return Guard(context, amp, nn.Linear(1, 1), lambda *batch: None, searcher)
+    context._exp_conf = {"searcher": {"name": searcher, "metric": "validation_loss"}}
+    return Guard(context, MixedPrecision(context, settings), lambda: None)
+
+
+def judge(guard: Guard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16) -> None:
+    """Let the guard look at a report."""
+    guard._amp.metrics.latest = Report(loss, loss_scale, steps or (SOUND,))
+    guard.on_training_workload_end({"loss": loss}, {})
+
+
+def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
+    return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
 
 
 class TestTrouble:
     def test_sound_report_passes(self) -> None:
-        guard().on_training_workload_end(SOUND, {})
+        judge(guard())
 
     @pytest.mark.parametrize(
-        ("changed", "words"),
+        ("steps", "loss_scale", "words"),
         [
-            ({"consecutive_skips": 4}, "4 optimizer steps in a row were skipped, more than"),
-            (
-                {"applied_steps": 49, "skipped_steps": 51, "consecutive_skips": 1},
-                "51% of the optimizer steps",
-            ),
-            ({"consecutive_skips": 1, "loss_scale_log2": 1.0}, "at its floor 2"),
+            (counted(100, 0, 4), 2.0**16, "4 optimizer steps in a row were skipped, more than"),
+            (counted(49, 51, 1), 2.0**16, "51% of the optimizer steps"),
+            (counted(100, 0, 1), 2.0, "at its floor 2"),
         ],
+        ids=["in a row", "share", "floor"],
     )
     def test_is_an_error_that_says_what_was_seen(
-        self, changed: dict[str, float], words: str
+        self, steps: StepReport, loss_scale: float, words: str
     ) -> None:
         with pytest.raises(GuardError, match=words) as ended:
-            guard().on_training_workload_end({**SOUND, **changed}, {})
+            judge(guard(), steps, loss_scale=loss_scale)
         assert ended.value.state_is_good
 
     @pytest.mark.parametrize(
-        "changed",
+        "steps",
         [
-            {"consecutive_skips": 3},
-            {"applied_steps": 50, "skipped_steps": 50},
-            {"applied_steps": 0, "skipped_steps": 9},  # too few to judge
-            {"applied_steps": 4, "skipped_steps": 6},  # the scale has found its level
-            {"loss_scale_log2": 1.0},  # at the floor, but the step was applied
-            {"loss": math.nan},  # of one batch whose step was skipped
+            counted(100, 3, 3),
+            counted(50, 50),
+            counted(0, 9, 3),  # too few to judge
+            counted(4, 6),  # the scale has found its level
         ],
     )
-    def test_edge_is_not_trouble(self, changed: dict[str, float]) -> None:
-        guard().on_training_workload_end({**SOUND, **changed}, {})
+    def test_edge_is_not_trouble(self, steps: StepReport) -> None:
+        judge(guard(), steps)
+
+    def test_scale_at_its_floor_is_no_trouble_while_steps_are_applied(self) -> None:
+        judge(guard(), loss_scale=2.0)
+
+    def test_loss_of_a_skipped_step_that_is_not_finite_is_no_trouble(self) -> None:
+        judge(guard(), loss=math.nan)
 
     def test_skips_after_the_scale_has_found_its_level_are_trouble(self) -> None:
         watched = guard()
-        watched.on_training_workload_end({**SOUND, "applied_steps": 4, "skipped_steps": 6}, {})
+        judge(watched, counted(4, 6))
         with pytest.raises(GuardError, match="60% of the optimizer steps"):
-            watched.on_training_workload_end({**SOUND, "applied_steps": 8, "skipped_steps": 12}, {})
+            judge(watched, counted(8, 12))
+
+    def test_of_one_of_several_optimizers_says_which(self) -> None:
+        with pytest.raises(GuardError, match="optimizer 1: 4 optimizer steps in a row"):
+            judge(guard(), counted(100, 0, name="_0"), counted(100, 4, 4, name="_1"))
 
     @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
     def test_loss_that_is_not_finite_is_trouble_where_nothing_is_skipped(
@@ -89,31 +101,49 @@ class TestTrouble:
     ) -> None:
         """Nothing was skipped, so the weights are not worth a checkpoint."""
         with pytest.raises(GuardError, match="the training loss is nan") as ended:
-            guard(AmpSettings(precision)).on_training_workload_end({**SOUND, "loss": math.nan}, {})
+            judge(guard(AmpSettings(precision)), loss=math.nan)
         assert not ended.value.state_is_good
+
+    def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(self) -> None:
+        watched = guard(AmpSettings(Precision.FP32))
+        watched._amp.metrics.latest = Report(None, 1.0, (SOUND,))
+        watched.on_training_workload_end({"loss": 1.0}, {})
+        with pytest.raises(GuardError, match="the training loss is inf"):
+            watched.on_training_workload_end({"loss": math.inf}, {})
+
+    def test_of_a_run_that_is_not_watched_is_none(self) -> None:
+        watched = guard()
+        watched._amp.watched = False
+        judge(watched, counted(0, 100, 100), loss=math.nan)
 
     def test_is_only_said_if_the_settings_want_that(self, caplog: pytest.LogCaptureFixture) -> None:
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
-        guard(settings).on_training_workload_end({**SOUND, "consecutive_skips": 9}, {})
+        judge(guard(settings), counted(100, 9, 9))
         assert "9 optimizer steps in a row" in caplog.text
 
     def test_fails_a_searchs_trial_and_not_the_search(self) -> None:
-        searcher = dataclasses.replace(SINGLE, name="random")
         with pytest.raises(det.InvalidHP, match="in a row"):
-            guard(searcher=searcher).on_training_workload_end({**SOUND, "consecutive_skips": 9}, {})
+            judge(guard(searcher="random"), counted(100, 9, 9))
 
 
 class TestValidation:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_metric_that_is_not_finite_never_reaches_asha(self, value: float) -> None:
         """Determined 0.38.1's master ends the whole search on it."""
-        searcher = dataclasses.replace(SINGLE, name="adaptive_asha")
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
         with pytest.raises(det.InvalidHP, match="validation_loss is"):
-            guard(settings, searcher).on_validation_end({"validation_loss": value})
+            guard(settings, "adaptive_asha").on_validation_end({"validation_loss": value})
 
     def test_finite_metric_passes(self) -> None:
         guard().on_validation_end({"validation_loss": 1.0})
+
+    @pytest.mark.parametrize("searcher", ["single", "adaptive_asha"])
+    def test_that_is_not_a_number_is_none_of_its_business(self, searcher: str) -> None:
+        guard(searcher=searcher).on_validation_end({"validation_loss": "a histogram"})
+
+    def test_metric_that_is_not_finite_ends_a_run_alone(self) -> None:
+        with pytest.raises(GuardError, match="validation_loss is nan"):
+            guard().on_validation_end({"validation_loss": math.nan})
 
 
 class TestRunningStatistics:
@@ -121,7 +151,7 @@ class TestRunningStatistics:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-        statistics = RunningStatistics(model)
+        statistics = RunningStatistics([model])
         statistics.remember()
         model(torch.tensor([[1.0, 3.0], [3.0, 5.0]]))  # running_mean: 0.1 * (2, 4)
         statistics.repair()
@@ -137,12 +167,21 @@ class TestRunningStatistics:
 
     def test_sound_ones_are_left_alone(self, caplog: pytest.LogCaptureFixture) -> None:
         model = nn.BatchNorm1d(2)
-        statistics = RunningStatistics(model)
+        statistics = RunningStatistics([model])
         statistics.remember()
         model(torch.ones(4, 2))
         before = {name: value.clone() for name, value in model.state_dict().items()}
         statistics.repair()
         assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+        assert not caplog.text
+
+    def test_mask_of_minus_infinity_is_no_statistic(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = nn.Module()
+        model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        statistics = RunningStatistics([model])
+        statistics.remember()
+        statistics.repair()
+        assert model.get_buffer("mask").tolist() == [0.0, -math.inf]
         assert not caplog.text
 
 
@@ -169,7 +208,7 @@ def cause(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> str | None:
             loss = model(x).float().mean()
         (loss * scale).backward()
 
-    return find_cause(model, (x,), backward)
+    return find_cause([model], (x,), backward)
 
 
 class TestDiagnosis:
@@ -178,7 +217,7 @@ class TestDiagnosis:
 
     def test_names_the_samples_of_targets_that_are_numbers(self) -> None:
         batch = (torch.ones(3, 2), torch.tensor([1.0, math.nan, 2.0]))
-        found = find_cause(nn.Linear(2, 1), batch, lambda: None)
+        found = find_cause([nn.Linear(2, 1)], batch, lambda: None)
         assert found is not None
         assert "input 1 of the batch is not finite in samples [1]" in found
 
@@ -199,9 +238,14 @@ class TestDiagnosis:
         assert "gradient overflow at module body" in sentence
 
     def test_names_a_parameter_that_is_lost_already(self) -> None:
-        assert "parameter body.weight is not finite" in str(
+        assert "parameter body.weight is already not finite" in str(
             cause(Net(math.nan, 1), torch.ones(4, 1))
         )
+
+    def test_tells_several_models_apart(self) -> None:
+        sound, lost = Net(1, 1), Net(1, math.nan)
+        found = find_cause([sound, lost], (torch.ones(1, 1),), lambda: None)
+        assert "parameter model 1: head.weight is already not finite" in str(found)
 
     def test_changes_nothing(self) -> None:
         last = nn.Linear(1, 1)
@@ -220,16 +264,24 @@ class TestRun:
     @pytest.fixture
     def poisoned(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From the fifth batch on, the third sample of every batch has a NaN."""
-        original = MLPTrial.train_batch
+        original = Loaders.training_loader
 
-        def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-            images, labels = batch
-            if batch_idx >= 4:
-                images = images.clone()
-                images[2, 0, 0, 0] = math.nan
-            return original(trial, (images, labels), epoch_idx, batch_idx)
+        def training_loader(loaders: Loaders) -> tuple[pytorch.DataLoader, int]:
+            loader, epoch = original(loaders)
+            dataset: Any = loader.dataset
+            load, batches = dataset.__getitems__, itertools.count()
 
-        monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
+            def load_and_poison(samples: Any) -> Any:
+                images, labels = load(samples)
+                if next(batches) >= 4:
+                    images = images.clone()
+                    images[2, 0, 0, 0] = math.nan
+                return images, labels
+
+            dataset.__getitems__ = load_and_poison
+            return loader, epoch
+
+        monkeypatch.setattr(Loaders, "training_loader", training_loader)
 
     @pytest.mark.usefixtures("poisoned")
     def test_that_overflows_ends_with_cause_and_checkpoint(
@@ -262,19 +314,20 @@ def test_scale_stops_at_its_floor() -> None:
     context: Any = Context()
     amp = MixedPrecision(context, dataclasses.replace(FP16, init_scale=16.0))
     parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = context.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0))
+    amp.on_training_start()
+    counts = amp.steps(optimizer)
 
     def step(gradient: float) -> None:
-        parameter.grad = torch.full((1,), gradient) * amp.loss_scale()
+        parameter.grad = amp.scaler.scale(torch.full((1,), gradient))
         amp.scaler.step(optimizer)
-        amp.scaler.update()
-        amp.count_step()
+        amp.update()
 
     for _ in range(200):
         step(math.inf)
     assert float(amp.loss_scale()) == 2.0
-    assert int(amp.consecutive_skips()) == 200
+    assert int(counts.consecutive_skips()) == 200
     step(0.25)
     assert parameter.item() == 0.75
-    assert int(amp.consecutive_skips()) == 0
+    assert int(counts.consecutive_skips()) == 0
     assert int(amp.applied_steps) == 1

@@ -33,7 +33,9 @@ class TestAgainstTorch:
         there = values[values != 0].double()
         cast = (there * 2.0**scale_log2).to(torch.float16)
         counted = histogram(values)
-        assert counted.flushed_share(scale_log2) == (cast == 0).double().mean().item()
+        flushed = there.where(cast == 0, 0.0).norm() / there.norm()
+        assert counted.flushed_share(scale_log2) == pytest.approx(flushed.item(), rel=0.05)
+        assert (counted.flushed_share(scale_log2) == 0) == (flushed.item() == 0)
         assert counted.overflow_share(scale_log2) == cast.isinf().double().mean().item()
 
     def test_the_flush_bound_itself_goes_to_zero_and_the_next_value_does_not(self) -> None:
@@ -62,7 +64,6 @@ class TestHistogram:
     def test_zeros_have_no_largest(self) -> None:
         counted = histogram(torch.zeros(3))
         assert counted.largest_log2 is None
-        assert counted.quantile_log2(0.5) is None
         assert counted.flushed_share(0) == counted.overflow_share(0) == 0.0
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -72,11 +73,36 @@ class TestHistogram:
         assert counted.overflow_share(-100) == 0.5
         assert histogram(torch.tensor([1.0])).is_finite
 
-    def test_quantile_is_the_power_below_which_that_share_lies(self) -> None:
-        counted = histogram(torch.tensor([2.0**-q for q in range(100)]))
-        assert counted.quantile_log2(0.01) == -99
-        assert counted.quantile_log2(0.5) == -50
-        assert counted.quantile_log2(1.0) == 0
+    def test_a_value_counts_by_what_it_contributes(self) -> None:
+        """Three near-zero values in four are next to nothing; by their number they are 75 %."""
+        counted = histogram(torch.tensor([1.0, 2.0**-30, 2.0**-30, 2.0**-30]))
+        assert counted.flushed_share(0) == pytest.approx(3**0.5 * 2.0**-30)
+        assert histogram(torch.full((3,), 2.0**-30)).flushed_share(0) == 1.0
+
+    def test_smallest_scale_is_the_first_that_flushes_no_more_than_the_share(self) -> None:
+        counted = histogram(wide_values(torch.bfloat16))
+        for share in (1e-6, 1e-3, 0.1, 0.9):
+            scale = counted.smallest_scale_log2(share)
+            assert counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
+
+    def test_smallest_scale_of_zeros_is_the_smallest_there_is(self) -> None:
+        assert histogram(torch.zeros(3)).smallest_scale_log2(0.001) == -126
+
+    def test_faintest_values_are_those_that_a_scale_flushes_first(self) -> None:
+        counted = histogram(torch.tensor([0.0, 1.0, 2.0, 4.0]))
+        assert counted.faintest_share(0, -30) == 0.0
+        assert counted.faintest_share(2, -30) == pytest.approx((5 / 21) ** 0.5)
+        assert counted.faintest_share(3, -30) == counted.faintest_share(9, -30) == 1.0
+
+    def test_zeros_among_values_well_above_the_bound_are_no_flush(self) -> None:
+        counted = histogram(torch.tensor([1.0, 2.0, 4.0]))
+        assert counted.faintest_share(3, -21) == 0.0
+        assert counted.faintest_share(3, -22) == pytest.approx((1 / 21) ** 0.5)
+
+    def test_unscaled_moves_everything_but_zeros_by_the_scale(self) -> None:
+        values = torch.tensor([0.0, 3.0, -(2.0**-24)])
+        moved = histogram(values * 2.0**10).unscaled(10)
+        assert (moved.counts == histogram(values).counts).all()
 
     def test_sum_counts_both(self) -> None:
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0]))

@@ -24,9 +24,8 @@ from PIL import Image
 from torch.utils.data import get_worker_info
 
 from determined_amp import train
-from determined_amp.amp.mixed_precision import AmpSettings
-from determined_amp.amp.precision import Precision
 from determined_amp.config import experiment
+from determined_amp.config.amp import AmpSettings, Precision
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.local.checkpoints import complete_checkpoints

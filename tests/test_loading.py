@@ -13,13 +13,13 @@ import pytest
 import torch
 from determined import pytorch
 
+from determined_amp.amp.metrics import timed
 from trials.data.loading import (
     Batch,
     DataError,
     EpochSampler,
     Sample,
     batches_per_epoch,
-    timed,
     to_device,
     training_loader,
     validation_loader,
@@ -188,8 +188,8 @@ def test_timed_loader_starts_before_its_first_batch_is_asked_for() -> None:
             return iter([1, 2])
 
     waits: list[float] = []
-    loader: Any = SimpleNamespace(get_data_loader=Batches)
-    batches = iter(timed(loader, waits.append).get_data_loader())
+    loader: Any = SimpleNamespace(get_data_loader=lambda repeat: Batches())
+    batches = iter(timed(loader, waits.append).get_data_loader(repeat=True))
     assert started == ["started"]
     assert list(batches) == [1, 2]
     assert len(waits) == 2

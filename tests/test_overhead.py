@@ -123,4 +123,4 @@ def test_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result["rounds"] == 1
     assert all(row["cpu_us"] > 0 for rows in result["schedules"].values() for row in rows.values())
     assert written.with_suffix(".md").read_text() == overhead.markdown(result)
-    assert "this repository" in capsys.readouterr().out
+    assert "determined_amp" in capsys.readouterr().out

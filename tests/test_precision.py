@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from determined_amp.amp import precision as module
-from determined_amp.amp.precision import DeviceSupport, Precision, PrecisionError, prepare_backend
+from determined_amp.amp.precision import DeviceSupport, PrecisionError, prepare_backend
+from determined_amp.config.amp import Precision
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
+BEFORE = pytest.mark.parametrize("before", [("high", True), ("highest", False)])
 
 
-def switches() -> tuple[str, bool, bool]:
-    cudnn = torch.backends.cudnn
-    return torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+def switches() -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def switch(matmul: str, tf32: bool, benchmark: bool) -> None:
+def switch(matmul: str, tf32: bool) -> None:
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = benchmark
 
 
 @pytest.fixture(autouse=True)
@@ -48,26 +48,40 @@ def pretend_gpu(
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("benchmark", [False, True])
-@pytest.mark.parametrize("before", [("high", True, True), ("highest", False, False)])
+@BEFORE
 def test_cpu_switches_are_ieee_whatever_they_were(
-    precision: Precision, benchmark: bool, before: tuple[str, bool, bool]
+    precision: Precision, before: tuple[str, bool]
 ) -> None:
     switch(*before)
-    prepare_backend(precision, _CPU, benchmark)
-    assert switches() == ("highest", False, benchmark)
+    prepare_backend(precision, _CPU, set_switches=True)
+    assert switches() == ("highest", False)
 
 
 @pytest.mark.parametrize("precision", Precision)
-@pytest.mark.parametrize("before", [("high", True, True), ("highest", False, False)])
+@BEFORE
+def test_switches_are_left_alone_if_they_are_not_to_be_set(
+    precision: Precision, before: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device where they matter; neither is cuDNN's benchmark ever touched."""
+    pretend_gpu(monkeypatch, (8, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before[1])
+    switch(*before)
+    prepare_backend(precision, _GPU, set_switches=False)
+    assert switches() == before
+    prepare_backend(precision, _GPU, set_switches=True)
+    assert torch.backends.cudnn.benchmark is before[1]
+
+
+@pytest.mark.parametrize("precision", Precision)
+@BEFORE
 def test_ampere_switches_are_tf32_for_tf32_alone(
-    precision: Precision, before: tuple[str, bool, bool], monkeypatch: pytest.MonkeyPatch
+    precision: Precision, before: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch, (8, 0))
     switch(*before)
-    prepare_backend(precision, _GPU, cudnn_benchmark=True)
+    prepare_backend(precision, _GPU, set_switches=True)
     tf32 = precision is Precision.TF32
-    assert switches() == ("high" if tf32 else "highest", tf32, True)
+    assert switches() == ("high" if tf32 else "highest", tf32)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,7 @@ def test_precision_that_a_cpu_lacks_is_a_warning(
 ) -> None:
     pretend_cpu(monkeypatch, *instructions)
     with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
-        prepare_backend(precision, _CPU, cudnn_benchmark=False)
+        prepare_backend(precision, _CPU, set_switches=True)
     messages = [record.getMessage() for record in caplog.records]
     assert [message.startswith(f"amp.precision is {precision.value}") for message in messages] == (
         [True] if warns else []
@@ -104,20 +118,20 @@ def test_bf16_on_a_gpu_that_emulates_it_is_an_error_and_changes_nothing(
     capability: tuple[int, int], emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch, capability)
-    switch("high", True, True)
+    switch("high", True)
     if not emulated:
-        prepare_backend(Precision.AMP_BF16, _GPU, cudnn_benchmark=False)
-        assert switches() == ("highest", False, False)
+        prepare_backend(Precision.AMP_BF16, _GPU, set_switches=True)
+        assert switches() == ("highest", False)
         return
     with pytest.raises(PrecisionError) as caught:
-        prepare_backend(Precision.AMP_BF16, _GPU, cudnn_benchmark=False)
+        prepare_backend(Precision.AMP_BF16, _GPU, set_switches=True)
     assert str(caught.value) == (
         "amp.precision: got amp_bf16, which Some GPU only emulates (slower than fp32); "
         "allowed on it: fp32, amp_fp16"
     )
-    assert switches() == ("high", True, True)
+    assert switches() == ("high", True)
     for allowed in (Precision.FP32, Precision.AMP_FP16):  # as the message promises
-        prepare_backend(allowed, _GPU, cudnn_benchmark=False)
+        prepare_backend(allowed, _GPU, set_switches=True)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +183,7 @@ def test_devices_are_listed_with_what_they_compute(
     ("instructions", "advice"),
     [
         (("bf16",), "this CPU has them for amp_bf16: use that"),
-        ((), "nor has it for amp_bf16, which more CPUs have: use fp32, or a GPU"),
+        ((), "it has none for amp_bf16 either: use fp32 or a GPU"),
     ],
 )
 def test_float16_on_a_cpu_is_pointed_to_what_is_faster(
@@ -180,6 +194,6 @@ def test_float16_on_a_cpu_is_pointed_to_what_is_faster(
 ) -> None:
     pretend_cpu(monkeypatch, *instructions)
     with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
-        prepare_backend(Precision.AMP_FP16, _CPU, cudnn_benchmark=False)
+        prepare_backend(Precision.AMP_FP16, _CPU, set_switches=True)
     (record,) = caplog.records
     assert record.getMessage().endswith(advice)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp.finder.histogram import Histogram
+from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder
 
 BF16 = torch.bfloat16
@@ -35,6 +36,10 @@ class Net(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
+def by_module(recorder: BackwardRecorder) -> dict[str, Histogram]:
+    return Prediction(recorder.histograms(), 0.0).modules
+
+
 def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:
     recorder = BackwardRecorder([model])
     torch.manual_seed(1)
@@ -43,7 +48,7 @@ def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram
         with torch.autocast("cpu", dtype):
             loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
         loss.backward()  # type: ignore[no-untyped-call]
-    return recorder.histograms()
+    return by_module(recorder)
 
 
 def net(*, checkpointed: bool = False) -> Net:
@@ -81,7 +86,7 @@ class TestModules:
             with torch.autocast("cpu", BF16):
                 output = models[1](models[0](torch.ones(1, 2)))
             output.float().sum().backward()
-        assert set(recorder.histograms()) == {
+        assert set(by_module(recorder)) == {
             OUTSIDE,
             f"model 0: {WHOLE_MODEL}",
             f"model 1: {WHOLE_MODEL}",
@@ -107,7 +112,7 @@ class TestValues:
                 loss = (model(inputs).float() * torch.tensor([[1.0, 1024.0]])).sum()
             loss.backward()
         # Weight: the outer product of (1, 1024) and (1, 2, 4).
-        weights = recorder.histograms()[WHOLE_MODEL].by_power()
+        weights = by_module(recorder)[WHOLE_MODEL].by_power()
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
         assert recorder.largest() == 4096.0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from determined_amp.finder import find as finder
+from determined_amp.commands import find as finder
 from determined_amp.reports import loss_scale
 from determined_amp.reports.figure import as_svg, draw
 from determined_amp.reports.observed import sentences

@@ -176,7 +176,9 @@ def test_search_is_the_experiment_with_what_was_sampled(
 def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"training": [], "validation": []}
-    with pytest.raises(ReportError, match=r"amp.precision: missing(.|\n)*of determined_amp.train"):
+    with pytest.raises(
+        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp.train"
+    ):
         read_trials(7)
 
 

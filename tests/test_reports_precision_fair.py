@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.amp.mixed_precision import SCALER_KEYS
+from determined_amp.config.amp import SCALER_KEYS
 from determined_amp.reports.precision.advice import advise
 from determined_amp.reports.precision.findings import Findings, find
 from determined_amp.reports.precision.folders import read_folder, read_search

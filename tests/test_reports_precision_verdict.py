@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision.advice import advise
 from determined_amp.reports.precision.claims import Judgement, claims
 from determined_amp.reports.precision.comparison import Ratio

@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 import pytest
 
+from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.search.halving import RungPruner
 from determined_amp.search.searcher import (
@@ -175,15 +176,16 @@ class TestMistakes:
 
 
 class TestLengths:
-    def config(self, unit: str = "batches", **changes: int) -> dict[str, Any]:
+    def experiment(self, unit: str = "batches", **changes: int) -> Experiment[Any]:
         changed = {"max_length": 800, "validation_period": 50, **changes}
         lengths = {name: {unit: n} for name, n in changed.items()}
         others = {name: {"batches": 50} for name in ("checkpoint_period", "reporting_period")}
-        return {"searcher": ASHA, "hyperparameters": {"training": lengths | others}}
+        config = {"searcher": ASHA, "hyperparameters": {"training": lengths | others}}
+        return parse(config, "search", trial="tests.strangers:Stranger")
 
     def test_that_fit_pass(self) -> None:
-        check_lengths(self.config())
-        check_lengths(self.config(validation_period=25))
+        check_lengths(self.experiment())
+        check_lengths(self.experiment(validation_period=25))
 
     @pytest.mark.parametrize(
         ("unit", "changes", "words"),
@@ -195,5 +197,5 @@ class TestLengths:
     )
     def test_that_do_not_are_refused(self, unit: str, changes: Any, words: str) -> None:
         with pytest.raises(ConfigError) as refused:
-            check_lengths(self.config(unit, **changes))
+            check_lengths(self.experiment(unit, **changes))
         assert words in str(refused.value)

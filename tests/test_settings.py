@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.config.errors import UserError
 from determined_amp.config.settings import ConfigError, read, setting
 
 
@@ -198,4 +199,4 @@ def test_error_says_source_count_and_one_line_per_problem() -> None:
     error = ConfigError("a.yaml", iter(["x: wrong", "y: missing"]))
     assert str(error) == "a.yaml: 2 problems\n  - x: wrong\n  - y: missing"
     assert error.problems == ("x: wrong", "y: missing")
-    assert isinstance(error, ValueError)
+    assert isinstance(error, UserError)

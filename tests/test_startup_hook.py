@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HOOK = (ROOT / "startup-hook.sh").read_text()
-NEEDED = {"yaml": "pyyaml", "tensorboard": "tensorboard", "sklearn": "scikit-learn", "rich": "rich"}
+NEEDED = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
+# With the examples beside the library.
+NEEDED_BY_TRIALS = {"sklearn": "scikit-learn"}
 OF_THE_IMAGE = {
     "torch": "2.3.0a0+40ec155e58.nv24.3",
     "torchvision": "0.18.0a0",
@@ -68,7 +70,7 @@ class Image:
         for made in (self.workdir / "determined_amp" / "amp", self.site / "pip", self.bin):
             made.mkdir(parents=True)
         self.set_python(f"'{sys.executable}' -S")
-        for module in NEEDED:
+        for module in NEEDED | NEEDED_BY_TRIALS:
             (self.site / f"{module}.py").touch()
         for name, version in OF_THE_IMAGE.items():
             (self.site / f"{name}.py").write_text("raise AssertionError('imported')")
@@ -164,7 +166,7 @@ def test_the_trace_stays_short(image: Image) -> None:
     ]
 
 
-@pytest.mark.parametrize("missing", [["sklearn"], [*NEEDED]])
+@pytest.mark.parametrize("missing", [["rich"], [*NEEDED]])
 def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, missing: list[str]) -> None:
     image.lose(*missing)
     assert trained(image.start())
@@ -173,6 +175,16 @@ def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, missing:
     assert packages(arguments) == [NEEDED[module] for module in missing]
     assert not any(argument.startswith(("-U", "--upgrade")) for argument in arguments)
     assert constraints == [f"{name}=={version}" for name, version in OF_THE_IMAGE.items()]
+
+
+def test_scikit_learn_is_added_for_the_examples_alone(image: Image) -> None:
+    image.lose("sklearn")
+    assert trained(image.start())
+    assert image.pip_calls == []
+    (image.workdir / "trials" / "data").mkdir(parents=True)
+    assert trained(image.start())
+    [(arguments, _)] = image.pip_calls
+    assert packages(arguments) == ["scikit-learn"]
 
 
 class TestDiffusers:
@@ -326,11 +338,17 @@ def test_it_never_exits() -> None:
 
 
 def test_it_adds_what_the_project_declares() -> None:
+    of_the_image = {"determined", "torch", "numpy", "ruamel.yaml"}  # the last two of determined
+    assert declared("dependencies") == set(NEEDED.values()) | of_the_image
+    assert declared("examples") == set(NEEDED_BY_TRIALS.values()) | {"torchvision", "diffusers"}
+
+
+def declared(group: str) -> set[str]:
+    """The packages in a list of `pyproject.toml`."""
     project = (ROOT / "pyproject.toml").read_text()
-    declared = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
-    assert declared is not None
-    names = set(re.findall(r'^  "([\w-]+)', declared[1], re.M))
-    assert names == set(NEEDED.values()) | {"determined", "torch", "torchvision"}
+    found = re.search(rf"^{group} = \[.*?\n(.*?)^\]", project, re.M | re.S)
+    assert found is not None
+    return set(re.findall(r'^  "([\w.-]+)', found[1], re.M))
 
 
 def test_it_describes_this_machine(image: Image) -> None:

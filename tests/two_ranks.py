@@ -54,7 +54,7 @@ class TrainsAgain(CountsExchanges):
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         before = self.exchanges
         with self.amp.without_steps(), undisturbed(self.model):
-            self.train_on(batch, batch_idx)
+            self.train_on(batch)
         self.of_replays += self.exchanges - before
         return reported
 
@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
         once: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
     with process_group() as processes:
         replayed: Any = run(recipe, checkpoints, TrainsAgain, processes=processes).trial
-    with process_group() as processes, patched(amp, "share_gradients_once", lambda *given: None):
+    with process_group() as processes, patched(amp, "share_gradients_once", lambda *given: []):
         always: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
     seen = {
         "window": processes.rank,

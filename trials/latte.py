@@ -10,24 +10,19 @@ Shapes: B = samples of one batch on one slot, C = channels, F = frames, S = side
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from determined import pytorch
-from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.checkpoint import PortableCheckpoint
+from determined_amp import ConfigError, MixedPrecision
 from determined_amp.amp.ema import EMAWeights
-from determined_amp.amp.guard import Guard
-from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config import experiment
-from determined_amp.config.hparams import Hparams
-from determined_amp.config.settings import ConfigError, setting
+from determined_amp.config.settings import setting
 from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising
+from trials.hparams import Hparams
 from trials.models.denoiser import Denoiser, DenoiserSettings
 from trials.models.diffusion import DiffusionSettings, to_device
 
@@ -63,11 +58,10 @@ class LatteHparams(Hparams):
 class LatteTrial(pytorch.PyTorchTrial):
     """Clips of video, mean squared error of the predicted noise, AdamW (arXiv 1711.05101).
 
-    Metrics: see `TrainingMetrics` and `DenoisingMetrics`. Validation uses the averaged weights.
+    Validation uses the averaged weights.
 
     Args:
         context: Determined's context of this trial.
-        config: The parsed experiment; read from the context if left out.
 
     Raises:
         ConfigError: if the frames cannot be cut into patches.
@@ -76,95 +70,76 @@ class LatteTrial(pytorch.PyTorchTrial):
     Hparams = LatteHparams
     Data = ClipSettings
 
-    def __init__(
-        self,
-        context: pytorch.PyTorchTrialContext,
-        config: experiment.Experiment[LatteHparams] | None = None,
-    ) -> None:
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.config = config or experiment.of_context(context)
-        self.hparams = hparams = self.config.hparams
-        self.amp = MixedPrecision(
-            context, hparams.amp, hparams.aggregation_frequency, hparams.training.cudnn_benchmark
-        )
-        self.scaler = self.amp.scaler
-        self.model = context.wrap_model(self.amp.with_islands(make_denoiser(self.config)))
+        self.hparams = hparams = LatteHparams.of(context)
+        self.amp = MixedPrecision(context)
+        self.task = ClipDenoising(context, hparams.diffusion, self.amp)
+        model = make_denoiser(hparams, self.task.settings)
+        self.model = context.wrap_model(self.amp.prepare(model))
         self.optimizer = context.wrap_optimizer(
             torch.optim.AdamW(
                 self.model.parameters(),
                 lr=hparams.learning_rate,
                 weight_decay=hparams.weight_decay,
                 fused=self.amp.fused,
-            ),
-            average_aggregated_gradients=False,  # the loss is divided instead: one kernel, not many
+            )
         )
         self.ema = EMAWeights(self.model, self.amp, hparams.ema_decay)
-        self.metrics = TrainingMetrics(context, self.amp)
-        self.guard = Guard(
-            context, self.amp, self.model, self.train_batch, self.config.platform.searcher
-        )
-        self.task = ClipDenoising(context, self.config, self.amp, self.metrics)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
         """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a seed."""
-        clips, labels, seed = self.guard.watch(to_device(batch, self.amp.device))
+        clips, labels, seed = to_device(batch, self.amp.device)
         noised = self.task.diffusion.for_training(clips, labels, seed)
         with self.amp.autocast():  # forward and loss, never the backward
             noise = self.model(noised.clips, noised.timesteps, noised.labels)  # autocast dtype
             loss = functional.mse_loss(noise, noised.noise)  # (), float32: autocast promotes it
-        self.context.backward(self.scaler.scale(self.amp.share_of_step(loss)))
-        if self.amp.is_update_batch(batch_idx):
-            self.context.step_optimizer(
-                self.optimizer, clip_grads=self.clip_gradients, scaler=self.scaler
-            )
-            self.scaler.update()
-            self.amp.count_step()
-            self.ema.step()
-        return self.metrics.add(loss, len(labels))
+        self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
+        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+            self.optimizer,
+            clip_grads=self.amp.clip(self.optimizer, self.max_norm()),  # after unscale_
+            scaler=self.amp.scaler,
+        )
+        metrics = self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+        self.ema.step()
+        return metrics
 
-    def clip_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called by `step_optimizer`, after accumulation: unscale first, or the clip is wrong."""
-        self.metrics.add_scaled_gradients(parameters)
-        self.scaler.unscale_(self.optimizer)
+    def max_norm(self) -> float:
         clips = self.amp.attempted_steps >= self.hparams.clip_start_step
-        max_norm = (clips and self.hparams.max_grad_norm) or math.inf
-        self.metrics.add_grad_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+        return self.hparams.max_norm if clips else math.inf
 
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
         return self.task.evaluate(self.ema, batch)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        return self.task.training_loader(self.optimizer)
+        loader, epoch = self.task.training_loader()
+        scheduler = self.hparams.scheduler(self.optimizer, epoch)
+        if scheduler is not None:
+            self.amp.wrap_lr_scheduler(scheduler)
+        return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         return self.task.validation_loader()
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {
-            "mixed_precision": self.amp,
-            "ema": self.ema,
-            "guard": self.guard,
-            "portable_checkpoint": PortableCheckpoint(),
-        }
+        return {**self.amp.callbacks(self), "ema": self.ema}
 
 
-def make_denoiser(config: experiment.Experiment[LatteHparams]) -> Denoiser:
+def make_denoiser(hparams: LatteHparams, data: ClipSettings) -> Denoiser:
     """The model of an experiment.
 
     Raises:
         ConfigError: if the frames cannot be cut into patches.
     """
-    hparams, side = config.hparams, config.data.image_size
+    side = data.image_size
     if side % hparams.model.patch_size:
         raise ConfigError(
-            config.name,
+            "experiment configuration",
             [
                 f"hyperparameters.model.patch_size: got {hparams.model.patch_size}, which does not "
                 f"divide data.image_size {side}; allowed: a divisor of it"
             ],
         )
-    return Denoiser(
-        hparams.model, config.data, gradient_checkpointing=hparams.gradient_checkpointing
-    )
+    return Denoiser(hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing)

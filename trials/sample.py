@@ -97,7 +97,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
     latte = cast("experiment.Experiment[LatteHparams]", config)
-    denoiser = make_denoiser(latte)
+    denoiser = make_denoiser(latte.hparams, latte.data)
     try:
         denoiser.load_state_dict(weights)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""One exchange of gradients per optimizer step, not one per batch of its accumulation window.
+"""Accumulation over several batches: one exchange of gradients per step, and one division.
 
 Determined 0.38.1 enters `no_sync` around the backward alone. DistributedDataParallel decides in the
 forward whether the backward after it exchanges gradients, so they are exchanged after every batch.
@@ -6,18 +6,33 @@ forward whether the backward after it exchanges gradients, so they are exchanged
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from determined import pytorch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+
+def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
+    """From now on the mean over an accumulation window is one kernel, not one per parameter."""
+
+    def average_gradients(parameters: Iterable[torch.Tensor], divisor: int) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if divisor > 1 and gradients and not any(gradient.is_sparse for gradient in gradients):
+            torch._foreach_div_(gradients, float(divisor))
+        elif divisor > 1:
+            for gradient in gradients:
+                gradient.div_(float(divisor))
+
+    context._average_gradients = average_gradients  # type: ignore[method-assign]
 
 
 def share_gradients_once(
     context: pytorch.PyTorchTrialContext, is_update_batch: Callable[[int], bool]
-) -> None:
+) -> list[RemovableHandle]:
     """From now on only the last batch of a window averages the gradients over the ranks.
 
     By then they are the sums over the window: an average of sums, the same on every rank.
@@ -33,6 +48,8 @@ def share_gradients_once(
             last = is_update_batch(context.current_train_batch())
             model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
 
-    for model in context.models:
-        if isinstance(model, DistributedDataParallel):
-            model.register_forward_pre_hook(tell)
+    return [
+        model.register_forward_pre_hook(tell)
+        for model in context.models
+        if isinstance(model, DistributedDataParallel)
+    ]

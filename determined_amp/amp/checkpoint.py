@@ -2,14 +2,14 @@
 
 Determined 0.38.1 saves numpy's random state as an array and loads with `torch.load(path)`. From
 torch 2.6 on that call unpickles weights only and refuses the array, so no trial can be resumed; up
-to torch 2.5 it unpickles anything, so a checkpoint can run code. Both are mended here:
+to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fixes both:
 `PortableCheckpoint` saves plain types only, and `SafeController` always loads weights only.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from determined import pytorch
 
-from determined_amp.amp.guard import GuardError
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import GuardError, UserError
 
 
 class CheckpointError(UserError):
@@ -28,7 +27,10 @@ class CheckpointError(UserError):
 
 
 class PortableCheckpoint(pytorch.PyTorchCallback):
-    """Saves numpy's random state as numbers; `numpy.random.set_state` takes them back."""
+    """Saves numpy's random state as numbers; `numpy.random.set_state` takes them back.
+
+    And the state of schedulers as plain types: that of torch 2.3 holds counters and methods.
+    """
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
         name, keys, position, has_gauss, gauss = checkpoint["rng_state"]["np_rng_state"]
@@ -39,6 +41,8 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
             int(has_gauss),
             float(gauss),
         )
+        states = checkpoint.get("lr_schedulers_state_dict", [])
+        checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
 
 
 class SafeController(pytorch._PyTorchTrialController):
@@ -63,12 +67,27 @@ class SafeController(pytorch._PyTorchTrialController):
         """
         if not (load_path / "state_dict.pth").exists():
             raise CheckpointError(f"{load_path}: not a checkpoint: it has no state_dict.pth")
+        allow_numpy_random_state()
         try:
-            _refuse_code(load_path / "trial_state.pkl")
+            saved = _read_without_code(load_path / "trial_state.pkl")
+            same_trial = saved.get("trial_id") == self.trial_id
+            for callback in self.callbacks.values():
+                tell = getattr(callback, "on_checkpoint_of", None)
+                if tell is not None:
+                    tell(same_trial=same_trial)
             with patched(torch, "load", partial(torch.load, weights_only=True)):
                 super()._load(load_path)
-        except (RuntimeError, KeyError, ValueError, EOFError, OSError, pickle.UnpicklingError) as e:
+        except (RuntimeError, LookupError, ValueError, EOFError, OSError, pickle.PickleError) as e:
             raise CheckpointError(f"{load_path}: cannot be restored into this trial: {e}") from e
+
+
+def use_safe_controller() -> None:
+    """Let `pytorch.Trainer.fit` of this process run its loop in `SafeController`, from now on.
+
+    A loop that somebody else has put there stays.
+    """
+    if pytorch._PyTorchTrialController is SafeController.__base__:
+        pytorch._PyTorchTrialController = SafeController  # type: ignore[misc]
 
 
 @contextmanager
@@ -92,23 +111,105 @@ def allow_numpy_random_state() -> None:
     add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
 
 
+_MOVED_BY_SCHEDULERS = {
+    *("lr", "initial_lr", "max_lr", "min_lr"),
+    *("betas", "momentum", "base_momentum", "max_momentum"),
+}
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups (rate, decay, betas), as plain numbers."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def settle_groups(
+    checkpoint: dict[str, Any],
+    context: pytorch.PyTorchTrialContext,
+    constructed: list[list[dict[str, Any]]],
+    before: Mapping[str, Any],
+) -> None:
+    """Decide, for every setting of every optimizer, between a checkpoint and this trial.
+
+    What the run itself has moved goes on from the checkpoint: a rate that follows a scheduler of
+    `context.wrap_lr_scheduler`, or that the trial sets by hand. What was constructed with another
+    value than in the saved run is this trial's: somebody has changed its YAML.
+
+    Args:
+        checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
+        context: The trial's context.
+        constructed: `plain_groups` of every optimizer as this trial made it.
+        before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
+            which takes nothing over but what such a scheduler moves.
+    """
+    moved = {id(getattr(w._scheduler, "optimizer", None)) for w in context.lr_schedulers}
+    saved_optimizers = checkpoint.get("optimizers_state_dict", [])
+    for index, (saved, optimizer) in enumerate(
+        zip(saved_optimizers, context.optimizers, strict=False)
+    ):
+        then = _at(before.get("constructed"), index, [])
+        # A rate that followed the applied steps is made anew from their count.
+        scheduled = _at(before.get("scheduled"), index, False)
+        groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+        for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
+            was, now = _at(then, number, {}), constructed[index][number]
+            for key in group.keys() & saved_group.keys() - {"params"}:
+                schedulable = key in _MOVED_BY_SCHEDULERS
+                # With a scheduler of the context its state is the checkpoint's, and so is what it
+                # has moved.
+                moved_there = key == "lr" or key not in was or _plain(saved_group[key]) != was[key]
+                if schedulable and id(optimizer) in moved and moved_there:
+                    continue
+                unchanged = key in was and was[key] == now.get(key)
+                if not unchanged or (schedulable and scheduled):
+                    saved_group[key] = group[key]
+            saved_group.update({key: group[key] for key in group.keys() - saved_group.keys()})
+
+
+def _without_code(state: Any) -> Any:
+    if isinstance(state, (list, tuple)):
+        return type(state)(_without_code(item) for item in state)
+    if isinstance(state, dict):
+        return {key: _without_code(value) for key, value in state.items() if not callable(value)}
+    return state
+
+
+def _at(values: Sequence[Any] | None, index: int, missing: Any) -> Any:
+    return values[index] if values is not None and index < len(values) else missing
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values are allowed")
 
 
-def _refuse_code(path: Path) -> None:
-    """Determined unpickles this file itself; see first that it holds nothing but plain values."""
+def _read_without_code(path: Path) -> dict[str, Any]:
+    """What Determined unpickles itself, afterwards; refused if it is more than plain values."""
     with path.open("rb") as file:
-        _PlainUnpickler(file).load()
+        state: dict[str, Any] = _PlainUnpickler(file).load()
+        return state
 
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
     """Replace an attribute for a while; for the few places where Determined takes no argument."""
-    original = getattr(owner, name)
+    own = vars(owner)
+    was_own, before = name in own, own.get(name)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if was_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

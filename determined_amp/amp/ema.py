@@ -66,19 +66,30 @@ class EMAWeights(pytorch.PyTorchCallback):
         model: The trial's model, as `wrap_model` returned it.
         amp: The trial's mixed precision; counts the applied steps.
         decay: See `AppliedStepEMA`.
+        optimizer: The one that steps the model; by default the first of the trial.
     """
 
-    def __init__(self, model: nn.Module, amp: MixedPrecision, decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        amp: MixedPrecision,
+        decay: float,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         inner = model.module if parallel else model
         assert isinstance(inner, nn.Module)
         self._model = inner
         self._names = [name for name, _ in self._model.named_parameters()]
-        self._average = AppliedStepEMA(self._model.parameters(), amp.applied_steps, decay)
+        self._counts = amp.metrics.first_counts if optimizer is None else amp.steps(optimizer)
+        self._average = AppliedStepEMA(self._model.parameters(), self._counts.applied, decay)
+        self._followed = 0
 
     def step(self) -> None:
-        """Call after `amp.count_step()`. No synchronisation."""
-        self._average.step(self._model.parameters())
+        """Call after `amp.update`; moves if there was a step. No synchronisation."""
+        if self._followed != self._counts.attempted:
+            self._followed = self._counts.attempted
+            self._average.step(self._model.parameters())
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """The model's output, computed with the averaged weights."""
@@ -95,4 +106,5 @@ class EMAWeights(pytorch.PyTorchCallback):
             average.copy_(state_dict[name])
 
     def on_training_start(self) -> None:
+        self._followed = self._counts.attempted
         self._average.take_up()

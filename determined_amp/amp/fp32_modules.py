@@ -60,6 +60,19 @@ def keep_in_float32(model: nn.Module, patterns: Sequence[str], device_type: str)
     return names
 
 
+def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match a module of this model, or are no regular expressions."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for pattern in patterns:
+        try:
+            if any(True for _ in _matching(modules, pattern)):
+                found.append(pattern)
+        except re.error:
+            found.append(pattern)
+    return found
+
+
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules(remove_duplicate=False))
     islands: set[str] = set()

@@ -1,16 +1,16 @@
 """Ends a run that no longer trains, after a checkpoint of its last good state and with the cause.
 
-`GradScaler` skips a step without a word, and goes on for ever. The guard looks at what was read for
-the report anyway, so that it costs no synchronisation of its own, and at the same numbers on every
-rank, so that all of them stop together.
+`GradScaler` skips a step without a word, and would go on forever. The guard looks at what was read
+for the report anyway, so that it costs no synchronisation of its own, and at the same numbers on
+every rank, so that all of them stop together.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import determined as det
 import torch
@@ -18,12 +18,12 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.mixed_precision import MixedPrecision, OnOverflow
-from determined_amp.amp.precision import Precision
-from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import Searcher
+from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.config.amp import OnOverflow
+from determined_amp.config.errors import GuardError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from determined_amp.amp.mixed_precision import MixedPrecision
 
 logger = logging.getLogger(__name__)
 
@@ -34,64 +34,52 @@ _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 # Optimizer steps that max_skip_ratio is judged over, at least.
 MIN_STEPS_TO_JUDGE = 10
 
-
-class GuardError(UserError):
-    """The run no longer trains.
-
-    Args:
-        message: What was seen, why, and what to do.
-        state_is_good: Whether the weights are worth a checkpoint.
-    """
-
-    def __init__(self, message: str, *, state_is_good: bool) -> None:
-        super().__init__(message)
-        self.state_is_good = state_is_good
+# The newest batch, and what trains it again without a step; nothing before the first batch.
+Replay = Callable[[], "tuple[Any, Callable[[], object]] | None"]
 
 
 class Guard(pytorch.PyTorchCallback):
-    """Watches one trial; return it from `build_callbacks`.
+    """Watches all models and optimizers of one trial; `MixedPrecision.callbacks` makes it.
 
     Args:
-        context: The trial's context.
-        amp: The trial's mixed precision; its settings say what is trouble.
-        model: The trial's model, as `wrap_model` returned it.
-        train_batch: The trial's own, to train the newest batch again in search of the cause.
-        searcher: What a failed trial means to the experiment.
+        context: The trial's context; its searcher says what a failed trial means to the experiment.
+        amp: The trial's mixed precision; its settings say what counts as failure.
+        replay: Gives the newest batch, and how to train it again.
     """
 
     def __init__(
-        self,
-        context: pytorch.PyTorchTrialContext,
-        amp: MixedPrecision,
-        model: nn.Module,
-        train_batch: Callable[[Any, int, int], object],
-        searcher: Searcher,
+        self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision, replay: Replay
     ) -> None:
+        searcher = (context._exp_conf or {}).get("searcher") or {}
+        self._method = str(searcher.get("name", "single"))
+        self._metric = str(searcher.get("metric"))
         self._context = context
         self._amp = amp
-        self._model = model
-        self._train_batch = train_batch
-        self._searcher = searcher
-        self._statistics = RunningStatistics(model)
-        self._newest_batch: Any = None
-        self._looked_at = (0, 0)  # applied and skipped steps at the last look at their ratio
-
-    def watch(self, batch: T) -> T:
-        """Keep the newest batch, and hand it on."""
-        self._newest_batch = batch
-        return batch
+        self._replay = replay
+        self._statistics = RunningStatistics(context.models)
+        # Applied and skipped steps of each optimizer at the last look at their ratio.
+        self._looked_at: dict[str, tuple[int, int]] = {}
+        self._said_drift = False
 
     def on_training_start(self) -> None:
         self._statistics.remember()
-        applied = int(self._amp.applied_steps)
-        self._looked_at = (applied, self._amp.attempted_steps - applied)
+        several = len(self._context.optimizers) > 1
+        for index, gradients in enumerate(self._amp.metrics.all()):
+            counts = gradients.counts
+            applied = int(counts.applied)
+            name = f"_{index}" if several else ""
+            self._looked_at[name] = (applied, counts.attempted - applied)
 
-    def on_training_workload_end(
-        self, avg_metrics: dict[str, Any], batch_metrics: dict[str, Any]
-    ) -> None:
+    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         """Called on every rank with the same numbers, right after they were reported."""
+        if not self._amp.watched:
+            return
         self._statistics.repair()
-        for found in self._trouble(avg_metrics):
+        report = self._amp.metrics.latest
+        if report is None:
+            return
+        self._say_drift(avg_metrics)
+        for found in self._failures(report, avg_metrics):
             self._act(f"{found}. {self._cause()}")
             return
 
@@ -100,95 +88,127 @@ class Guard(pytorch.PyTorchCallback):
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         """Called before the metrics are reported: one that is not finite never reaches a search."""
-        name = self._searcher.metric
-        value = metrics.get(name)
-        if value is None or math.isfinite(value):
+        value = metrics.get(self._metric)
+        if not self._amp.watched or not _is_not_finite(value):
             return
-        found = f"{name} is {value}"
-        if self._searcher.name in _STOPPED_BY_NAN:
+        found = f"{self._metric} is {value}"
+        if self._method in _STOPPED_BY_NAN:
             raise det.InvalidHP(found)
         self._act(f"{found}. {self._cause()}")
 
     def _cause(self) -> str:
         """Train the newest batch of every rank again, and say what the first of them found."""
-        cause = None
-        if self._newest_batch is not None:
-            with self._amp.without_steps():
-                cause = find_cause(
-                    self._model,
-                    self._newest_batch,
-                    lambda: self._train_batch(self._newest_batch, 0, 0),
-                )
+        replay, cause = self._replay(), None
+        try:
+            if replay is not None:
+                optimizers = self._context.optimizers
+                cause = find_cause(self._context.models, *replay, optimizers=optimizers)
+        except Exception as error:  # other ranks wait for this one, and the failure must be said
+            cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
         causes = self._context.distributed.allgather(cause)
-        return next((f"Cause: {cause}" for cause in causes if cause), "The newest batch is finite")
+        return next(
+            (f"Cause: {cause}" for cause in causes if cause), "The newest batch alone is finite"
+        )
 
     def _act(self, message: str) -> None:
         if self._amp.settings.on_overflow is OnOverflow.WARN:
             logger.warning("%s", message)
-        elif self._searcher.name != "single":
+            return
+        if self._method != "single":
+            logger.error("%s", message)  # InvalidHP ends the trial without a word
             raise det.InvalidHP(message)
-        else:
-            raise GuardError(message, state_is_good=self._scales_the_loss())
+        raise GuardError(message, state_is_good=self._amp.settings.scales_the_loss)
 
-    def _trouble(self, metrics: dict[str, Any]) -> Iterator[str]:
+    def _failures(self, report: Report, metrics: dict[str, Any]) -> Iterator[str]:
         """What is wrong with a report, worst first."""
         settings = self._amp.settings
-        skips = int(metrics["consecutive_skips"])
-        if not self._scales_the_loss():
-            if not math.isfinite(metrics["loss"]):
-                yield f"the training loss is {metrics['loss']} in {settings.precision.value}"
+        if not settings.scales_the_loss:
+            loss = metrics.get("loss") if report.loss is None else report.loss
+            if _is_not_finite(loss):
+                yield f"the training loss is {loss} in {settings.precision.value}"
+            elif loss is None and not self._weights_are_finite():
+                yield f"a parameter is not finite in {settings.precision.value}"
             return
-        if skips and metrics["loss_scale_log2"] <= math.log2(settings.min_scale):
+        for step in report.steps:
+            whose = f"optimizer {step.name[1:]}: " if step.name else ""
+            for failure in self._failures_of(step, report.scale_of_newest_step):
+                yield whose + failure
+
+    def _weights_are_finite(self) -> bool:
+        """Of a trial that reports no loss; synchronises."""
+        models = self._context.models
+        parameters = [p for m in models for p in m.parameters() if p.is_floating_point()]
+        return all(bool(torch.isfinite(p.detach().sum())) for p in parameters)
+
+    def _failures_of(self, step: StepReport, used_scale: float) -> Iterator[str]:
+        settings = self._amp.settings
+        skips = step.consecutive_skips
+        if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
         if skips > settings.max_consecutive_skips:
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
             )
-        skip_ratio = self._skip_ratio(metrics)
+        skip_ratio = self._skip_ratio(step)
         if skip_ratio > settings.max_skip_ratio:
             yield (
                 f"{skip_ratio:.0%} of the optimizer steps since the last look were skipped, "
                 f"more than max_skip_ratio {settings.max_skip_ratio:.0%}"
             )
 
-    def _skip_ratio(self, metrics: dict[str, Any]) -> float:
-        """Over whole reports, as many as it takes to see ten steps: one skip of one is no trend.
+    def _skip_ratio(self, step: StepReport) -> float:
+        """Judged over whole reports, until there are ten steps: one skipped step is not a trend.
 
-        Nor are those at the start, where the scale finds its level: k bits too high are k skips,
-        and then none.
+        Skips at the start do not count either: there the scale finds its level, and k bits too
+        high are k skips.
         """
-        counts = (metrics["applied_steps"], metrics["skipped_steps"])
-        applied, skipped = (now - then for now, then in zip(counts, self._looked_at, strict=True))
+        before = self._looked_at.get(step.name, (0, 0))
+        applied, skipped = step.applied - before[0], step.skipped - before[1]
         if applied + skipped < MIN_STEPS_TO_JUDGE:
             return 0.0
-        found_its_level = self._looked_at[0] == 0 and metrics["consecutive_skips"] == 0
-        self._looked_at = counts
-        if found_its_level:
-            return 0.0
-        return float(skipped / (applied + skipped))
+        found_its_level = before[0] == 0 and step.consecutive_skips == 0
+        self._looked_at[step.name] = (step.applied, step.skipped)
+        return 0.0 if found_its_level else skipped / (applied + skipped)
 
-    def _scales_the_loss(self) -> bool:
-        return self._amp.settings.precision is Precision.AMP_FP16
+    def _say_drift(self, metrics: dict[str, Any]) -> None:
+        drift = max((v for k, v in metrics.items() if k.startswith("lr_drift_steps")), default=0)
+        if drift and not self._said_drift:
+            self._said_drift = True
+            logger.warning(
+                "a scheduler of context.wrap_lr_scheduler moved on %d skipped steps, which left "
+                "the weights alone; amp.wrap_lr_scheduler moves it on applied steps only",
+                drift,
+            )
+
+
+def _is_not_finite(value: Any) -> bool:
+    try:
+        return value is not None and not math.isfinite(value)
+    except TypeError:  # not a number
+        return False
 
 
 class RunningStatistics:
-    """The floating buffers of a model, such as those of BatchNorm, kept finite.
+    """The running statistics of a trial's normalisation layers, kept finite.
 
-    A forward that overflows writes infinity into running statistics although the step is skipped,
-    and validation computes NaN from then on. A poisoned buffer goes back to what it was at the last
-    report.
+    A forward that overflows writes infinity into them although the step is skipped, and validation
+    computes NaN from then on. Poisoned ones go back to what they were at the last report. Buffers
+    of other modules are left alone: a mask may be -inf.
 
     Args:
-        model: Whose buffers.
+        models: Whose buffers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        modules = (module for model in models for module in model.modules())
+        norms = (m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase))
+        buffers = (buffer for norm in norms for buffer in norm.buffers())
+        self._buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
         self._good: list[torch.Tensor] = []
 
     def remember(self) -> None:
-        """Take the buffers as they are for good."""
+        """Remember the buffers as they are now."""
         self._good = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()

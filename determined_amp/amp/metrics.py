@@ -2,7 +2,8 @@
 
 Determined averages the dict that `train_batch` returns, but copies every tensor in it to the host
 on every batch. A `MetricReducer` is asked once per report instead. Everything here is a sum with a
-count, so that a partial last batch or uneven ranks do not bias a mean.
+count, so that a partial last batch or uneven ranks do not bias a mean. What was not measured is not
+reported.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from determined import pytorch
 
-from determined_amp.amp.diagnosis import FLOAT16_MAX
-from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.scaler import StepCounts
+
+# The largest finite float16.
+FLOAT16_MAX = 65504.0
 
 # The first batches of a process allocate memory and let cuDNN time its algorithms.
 WARMUP_BATCHES = 10
@@ -26,163 +30,314 @@ WARMUP_BATCHES = 10
 HEADROOM_PERIOD = 10
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """The steps of one optimizer at a report; the same on every slot.
+
+    Args:
+        name: What its metrics end in: empty where there is one optimizer, else `_0`, `_1`, ...
+        applied: Steps applied since the start of the trial.
+        skipped: Steps skipped since then.
+        consecutive_skips: Steps skipped since the last applied one.
+        new_applied: Steps applied since the last report.
+        new_attempted: Steps applied or skipped since then.
+    """
+
+    name: str
+    applied: int
+    skipped: int
+    consecutive_skips: int
+    new_applied: int
+    new_attempted: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the guard judges; the same on every slot.
+
+    Args:
+        loss: Mean over samples of the losses given to `update`; None without any.
+        scale_of_newest_step: The loss scale that it was made with; 1 without a scaler.
+        steps: Of every optimizer.
+    """
+
+    loss: float | None
+    scale_of_newest_step: float
+    steps: tuple[StepReport, ...]
+
+
+class Gradients:
+    """The gradients of one optimizer since the last report.
+
+    Args:
+        counts: The optimizer's steps.
+        device: Where its parameters are.
+        scaled: Whether a loss scale has multiplied them.
+    """
+
+    def __init__(self, counts: StepCounts, device: torch.device, *, scaled: bool) -> None:
+        self.counts = counts
+        self.norm_sum = DeviceSum(device, finite_only=True)
+        self.largest = torch.zeros((), device=device)
+        self.has_norm = False
+        self.has_headroom = False
+        self.applied_before = counts.applied.clone()
+        self.attempted_before = counts.attempted
+        self._scaled = scaled
+
+    def look(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Look at the gradients of one step before they are unscaled, on every tenth step.
+
+        No synchronisation. Gradients that are not finite are left out: their step is skipped.
+        """
+        if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
+            return
+        gradients = gradients_of(parameters)
+        if not gradients:
+            return
+        norms = torch.stack(torch._foreach_norm(gradients, math.inf))
+        largest = torch.nan_to_num(norms.max(), nan=0.0, posinf=0.0)
+        torch.maximum(self.largest, largest, out=self.largest)
+        self.has_headroom = True
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """Count the norm of one step, (), on the device; ignored if not finite."""
+        self.has_norm = True
+        self.norm_sum.add(norm)
+
+    def reset(self) -> None:
+        self.norm_sum.reset()
+        self.largest.zero_()
+        self.has_headroom = False
+        self.applied_before.copy_(self.counts.applied)
+        self.attempted_before = self.counts.attempted
+
+    def on_device(self) -> tuple[torch.Tensor, ...]:
+        """Five numbers, (), that a report reads."""
+        counts = self.counts
+        return (
+            self.norm_sum.total(),
+            self.largest,
+            counts.applied,
+            self.applied_before,
+            counts.consecutive_skips(),
+        )
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of those that got a dense one."""
+    found = (parameter.grad for parameter in parameters)
+    return [gradient for gradient in found if gradient is not None and not gradient.is_sparse]
+
+
 class TrainingMetrics(pytorch.MetricReducer):
     """Loss, scale, steps, speed and memory of the batches since the last report.
 
-    Reported names:
-        loss: Mean over samples of the training loss.
-        grad_norm: Mean over applied steps of the unscaled gradient norm, before clipping; if the
-            trial clips.
+    Reported names; where there are several optimizers, those marked with * have one for each, which
+    ends in `_0`, `_1` and so on, in the order of `wrap_optimizer`:
+        loss: Mean over samples of the training loss, if `update` is given one.
+        grad_norm*: Mean over applied steps of the unscaled gradient norm, before clipping; with
+            `amp.clip` only.
         loss_scale_log2: log2 of the loss scale at the report; 0 without a scaler.
-        applied_steps, skipped_steps: Optimizer steps since the start of the trial.
-        consecutive_skips: Optimizer steps skipped since the last applied one.
-        skip_ratio: Skipped share of this report's optimizer steps.
-        headroom_bits: log2 of 65504 over the largest scaled gradient of a parameter; the smallest
-            of the report, looked at on every tenth step. `amp_fp16` only.
+        applied_steps*, skipped_steps*: Optimizer steps since the start of the trial.
+        consecutive_skips*: Optimizer steps skipped since the last applied one.
+        skip_ratio*: Skipped share of this report's optimizer steps.
+        lr_drift_steps*: Optimizer steps that a scheduler of `context.wrap_lr_scheduler` is ahead of
+            the applied ones; if there is one that moves by batches or steps, and a scaler.
+        headroom_bits*: log2 of 65504 over the largest scaled gradient of a parameter; the smallest
+            of the report, looked at on every tenth step. `amp_fp16` with `amp.clip` only.
         samples_per_second: Over all slots, first batches of the process excluded.
         data_wait_share: Share of that time that the loop waited for data; the largest over slots.
+            Of a `determined.pytorch.DataLoader` only.
         peak_memory_mib: Largest over slots; allocated by torch on a GPU, where the first batches
             of the process are forgotten after them; resident on a CPU.
         peak_reserved_memory_mib: The same for what torch holds of a GPU.
 
     Args:
         context: The trial's context; registers itself there.
-        amp: The trial's mixed precision.
+        scales: Give the current scale, and that of the newest step, (), on the device.
+        scaled: Whether a loss scale multiplies the gradients.
+
+    Attributes:
+        latest: The newest report; None before the first.
+        trial_reports_loss: Set it where the trial itself returns a metric `loss`, which then stays.
+        drifting: The optimizers with a scheduler that moves on skipped steps, too.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision) -> None:
-        self._amp = amp
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        scaled: bool,
+    ) -> None:
+        self._device = context.device
+        self._optimizers = context.optimizers
         self._slots: int = context.distributed.size
-        self._loss_sum = DeviceSum(amp.device)
-        self._norm_sum = DeviceSum(amp.device, finite_only=True)
-        self._largest_gradient = torch.zeros((), device=amp.device)
-        self._has_norm = False
-        self._has_headroom = False
-        self._waited = 0.0
-        self._stopwatch = Stopwatch(amp.device)
+        self._scales = scales
+        self._scaled = scaled
+        self._loss_sum = DeviceSum(context.device)
+        self._of: dict[torch.optim.Optimizer, Gradients] = {}
+        self._first_counts = StepCounts(context.device, can_skip=scaled)
+        self._losses = 0
+        self._samples = 0
+        self._timed_samples = 0
+        self._waited: float | None = None
+        self._stopwatch = Stopwatch(context.device)
         self._batches_of_process = 0
-        self._applied_before = amp.applied_steps.clone()
-        self._attempted_before = amp.attempted_steps
-        self.reset()
+        self.latest: Report | None = None
+        self.trial_reports_loss = False
+        self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
         context.wrap_reducer(self, for_validation=False)
 
-    def add(self, loss: torch.Tensor, samples: int) -> dict[str, float]:
+    @property
+    def first_counts(self) -> StepCounts:
+        """The steps of the optimizer that is wrapped first, before it is there."""
+        return self._first_counts
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Gradients:
+        """What is counted of an optimizer."""
+        found = self._of.get(optimizer)
+        if found is None:
+            is_first = optimizer is next(iter(self._optimizers), optimizer)
+            scaled = self._scaled
+            new = StepCounts(self._device, can_skip=scaled)
+            counts = self._first_counts if is_first else new
+            found = self._of[optimizer] = Gradients(counts, self._device, scaled=scaled)
+        return found
+
+    def all(self) -> list[Gradients]:
+        """Of every optimizer of the context, in its order."""
+        return [self.of(optimizer) for optimizer in self._optimizers]
+
+    def add(self, loss: torch.Tensor | None, samples: int | None) -> dict[str, float]:
         """Count one batch. No synchronisation.
 
         Args:
             loss: Mean loss of the batch, (), on the device.
-            samples: Samples in the batch.
+            samples: Samples in the batch; None counts it as one and measures no speed.
 
         Returns:
             What `train_batch` must return. Determined 0.38.1 wants a metric from every rank if
             there are several (an empty dict is an IndexError on the chief), and costs time for
             each; so it gets one plain number then, and none otherwise.
         """
-        self._loss_sum.add(loss.detach(), samples)
-        self._samples += samples
+        weight = 1 if samples is None else samples
+        if loss is not None:
+            self._loss_sum.add(loss.detach(), weight)
+            self._losses += weight
+        self._samples += weight
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
-            forget_peak_memory(self._amp.device)
+            forget_peak_memory(self._device)
         if self._stopwatch.running:
-            self._timed_samples += samples
+            self._timed_samples += samples or 0
         elif self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
-        return {"batch_samples": float(samples)} if self._slots > 1 else {}
-
-    def add_grad_norm(self, norm: torch.Tensor) -> None:
-        """Count the gradient norm of one step, (), on the device; ignored if not finite."""
-        self._has_norm = True
-        self._norm_sum.add(norm)
-
-    def add_scaled_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look at the gradients of one step before they are unscaled, on every tenth step.
-
-        No synchronisation. Gradients that are not finite are left out: their step is skipped.
-        """
-        if not self._amp.scaler.is_enabled() or self._amp.attempted_steps % HEADROOM_PERIOD:
-            return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients, math.inf))
-        largest = torch.nan_to_num(norms.max(), nan=0.0, posinf=0.0)
-        torch.maximum(self._largest_gradient, largest, out=self._largest_gradient)
-        self._has_headroom = True
+        return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def waited(self, seconds: float) -> None:
         """Count the time that the loop waited for one batch."""
         if self._stopwatch.running:
-            self._waited += seconds
+            self._waited = (self._waited or 0.0) + seconds
 
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
         self._loss_sum.reset()
-        self._norm_sum.reset()
-        self._largest_gradient.zero_()
-        self._has_headroom = False
-        self._waited = 0.0
+        for gradients in self.all():
+            gradients.reset()
+        self._losses = 0
+        self._waited = None
         self._samples = 0
         self._timed_samples = 0
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
-        self._applied_before.copy_(self._amp.applied_steps)
-        self._attempted_before = self._amp.attempted_steps
 
-    def per_slot_reduce(self) -> dict[str, float]:
+    def per_slot_reduce(self) -> dict[str, Any]:
         """Read the sums: the one synchronisation of a report."""
-        amp = self._amp
         seconds = self._stopwatch.seconds()
-        on_device = (
-            self._loss_sum.total(),
-            self._norm_sum.total(),
-            amp.loss_scale(),
-            amp.applied_steps,
-            self._applied_before,
-            amp.consecutive_skips(),
-            self._largest_gradient,
-        )
-        loss, norm, scale, applied, applied_before, consecutive, largest = torch.stack(
-            [value.double() for value in on_device]
-        ).tolist()
+        everything = self.all()
+        on_device = [self._loss_sum.total(), *self._scales()]
+        for gradients in everything:
+            on_device.extend(gradients.on_device())
+        loss, scale, used, *numbers = torch.stack([value.double() for value in on_device]).tolist()
         return {
             "loss_sum": loss,
-            "samples": self._samples,
-            "norm_sum": norm,
+            "losses": self._losses,
             "loss_scale": scale,
-            "applied_steps": applied,
-            "attempted_steps": amp.attempted_steps,
-            "new_applied": applied - applied_before,
-            "new_attempted": amp.attempted_steps - self._attempted_before,
-            "consecutive_skips": consecutive,
-            "largest_gradient": largest,
+            "scale_of_newest_step": used,
+            "optimizers": [numbers[i : i + 5] for i in range(0, len(numbers), 5)],
             "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
-            "data_wait_share": self._waited / seconds if seconds else 0.0,
-            **peak_memory_mib(amp.device),
+            "data_wait_share": self._wait_share(seconds),
+            **peak_memory_mib(self._device),
         }
 
-    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, float]]) -> dict[str, Any]:
+    def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """Join the slots. Scale and steps are the same on all of them."""
         slots, first = per_slot_metrics, per_slot_metrics[0]
-        steps = first["new_attempted"]
-        metrics: dict[str, Any] = {
-            "loss": _ratio(sum(s["loss_sum"] for s in slots), sum(s["samples"] for s in slots)),
-            "loss_scale_log2": math.log2(first["loss_scale"]) if first["loss_scale"] else -math.inf,
-            "applied_steps": int(first["applied_steps"]),
-            "skipped_steps": int(first["attempted_steps"] - first["applied_steps"]),
-            "consecutive_skips": int(first["consecutive_skips"]),
-            "skip_ratio": 1.0 - first["new_applied"] / steps if steps else 0.0,
-        }
+        losses = sum(s["losses"] for s in slots)
+        loss = sum(s["loss_sum"] for s in slots) / losses if losses else None
+        scale = first["loss_scale"]
+        metrics: dict[str, Any] = {}
+        if loss is not None and not self.trial_reports_loss:
+            metrics["loss"] = loss
+        metrics["loss_scale_log2"] = math.log2(scale) if scale else -math.inf
+        steps = []
+        for optimizer, numbers in zip(self._optimizers, first["optimizers"], strict=True):
+            step = self._step_report(optimizer, numbers)
+            metrics.update(self._metrics_of(optimizer, step, numbers))
+            steps.append(step)
         for name in ("peak_memory_mib", "peak_reserved_memory_mib"):
             if name in first:
                 metrics[name] = max(s[name] for s in slots)
-        if self._has_headroom and first["largest_gradient"]:
-            metrics["headroom_bits"] = math.log2(FLOAT16_MAX / first["largest_gradient"])
-        if self._has_norm and first["new_applied"]:
-            metrics["grad_norm"] = first["norm_sum"] / first["new_applied"]
         speed = sum(s["samples_per_second"] for s in slots)
         if speed:
             metrics["samples_per_second"] = speed
-            metrics["data_wait_share"] = min(1.0, max(s["data_wait_share"] for s in slots))
+            waits = [s["data_wait_share"] for s in slots if s["data_wait_share"] is not None]
+            if waits:
+                metrics["data_wait_share"] = min(1.0, max(waits))
+        self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps))
         return metrics
+
+    def _wait_share(self, seconds: float) -> float | None:
+        return None if self._waited is None or not seconds else self._waited / seconds
+
+    def _step_report(
+        self, optimizer: torch.optim.Optimizer, numbers: Sequence[float]
+    ) -> StepReport:
+        gradients = self.of(optimizer)
+        _, _, applied, applied_before, consecutive = numbers
+        several = len(self._optimizers) > 1
+        return StepReport(
+            name=f"_{self._optimizers.index(optimizer)}" if several else "",
+            applied=int(applied),
+            skipped=int(gradients.counts.attempted - applied),
+            consecutive_skips=int(consecutive),
+            new_applied=int(applied - applied_before),
+            new_attempted=gradients.counts.attempted - gradients.attempted_before,
+        )
+
+    def _metrics_of(
+        self, optimizer: torch.optim.Optimizer, step: StepReport, numbers: Sequence[float]
+    ) -> dict[str, Any]:
+        gradients = self.of(optimizer)
+        norm, largest = numbers[:2]
+        new = step.new_attempted
+        metrics: dict[str, Any] = {
+            "applied_steps": step.applied,
+            "skipped_steps": step.skipped,
+            "consecutive_skips": step.consecutive_skips,
+        }
+        if new:
+            metrics["skip_ratio"] = 1.0 - step.new_applied / new
+        if optimizer in self.drifting:
+            metrics["lr_drift_steps"] = step.skipped
+        if gradients.has_headroom and largest:
+            metrics["headroom_bits"] = math.log2(FLOAT16_MAX / largest)
+        if gradients.has_norm and step.new_applied:
+            metrics["grad_norm"] = norm / step.new_applied
+        return {name + step.name: value for name, value in metrics.items()}
 
 
 class DeviceSum:
@@ -225,50 +380,6 @@ class DeviceSum:
         self._sum.zero_()
 
 
-class ClassificationMetrics(pytorch.MetricReducer):
-    """`validation_loss` (nats) and `validation_accuracy` in [0, 1], exact means over samples.
-
-    Args:
-        context: The trial's context; registers itself there.
-    """
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=context.device)
-        self._samples = 0
-        context.wrap_reducer(self, for_training=False)
-
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-        """Count one batch; the cross-entropy is computed in float32. No synchronisation.
-
-        Args:
-            logits: (B, C), any floating dtype.
-            labels: (B,), int64.
-
-        Returns:
-            What `evaluate_batch` must return: nothing, the reducer reports.
-        """
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        correct = (logits.argmax(dim=1) == labels).sum()
-        self._sums.add_(torch.stack([loss, correct]))
-        self._samples += len(labels)
-        return {}
-
-    def reset(self) -> None:
-        self._sums.zero_()
-        self._samples = 0
-
-    def per_slot_reduce(self) -> tuple[float, float, int]:
-        loss, correct = self._sums.tolist()
-        return loss, correct, self._samples
-
-    def cross_slot_reduce(self, per_slot_metrics: list[tuple[float, float, int]]) -> dict[str, Any]:
-        losses, corrects, samples = (sum(column) for column in zip(*per_slot_metrics, strict=True))
-        return {
-            "validation_loss": _ratio(losses, samples),
-            "validation_accuracy": _ratio(corrects, samples),
-        }
-
-
 class Stopwatch:
     """Seconds the device spent, without waiting for it to start: CUDA events, or the clock.
 
@@ -308,6 +419,52 @@ class Stopwatch:
         return event
 
 
+def timed(loader: Any, waited: Callable[[float], None]) -> Any:
+    """Have `waited` told the seconds that the loop waits for each batch of `loader`.
+
+    A loader that is not Determined's own is handed on as it is, and not timed.
+    """
+    make = getattr(loader, "get_data_loader", None)
+    if make is None:
+        return loader
+
+    def get_data_loader(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        # A trial may use one loader for its validation, too, whose type Determined checks.
+        return _Timed(made, waited) if options.get("repeat") else made
+
+    loader.get_data_loader = get_data_loader
+    return loader
+
+
+class _Timed:
+    """The batches of a loader, each with the time it took to come."""
+
+    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
+        self._loader = loader
+        self._waited = waited
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Now, not with the first batch: Determined starts the workers before it restores a state.
+        return self._time(iter(self._loader))
+
+    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited(time.perf_counter() - start)
+            yield batch
+
+
 def peak_memory_mib(device: torch.device) -> dict[str, float]:
     """The largest memory use so far in MiB: of torch on a GPU, of the process on a CPU."""
     if device.type == "cuda":
@@ -319,14 +476,10 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Have the peak of a GPU start anew; that of a process cannot. No synchronisation.
+    """Reset the peak of a GPU; that of a process cannot be. No synchronisation.
 
     What cuDNN tries out on the first batch allocates work space, some of it far larger than what
     it then uses, and the audit keeps its books.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan

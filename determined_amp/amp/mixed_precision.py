@@ -1,190 +1,180 @@
-"""Native mixed precision for one `PyTorchTrialContext`: what a trial's `train_batch` needs.
+"""Native mixed precision for one `PyTorchTrial`: what its constructor and `train_batch` need.
 
-The recipe itself (autocast, scale, backward, unscale, clip, step, update) stays visible in every
-trial. This module builds its parts so that they are right, and remembers them in checkpoints:
-
-* The scaler of `fp32`, `tf32` and `amp_bf16` is disabled: every call passes through, so that a
-  trial needs no `if`. A disabled scaler is not handed to `wrap_scaler`: it would be saved as `{}`
-  and a later resume in `amp_fp16` would crash on it.
-* Whether a step was skipped is read from the scale on the device: `update` lowers the scale if and
-  only if the step was skipped. Nothing waits for the device.
-* The scale has a floor. Without one some 150 skips in a row take it to exactly 0, and the next good
-  step divides by it and writes NaN into the weights.
+The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with the scaler,
+`update`. This class builds its parts so that they are right, counts and reports what they do, and
+keeps them in checkpoints. Nothing in a training step waits for the device.
 """
 
 from __future__ import annotations
 
-import enum
+import copy
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import determined as det
 import torch
 from determined import pytorch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.accumulation import share_gradients_once
-from determined_amp.amp.fp32_modules import keep_in_float32
-from determined_amp.amp.precision import Precision, prepare_backend
-from determined_amp.amp.schedules import AppliedStepSchedule
-from determined_amp.config.settings import setting
+from determined_amp.amp.accumulation import average_at_once, share_gradients_once
+from determined_amp.amp.checkpoint import (
+    PortableCheckpoint,
+    patched,
+    plain_groups,
+    settle_groups,
+    use_safe_controller,
+)
+from determined_amp.amp.diagnosis import without_steps
+from determined_amp.amp.fp32_modules import keep_in_float32, matching
+from determined_amp.amp.guard import Guard
+from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
+from determined_amp.amp.precision import DeviceSupport, prepare_backend
+from determined_amp.amp.scaler import ObservedScaler, StepCounts
+from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
+from determined_amp.audit import AuditMetrics, audited
+from determined_amp.config.amp import AmpSettings, EvalPrecision
+from determined_amp.config.errors import say_uncaught_ones
+from determined_amp.config.settings import ConfigError, read_section
 
 logger = logging.getLogger(__name__)
 
-# Settings that mean something only where the loss is scaled.
-SCALER_KEYS = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_consecutive_skips",
-    "max_skip_ratio",
-)
-
-
-class OnOverflow(enum.Enum):
-    """What to do with a run that no longer trains: end it with a diagnosis, or only say so."""
-
-    ABORT = "abort"
-    WARN = "warn"
-
-
-class EvalPrecision(enum.Enum):
-    """What validation computes in: float32, or what training computes in."""
-
-    FP32 = "fp32"
-    SAME = "same"
-
-
-@dataclass(frozen=True)
-class AmpSettings:
-    """The `amp` section of the hyperparameters; the scaler's names and defaults are torch's own.
-
-    Args:
-        precision: What training computes in.
-        init_scale: Loss scale of the first step.
-        growth_factor: The scale is multiplied by it after `growth_interval` applied steps in a row.
-        backoff_factor: The scale is multiplied by it after a skipped step.
-        growth_interval: Optimizer steps.
-        min_scale: The scale falls no further; a step skipped at it is trouble.
-        max_consecutive_skips: More optimizer steps skipped in a row are trouble.
-        max_skip_ratio: A larger share of skipped steps, over ten or more, is trouble, but for the
-            first ones, where the scale finds its level.
-        on_overflow: What to do about trouble, a loss that is not finite included.
-        eval_precision: What validation computes in.
-        fp32_modules: Regular expressions; modules whose names they match compute in float32.
-        audit: Stop if the first batch is not computed in `precision`; see `determined_amp.audit`.
-    """
-
-    precision: Precision = setting()
-    init_scale: float = setting(65536.0, above=0)
-    growth_factor: float = setting(2.0, above=1)
-    backoff_factor: float = setting(0.5, above=0, below=1)
-    growth_interval: int = setting(2000, at_least=1)
-    min_scale: float = setting(1.0, above=0)
-    max_consecutive_skips: int = setting(50, at_least=1)
-    max_skip_ratio: float = setting(0.5, above=0, at_most=1)
-    on_overflow: OnOverflow = setting(OnOverflow.ABORT)
-    eval_precision: EvalPrecision = setting(EvalPrecision.FP32)
-    fp32_modules: tuple[str, ...] = setting(())
-    audit: bool = setting(True)
-
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if self.init_scale < self.min_scale:
-            yield (
-                "init_scale",
-                f"got {self.init_scale:g}, which is below min_scale {self.min_scale:g}; "
-                "allowed: min_scale or more",
-            )
-        if self.precision is not Precision.AMP_FP16:
-            for key in SCALER_KEYS:
-                if key in given:
-                    yield (
-                        key,
-                        f"given, but precision {self.precision.value} does not scale the loss; "
-                        "allowed: precision amp_fp16, or the key left out",
-                    )
-
-
-def make_scaler(settings: AmpSettings, device_type: str) -> torch.amp.GradScaler:
-    """PyTorch's own `GradScaler`, disabled unless the precision is `amp_fp16`."""
-    return torch.amp.GradScaler(
-        device_type,
-        init_scale=settings.init_scale,
-        growth_factor=settings.growth_factor,
-        backoff_factor=settings.backoff_factor,
-        growth_interval=settings.growth_interval,
-        enabled=settings.precision is Precision.AMP_FP16,
-    )
+# Of a context: the `MixedPrecision` of its trial. An attribute, so that both go together.
+_ATTRIBUTE = "_determined_amp"
 
 
 class MixedPrecision(pytorch.PyTorchCallback):
-    """Autocast, scaler and step counts of one trial, and their place in its checkpoints.
+    """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
-    Make it before `context.wrap_model` (Determined refuses a scaler after a model) and return it
-    from `build_callbacks`.
+    Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
+    `build_callbacks`.
+
+    It changes this process: torch's switches for TF32 (unless `set_backends` is false), the class
+    of Determined's training loop (checkpoints are loaded without running code, and a run that the
+    guard ends leaves one), and `sys.excepthook` (a `UserError` ends a program with one line).
 
     Args:
         context: The trial's context.
-        settings: The `amp` section.
-        aggregation_frequency: Batches per optimizer step.
-        cudnn_benchmark: Let cuDNN time its algorithms; for inputs of fixed shape.
+        settings: By default the `amp` section of the context's hyperparameters.
 
     Attributes:
-        scaler: Enabled for `amp_fp16` alone; otherwise every call on it passes through.
-        applied_steps: Optimizer steps applied so far, (), int64, on the device.
-        attempted_steps: Optimizer steps applied or skipped so far.
-        last_step_applied: Whether the newest step was applied, (), bool, on the device; written by
-            `count_step`. What must stand still on a skipped step, such as an average of the
-            weights, can be gated by it without a synchronisation.
+        device: Where the trial computes.
+        settings: The `amp` section.
+        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
+            passes through.
         fused: Give this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
+        metrics: What is reported.
+        watched: Set it to False before the training to have neither audit nor guard.
 
     Raises:
+        ConfigError: if the settings are wrong, or the context already has what must come later.
         PrecisionError: if the device only emulates the precision.
     """
 
     def __init__(
-        self,
-        context: pytorch.PyTorchTrialContext,
-        settings: AmpSettings,
-        aggregation_frequency: int = 1,
-        cudnn_benchmark: bool = False,
+        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
     ) -> None:
-        self._context = context
+        say_uncaught_ones()
+        _check_order(context)
+        self.settings = settings or _settings_of(context)
         self.device: torch.device = context.device
-        self.settings = settings
-        self.aggregation_frequency = aggregation_frequency
         self.fused = self.device.type == "cuda"
-        prepare_backend(settings.precision, self.device, cudnn_benchmark)
-        self.scaler = make_scaler(settings, self.device.type)
+        self.watched = True
+        self._context = context
+        self._aggregation_frequency = int(context._aggregation_frequency)
+        prepare_backend(
+            self.settings.precision, self.device, set_switches=self.settings.set_backends
+        )
+        self.scaler = ObservedScaler(self.settings, self.device.type)
+        # A disabled one would be saved as {}, and a later resume in amp_fp16 would crash on it.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         # One object for all batches: to make one costs as much as to enter it, with torch 2.3 on a
         # machine without CUDA twenty times as much.
-        self._training_autocast = self._autocast(settings.precision.autocast_dtype)
-        self.attempted_steps = 0
-        # Without a scaler nothing is ever skipped, and nobody writes to it again.
-        self.last_step_applied = torch.tensor(not self.scaler.is_enabled(), device=self.device)
-        self.applied_steps = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._last_applied = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._training_autocast = self._autocast(self.settings.precision.autocast_dtype)
         self._one = torch.ones((), device=self.device)
-        self._scale_before = self.loss_scale().clone()
-        self._schedule: AppliedStepSchedule | None = None
+        self.metrics = TrainingMetrics(context, self._scales, scaled=self.settings.scales_the_loss)
+        self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
+        self._schedules: dict[torch.optim.Optimizer, AppliedStepSchedule] = {}
+        self._plateaus: list[PlateauSchedule] = []
+        self._unmatched = list(self.settings.fp32_modules)
+        self._prepared: nn.Module | None = None
+        self._constructed: list[list[dict[str, Any]]] | None = None
+        self._trial: pytorch.PyTorchTrial | None = None
+        self._guard: Guard | None = None
+        self._train_batch: Callable[..., Any] | None = None
+        self._newest_batch: Any = None
+        self._newest_indices = {"epoch_idx": 0, "batch_idx": 0}
+        self._hooks: list[RemovableHandle] = []
+        self._patches = ExitStack()
         self._warm_start = False
+        self._started = False
         self._steps = True
+        setattr(context, _ATTRIBUTE, self)
+        use_safe_controller()
 
-    def with_islands(self, model: nn.Module) -> nn.Module:
+    @staticmethod
+    def of(context: pytorch.PyTorchTrialContext) -> MixedPrecision | None:
+        """The mixed precision of a context, if its trial has one."""
+        found: MixedPrecision | None = getattr(context, _ATTRIBUTE, None)
+        return found
+
+    # What a trial's constructor calls.
+
+    def prepare(self, model: nn.Module) -> nn.Module:
         """The model, with the modules of `fp32_modules` kept in float32; before `wrap_model`.
 
+        A pattern that matches in none of the trial's models is refused when the training starts.
+
         Raises:
-            IslandError: if a pattern matches no module, or all of them.
+            IslandError: if a pattern is no regular expression, or the patterns match all of it.
         """
-        keep_in_float32(model, self.settings.fp32_modules, self.device.type)
+        here = matching(model, self.settings.fp32_modules)
+        keep_in_float32(model, here, self.device.type)
+        self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
+        self._prepared = self._prepared or model
         return model
+
+    def wrap_lr_scheduler(self, scheduler: Any) -> Any:
+        """Have a torch scheduler move with the applied steps of its optimizer, and resume exactly.
+
+        A step that is skipped leaves the weights alone, so the schedule stands still, too. Nothing
+        waits for the device. Leave `scheduler.step()` to this; a `ReduceLROnPlateau` is stepped
+        after each validation, with the searcher's metric.
+
+        Args:
+            scheduler: Any of `torch.optim.lr_scheduler`, of an optimizer that `wrap_optimizer` has
+                wrapped. Not one that should move by epochs: that is `context.wrap_lr_scheduler`.
+
+        Returns:
+            The scheduler.
+
+        Raises:
+            ConfigError: if its optimizer is not wrapped, or has a schedule already.
+        """
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer not in self._context.optimizers:
+            raise _wrong(
+                "wrap_lr_scheduler", "its optimizer is not one that context.wrap_optimizer returned"
+            )
+        if optimizer in self._schedules or any(optimizer is p.optimizer for p in self._plateaus):
+            raise _wrong(
+                "wrap_lr_scheduler",
+                "its optimizer has a schedule already; join the two by torch's ChainedScheduler",
+            )
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._plateaus.append(PlateauSchedule(scheduler))
+        else:
+            self._schedules[optimizer] = AppliedStepSchedule(
+                scheduler, self.device, skips=self.scaler.is_enabled()
+            )
+        return scheduler
+
+    # What `train_batch` and `evaluate_batch` call.
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For forward and loss of a training batch; never for the backward.
@@ -198,113 +188,401 @@ class MixedPrecision(pytorch.PyTorchCallback):
         same = self.settings.eval_precision is EvalPrecision.SAME
         return self._autocast(self.settings.precision.autocast_dtype if same else None)
 
-    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+    def clip(
+        self, optimizer: torch.optim.Optimizer, max_norm: float = math.inf
+    ) -> Callable[[Iterable[torch.Tensor]], None]:
+        """For `step_optimizer(clip_grads=...)`, which calls it after accumulation.
 
-    def is_update_batch(self, batch_idx: int) -> bool:
-        """Whether this batch ends an accumulation window: step and update on these batches only."""
-        return self._steps and (batch_idx + 1) % self.aggregation_frequency == 0
-
-    @contextmanager
-    def without_steps(self) -> Iterator[None]:
-        """Meanwhile no batch is an update batch: for training one again in search of a fault."""
-        self._steps = False
-        try:
-            yield
-        finally:
-            self._steps = True
-
-    def share_of_step(self, loss: torch.Tensor) -> torch.Tensor:
-        """What one batch adds to the loss of its step, which is the mean over its window.
+        It calls `scaler.unscale_` before it clips: without that the clip is wrong by the scale.
 
         Args:
-            loss: Mean loss of the batch, ().
+            optimizer: The one to be stepped.
+            max_norm: Largest 2-norm of its gradients; infinite only measures it.
+
+        Raises:
+            ConfigError: if `max_norm` is not above 0.
+        """
+        if not max_norm > 0:
+            raise _wrong("clip", f"got max_norm {max_norm}; allowed: a number above 0")
+
+        def clip_gradients(parameters: Iterable[torch.Tensor]) -> None:
+            if not self._steps:
+                return
+            parameters = list(parameters)
+            found = self.metrics.of(optimizer)
+            found.look(parameters)
+            self.scaler.unscale_(optimizer)
+            if max_norm < math.inf:
+                found.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+            elif gradients := gradients_of(parameters):
+                norms = torch.stack(torch._foreach_norm(gradients))
+                found.add_norm(torch.linalg.vector_norm(norms))
+
+        return clip_gradients
+
+    def update(
+        self, loss: torch.Tensor | None = None, samples: int | None = None
+    ) -> dict[str, float]:
+        """End a batch: `scaler.update()` if an optimizer was stepped, and all that is counted.
+
+        Args:
+            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`.
+            samples: Samples in it; by default what the trial's `get_batch_length` says.
 
         Returns:
-            `loss / aggregation_frequency`, and for 1 the loss itself: a division by 1 and its
-            backward cost more time on the host than all counters together.
+            What `train_batch` returns; add metrics of your own to it.
+
+        Raises:
+            ConfigError: if `build_callbacks` of the trial does not return `callbacks`.
         """
-        return loss / self.aggregation_frequency if self.aggregation_frequency > 1 else loss
+        if not self._steps:
+            return {}
+        stepped = self.scaler.stepped
+        if stepped:
+            if not self.scaler.updated:  # a trial may have called it itself
+                self.scaler.update()
+            for optimizer, found_inf in stepped.items():
+                counts = self.steps(optimizer)
+                counts.count(found_inf)
+                self._move_schedule(optimizer, counts)
+            stepped.clear()
+        if not self._started:
+            raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
+        return self.metrics.add(loss, self._batch_length() if samples is None else samples)
+
+    def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
+        """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
+
+        Args:
+            trial: The trial itself; the guard trains its newest batch again in search of a fault.
+        """
+        if self._trial is None:
+            self._time_the_loader(trial)
+        self._trial = trial
+        self._guard = Guard(self._context, self, self._train_newest_batch_again)
+        return {
+            "mixed_precision": self,
+            "guard": self._guard,
+            "portable_checkpoint": PortableCheckpoint(),
+        }
+
+    # What else there is to ask.
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
-        return self.scaler.scale(self._one)
+        return self.scaler.times(self._one)
 
-    def follow(self, schedule: AppliedStepSchedule) -> None:
-        """Move this learning-rate schedule with the applied steps."""
-        self._schedule = schedule
-        schedule.move_to(self.applied_steps)
+    def steps(self, optimizer: torch.optim.Optimizer) -> StepCounts:
+        """The steps of one optimizer, counted on the device."""
+        return self.metrics.of(optimizer).counts
 
-    def count_step(self) -> None:
-        """Note what the `scaler.update()` just before made of the step. No synchronisation."""
-        self.attempted_steps += 1
-        if self.scaler.is_enabled():
-            scale = self.loss_scale()
-            torch.ge(scale, self._scale_before, out=self.last_step_applied)
-            self._last_applied.masked_fill_(self.last_step_applied, self.attempted_steps)
-            self._scale_before = scale.clamp_(min=self.settings.min_scale)
-            self.scaler.update(self._scale_before)
-        self.applied_steps.add_(self.last_step_applied)
-        if self._schedule is not None:
-            self._schedule.move_to(self.applied_steps)
+    @property
+    def applied_steps(self) -> torch.Tensor:
+        """Applied steps of the first optimizer, (), int64, on the device; always one tensor."""
+        return self.metrics.first_counts.applied
 
-    def consecutive_skips(self) -> torch.Tensor:
-        """Steps skipped since the last applied one, (), int64, on the device."""
-        if self.scaler.is_enabled():
-            return self.attempted_steps - self._last_applied
-        return torch.zeros_like(self._last_applied)
+    @property
+    def last_step_applied(self) -> torch.Tensor:
+        """Whether the newest step of the first optimizer was applied, (), bool, on the device."""
+        return self.metrics.first_counts.last_step_applied
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps of the first optimizer, applied or skipped."""
+        return self.metrics.first_counts.attempted
+
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Inside this block nothing is stepped, zeroed or counted.
+
+        For training a batch again: in search of a fault, or of the loss scale.
+        """
+        self._steps = False
+        try:
+            with without_steps(self._context, self.scaler):
+                yield
+        finally:
+            self._steps = True
+
+    # What Determined's loop calls.
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "attempted_steps": self.attempted_steps,
-            "applied_steps": int(self.applied_steps),
-            "last_applied": self.attempted_steps - int(self.consecutive_skips()),
+            "optimizers": [gradients.counts.state_dict() for gradients in self.metrics.all()],
+            "constructed": self._constructed,
+            "scheduled": [optimizer in self._schedules for optimizer in self._context.optimizers],
+            "plateaus": [plateau.state_dict() for plateau in self._plateaus],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by Determined after weights, optimizer and scaler have been restored."""
-        if not self._warm_start:
-            self.attempted_steps = state_dict["attempted_steps"]
-            self.applied_steps.fill_(state_dict["applied_steps"])
-            self._last_applied.fill_(state_dict["last_applied"])
+        """Called by Determined after weights, optimizers and scaler have been restored."""
+        if self._warm_start:
+            return
+        saved = state_dict.get("optimizers", ())
+        for gradients, counts in zip(self.metrics.all(), saved, strict=False):
+            gradients.counts.load_state_dict(counts)
+        for plateau, state in zip(self._plateaus, state_dict.get("plateaus", ()), strict=False):
+            plateau.load_state_dict(state)
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
 
-    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Let this trial's settings win over those in the checkpoint.
+    def on_checkpoint_of(self, *, same_trial: bool) -> None:
+        """Called by `SafeController` before a checkpoint is loaded.
 
-        A resumed run keeps its current scale and growth tracker. A warm start (weights from another
-        trial) begins with this trial's `init_scale`, which a search relies on. Everything that the
-        YAML sets is always this trial's: the scaler's factors and interval, the optimizer's rate,
-        decay and the like, which the two `load_state_dict` alone would overwrite.
+        Args:
+            same_trial: Whether Determined goes on with the trial that saved it.
         """
-        optimizers = checkpoint.get("optimizers_state_dict", [])
-        for saved, optimizer in zip(optimizers, self._context.optimizers, strict=False):
-            groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
-            for saved_group, group in groups:  # torch itself reports a mismatch
-                saved_group.update({key: group[key] for key in group if key != "params"})
+        self._warm_start = not same_trial
+
+    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+        batch_idx = self._context._current_batch_idx
+        if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
+            logger.warning(
+                "this checkpoint is in the middle of a window of %d batches, whose gradients so "
+                "far are not in it: checkpoint and validate at multiples of aggregation_frequency",
+                self._aggregation_frequency,
+            )
+
+    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
+        """Let what this trial's YAML changed win over the checkpoint, and nothing else.
+
+        A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
+        the trial itself has moved. A warm start (weights from another trial) begins with this
+        trial's `init_scale`, which a search relies on. The scaler's factors and interval, and every
+        setting of an optimizer that its constructor was given another value for, are this trial's.
+        """
+        self._remember_constructed()
+        assert self._constructed is not None
+        before = {} if self._warm_start else checkpoint.get("callbacks", {}).get("mixed_precision")
+        settle_groups(checkpoint, self._context, self._constructed, before or {})
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():
             if state:
-                logger.info("the checkpoint has a loss scale; %s needs none", self._name())
+                precision = self.settings.precision.value
+                logger.info("the checkpoint has a loss scale; %s needs none", precision)
             return
         ours = self.scaler.state_dict()
         if not state:
             logger.info("the checkpoint has no loss scale; starting with %g", ours["scale"])
         elif not self._warm_start:
-            ours |= {
-                "scale": state["scale"],
-                "_growth_tracker": state["_growth_tracker"],
-            }
+            ours |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
         checkpoint["scaler_state_dict"] = ours
 
     def on_training_start(self) -> None:
-        if self.aggregation_frequency > 1:
-            share_gradients_once(self._context, self.is_update_batch)
-        self._scale_before = self.loss_scale().clone()
-        if self._schedule is not None:
-            self._schedule.move_to(self.applied_steps)
+        _refuse_scaler(self._context, self.scaler)
+        self._started = True
+        self._check_models_and_schedules()
+        self._remember_constructed()
+        if self._aggregation_frequency > 1:
+            self._check_averaging()
+            average_at_once(self._context)
+            self._hooks += share_gradients_once(self._context, self._is_update_batch)
+        self.loss_scale()  # makes the scale, on the device
+        for optimizer in self._context.optimizers:
+            self._move_schedule(optimizer, self.steps(optimizer))
+        if self.scaler.is_enabled():
+            self.metrics.drifting = _drifting(self._context)
+        watched = self._step_and_check_clip(self._context.step_optimizer)
+        self._patches.enter_context(patched(self._context, "step_optimizer", watched))
+        for optimizer in self._context.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._check_step))
+        if self.watched and self._trial is not None:
+            self._watch(self._trial)
 
-    def _name(self) -> str:
-        return self.settings.precision.value
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        if self._plateaus:
+            name = _searcher_metric(self._context)
+            for plateau in self._plateaus:
+                if name not in metrics:
+                    raise _wrong(
+                        "wrap_lr_scheduler",
+                        f"ReduceLROnPlateau moves by searcher.metric, {name}, which the trial does "
+                        f"not report; it reports {', '.join(map(str, metrics)) or 'nothing'}",
+                    )
+                plateau.validated(float(metrics[name]))
+
+    def on_trial_shutdown(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._patches.close()
+        self._train_batch = self._newest_batch = None
+
+    # How it does that.
+
+    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.loss_scale(), self.scaler.scale_of_newest_step(self._one)
+
+    def _move_schedule(self, optimizer: torch.optim.Optimizer, counts: StepCounts) -> None:
+        schedule = self._schedules.get(optimizer)
+        if schedule is not None:
+            schedule.move(counts.attempted, counts.applied)
+
+    def _is_update_batch(self, batch_idx: int) -> bool:
+        return self._steps and (batch_idx + 1) % self._aggregation_frequency == 0
+
+    def _step_and_check_clip(self, step_optimizer: Callable[..., None]) -> Callable[..., None]:
+        """`context.step_optimizer`, which calls a `clip_grads` of the trial's own as it is."""
+
+        def step(optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any) -> None:
+            def clip(parameters: Any) -> None:
+                clip_grads(parameters)
+                if optimizer not in self.scaler.unscaled and self._steps:
+                    raise _wrong(
+                        "train_batch",
+                        "its clip_grads clips gradients that may still be scaled; allowed: "
+                        "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
+                        "amp.scaler.unscale_(optimizer) first",
+                    )
+
+            step_optimizer(optimizer, None if clip_grads is None else clip, *others, **named)
+
+        return step
+
+    def _check_step(self, *call: Any) -> None:
+        """Before every step, in every precision: a mistake does not wait for float16."""
+        if not self.scaler.stepping:
+            raise _wrong(
+                "train_batch",
+                "it steps an optimizer whose gradients may still be scaled; allowed: "
+                "context.step_optimizer(optimizer, scaler=amp.scaler)",
+            )
+        if not self.scaler.has_scaled:
+            raise _wrong(
+                "train_batch",
+                "it does not scale the loss; allowed: context.backward(amp.scaler.scale(loss))",
+            )
+
+    def _remember_constructed(self) -> None:
+        """What the optimizers were made with, before a checkpoint or a step changes it."""
+        if self._constructed is None:
+            self._constructed = [plain_groups(optimizer) for optimizer in self._context.optimizers]
+
+    def _check_models_and_schedules(self) -> None:
+        if self._unmatched and self._prepared is None:
+            raise _wrong("fp32_modules", "given, but no model was given to amp.prepare(model)")
+        if self._unmatched and self._prepared is not None:
+            keep_in_float32(self._prepared, self._unmatched, self.device.type)  # raises, with names
+        ours = {*self._schedules, *(plateau.optimizer for plateau in self._plateaus)}
+        theirs = (getattr(w._scheduler, "optimizer", None) for w in self._context.lr_schedulers)
+        if not ours.isdisjoint(theirs):
+            raise _wrong(
+                "wrap_lr_scheduler",
+                "an optimizer has a schedule of amp.wrap_lr_scheduler and one of "
+                "context.wrap_lr_scheduler; allowed: one of them",
+            )
+
+    def _check_averaging(self) -> None:
+        configs = self._context._optimizer_configs.values()
+        if not all(config["average_aggregated_gradients"] for config in configs):
+            frequency = self._aggregation_frequency
+            raise _wrong(
+                "average_aggregated_gradients",
+                f"got false, which sums the gradients of the {frequency} batches of a step; "
+                "allowed: true, its default, which takes their mean (then do not divide the loss)",
+            )
+
+    def _time_the_loader(self, trial: pytorch.PyTorchTrial) -> None:
+        build = trial.build_training_data_loader
+
+        def build_and_time() -> Any:
+            return timed(build(), self.metrics.waited)
+
+        self._patches.enter_context(patched(trial, "build_training_data_loader", build_and_time))
+
+    def _watch(self, trial: pytorch.PyTorchTrial) -> None:
+        """Keep the newest batch for the guard, and audit the first one."""
+        self._train_batch = trial.train_batch
+        self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
+        if self._audit_metrics is not None:
+            has_tf32 = DeviceSupport.of(self.device).tf32
+            on_done, asked = self._audit_metrics.add, self.settings.precision
+            audited(trial, self.device, asked, on_done, has_tf32=has_tf32)
+
+    def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        assert self._train_batch is not None
+        # A trial may take its batch apart; tensors are shared.
+        self._newest_batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+        self._newest_indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
+        result = self._train_batch(batch=batch, **self._newest_indices)
+        if self.scaler.stepped and self._steps:
+            raise _wrong("train_batch", "it steps an optimizer, and must end with amp.update(...)")
+        if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
+            self.metrics.trial_reports_loss = True
+        return result
+
+    def _train_newest_batch_again(self) -> Any:
+        """The newest batch, and what trains it again without a step; None before the first."""
+        batch, train_batch = self._newest_batch, self._train_batch
+        if batch is None or train_batch is None:
+            return None
+
+        def train() -> None:
+            with self.without_steps():
+                train_batch(batch=batch, **self._newest_indices)
+
+        return batch, train
+
+    def _batch_length(self) -> int | None:
+        if self._trial is None or self._newest_batch is None:
+            return None
+        return int(self._trial.get_batch_length(self._newest_batch))
+
+
+def _check_order(context: pytorch.PyTorchTrialContext) -> None:
+    if MixedPrecision.of(context) is not None:
+        raise _wrong("MixedPrecision", "this context has one already; allowed: one, also for GANs")
+    if context.models:
+        raise _wrong("MixedPrecision", "make it before context.wrap_model")
+    _refuse_scaler(context)
+
+
+def _refuse_scaler(
+    context: pytorch.PyTorchTrialContext, ours: torch.amp.GradScaler | None = None
+) -> None:
+    theirs: Any = context._scaler
+    if theirs is not None and theirs is not ours:
+        raise _wrong(
+            "MixedPrecision",
+            "the context has another GradScaler; leave out experimental.use_amp() and "
+            "wrap_scaler(): amp.scaler is wrapped here",
+        )
+
+
+def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
+    info = det.get_cluster_info()
+    hparams = context._hparams
+    if hparams is None and info is not None and info.task_type == "TRIAL":
+        hparams = info.trial.hparams
+    if hparams is None:
+        raise _wrong(
+            "MixedPrecision",
+            "the context has no hyperparameters; allowed: pytorch.init(hparams=...), or "
+            "MixedPrecision(context, AmpSettings(...))",
+        )
+    if "amp" not in hparams:
+        raise ConfigError(
+            "hyperparameters",
+            ["amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, amp_bf16 there"],
+        )
+    return read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
+
+
+def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[torch.optim.Optimizer]:
+    """The optimizers whose scheduler Determined moves after every step, skipped or not."""
+    modes = pytorch.LRScheduler.StepMode
+    by_step = (modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP)
+    schedulers = (w._scheduler for w in context.lr_schedulers if w._step_mode in by_step)
+    return frozenset(s.optimizer for s in schedulers if hasattr(s, "optimizer"))
+
+
+def _searcher_metric(context: pytorch.PyTorchTrialContext) -> str:
+    return str(((context._exp_conf or {}).get("searcher") or {}).get("metric"))
+
+
+def _wrong(place: str, problem: str) -> ConfigError:
+    return ConfigError("the trial", [f"{place}: {problem}"])

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
+from determined_amp.config.amp import Precision
 from determined_amp.config.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-
-class Precision(enum.Enum):
-    """What matrix products and convolutions are computed in.
-
-    `fp32` is IEEE float32: TF32 is off, which makes it the honest baseline. `tf32` rounds the
-    inputs of float32 products to 10 mantissa bits on tensor cores. `amp_fp16` and `amp_bf16`
-    autocast to that dtype; weights and optimizer state stay float32 in all four.
-    """
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    AMP_FP16 = "amp_fp16"
-    AMP_BF16 = "amp_bf16"
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype autocast computes in, or None where autocast is off."""
-        return {
-            Precision.AMP_FP16: torch.float16,
-            Precision.AMP_BF16: torch.bfloat16,
-        }.get(self)
 
 
 @dataclass(frozen=True)
@@ -84,14 +62,19 @@ class PrecisionError(UserError):
     """The device would emulate the precision that was asked for."""
 
 
-def prepare_backend(precision: Precision, device: torch.device, cudnn_benchmark: bool) -> None:
-    """Set the process-wide switches that `precision` needs, before the first kernel.
+def prepare_backend(precision: Precision, device: torch.device, *, set_switches: bool) -> None:
+    """Set the process-wide switches for TF32 that `precision` needs, before the first kernel.
 
     TF32 is on for `tf32` alone. In the AMP precisions what stays float32 does so because it is
     sensitive, so it stays IEEE.
 
     A precision that the device only emulates is an error on a GPU, where it was surely not meant,
     and a warning on a CPU, where the same YAML is tried out before it goes to a GPU.
+
+    Args:
+        precision: What training computes in.
+        device: Where.
+        set_switches: False leaves the switches as they are.
 
     Raises:
         PrecisionError: if `device` is a GPU that only emulates bfloat16.
@@ -116,10 +99,10 @@ def prepare_backend(precision: Precision, device: torch.device, cudnn_benchmark:
                 precision.value,
                 _instead(precision, support),
             )
-    tf32 = precision is Precision.TF32 and support.tf32
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = cudnn_benchmark
+    if set_switches:
+        tf32 = precision is Precision.TF32 and support.tf32
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _instead(precision: Precision, support: DeviceSupport) -> str:
@@ -128,7 +111,7 @@ def _instead(precision: Precision, support: DeviceSupport) -> str:
         return ""
     if support.bf16:
         return "; this CPU has them for amp_bf16: use that"
-    return "; nor has it for amp_bf16, which more CPUs have: use fp32, or a GPU"
+    return "; it has none for amp_bf16 either: use fp32 or a GPU"
 
 
 def main() -> None:

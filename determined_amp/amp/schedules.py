@@ -1,103 +1,382 @@
-"""A learning rate that follows the optimizer steps that were applied, not those attempted.
+"""Learning-rate schedules that move with the optimizer steps that were applied, not attempted.
 
 A step that GradScaler skips leaves the weights alone, so the schedule must not move either. Asking
 on the host whether a step was skipped costs a device synchronisation, and torch's schedulers count
-on the host. Here the whole schedule is a table on the device and the count of applied steps is its
-index: two small kernels per step, no synchronisation, right for fused optimizers too
+on the host. Here the scheduler itself runs ahead of the training, on its own copy of the groups'
+values, and what it does is a table on the device with the count of applied steps as its index: two
+small kernels per step, no synchronisation, right for fused optimizers too
 (https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
+
+A resume needs no state of the scheduler: it runs again from its first step, by the same operations,
+to the same bits.
 """
 
 from __future__ import annotations
 
-import enum
+import copy
+import logging
 import math
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
+
+from determined_amp.config.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Steps simulated at once.
+_AHEAD = 256
+
+# Torch tells users to call `optimizer.step` first, and SequentialLR of an older torch calls what
+# torch has deprecated. Neither is about the user's code.
+_WARNINGS_OF_A_SIMULATION = (
+    r"Detected call of `lr_scheduler\.step\(\)`",
+    r"Seems like `optimizer\.step\(\)` has been overridden",
+    r"The epoch parameter in `scheduler\.step\(\)`",
+)
+
+_Group = dict[str, Any]
+# The values of every group at one step.
+_State = list[tuple[Any, ...]]
+# What one step uses: the values of every group that the scheduler moves, by their keys.
+_Row = tuple[Mapping[str, Any], ...]
 
 
-class LRSchedule(enum.Enum):
-    """How the learning rate goes on after the warm-up."""
+class _Simulation:
+    """A scheduler that runs ahead of the training, on copies of the optimizer's groups.
 
-    CONSTANT = "constant"
-    COSINE = "cosine"
-
-
-def learning_rates(
-    schedule: LRSchedule, learning_rate: float, warmup_steps: int, total_steps: int
-) -> list[float]:
-    """The learning rate of every optimizer step.
-
-    The warm-up rises linearly and reaches `learning_rate` at step `warmup_steps`. The cosine
-    (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) falls from there to 0 after the last.
+    What happens to the optimizer's own groups after this was made (`load_state_dict`, the rates put
+    there) does not disturb it.
 
     Args:
-        schedule: Shape after the warm-up.
-        learning_rate: Peak, reached at the end of the warm-up.
-        warmup_steps: Optimizer steps of linear warm-up.
-        total_steps: Optimizer steps of the whole run, warm-up included.
+        scheduler: From here on stepped by nobody else.
 
-    Returns:
-        `total_steps` values; entry `i` is used by step `i`, counted from 0.
+    Attributes:
+        length: Rows made so far; row `i` is for the step after `i` applied ones.
+        moved: Keys of the groups, beside `lr`, that the scheduler has changed.
+        constant: Every row so far is the first one.
+        end: What the scheduler raised past its end; None before.
     """
 
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        if schedule is LRSchedule.CONSTANT:
-            return 1.0
-        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    def __init__(self, scheduler: lr_scheduler.LRScheduler) -> None:
+        self.length = 0
+        self.moved: set[str] = set()
+        self.constant = True
+        self.end: str | None = None
+        self._scheduler = scheduler
+        self._step = scheduler.step
+        groups = scheduler.optimizer.param_groups
+        self._groups = [{**copy.deepcopy(_values(it)), "params": it["params"]} for it in groups]
+        self._last_lr = scheduler._last_lr
+        self._keys = [list(group) for group in self._groups]
+        self._initial = _states(self._groups)
+        self._rows: deque[_Row] = deque()
 
-    return [learning_rate * factor(step) for step in range(total_steps)]
+    def is_behind(self, step: int) -> bool:
+        """Whether the row of this step is still to be made."""
+        return self.end is None and step >= self.length
+
+    def extend(self) -> list[_Row]:
+        """Make the rows of the next steps. Neighbours that are equal are one object."""
+        states = self._simulate(_AHEAD)
+        if not self.length:
+            states.insert(0, self._initial)
+        for group, keys in enumerate(self._keys):
+            columns = zip(*(state[group] for state in states), strict=True)
+            for key, initial, column in zip(keys, self._initial[group], columns, strict=True):
+                # Nearly all are the same object: this runs for every value of every step.
+                if any(value is not initial and value != initial for value in column):
+                    self.moved.add(key)
+        self.moved.discard("lr")
+        rows = [self._append(state) for state in states]
+        self.constant = self.constant and all(row is self._rows[0] for row in rows)
+        return rows
+
+    def at(self, step: int) -> _Row:
+        """The row of a step, the last one past the end. Rows before it are forgotten."""
+        if self.constant:
+            return self._rows[0]
+        forgotten = self.length - len(self._rows)
+        assert step >= forgotten, "counts of steps only grow"
+        for _ in range(min(step, self.length - 1) - forgotten):
+            self._rows.popleft()
+        return self._rows[0]
+
+    def rows(self) -> list[_Row]:
+        """All that are not forgotten; none is before the schedule begins to move."""
+        return list(self._rows)
+
+    def _append(self, state: _State) -> _Row:
+        row: _Row = tuple(
+            {
+                "lr": float(values[keys.index("lr")]),
+                **{key: values[keys.index(key)] for key in self.moved if key in keys},
+            }
+            for keys, values in zip(self._keys, state, strict=True)
+        )
+        if self._rows and row == self._rows[-1]:
+            row = self._rows[-1]
+        self._rows.append(row)
+        self.length += 1
+        return row
+
+    def _simulate(self, steps: int) -> list[_State]:
+        states: list[_State] = []
+        self._swap()
+        try:
+            with warnings.catch_warnings():
+                for message in _WARNINGS_OF_A_SIMULATION:
+                    warnings.filterwarnings("ignore", message, UserWarning)
+                for _ in range(steps):
+                    self._step()
+                    states.append(_states(self._scheduler.optimizer.param_groups))
+        # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list of rates an
+        # IndexError; (1 - step / steps) ** 0.9 becomes a complex number, which is no float.
+        except Exception as error:
+            self.end = f"{type(error).__name__}: {error}"
+        finally:
+            self._swap()
+        return states
+
+    def _swap(self) -> None:
+        """Exchange what the scheduler works on: the simulation's for the optimizer's, or back."""
+        scheduler, optimizer = self._scheduler, self._scheduler.optimizer
+        self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
+        self._last_lr, scheduler._last_lr = scheduler._last_lr, self._last_lr
+
+
+def _values(group: _Group) -> _Group:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _states(groups: list[_Group]) -> _State:
+    """The values of the groups, in the order of their keys; no scheduler adds or removes one."""
+    for group in groups:
+        float(group["lr"])  # raises if it is none
+    return [
+        (*group.values(),)
+        if not isinstance(group["lr"], torch.Tensor)
+        else tuple(float(v) if k == "lr" else v for k, v in group.items())
+        for group in groups
+    ]
 
 
 class AppliedStepSchedule:
-    """Keeps every parameter group's learning rate at entry `applied_steps` of a list.
+    """Lets a torch scheduler move with applied steps only; nobody else may step it.
 
-    A fused optimizer reads its rate on the device, so there the list is a table. Any other makes
-    the host wait for `found_inf` in `scaler.step` anyway, and computes with numbers: it gets one. A
-    constant rate needs neither, the optimizer keeps its own number.
+    A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
+    from a table there, 4 bytes per step and group. Its other values (momentum, betas) must be
+    numbers of the host and follow attempted steps. Any other optimizer makes the host wait for
+    `found_inf` in `scaler.step` anyway, and computes with numbers: it gets them, by applied steps.
+    While nothing moves, and where nothing can be skipped, the device is neither asked nor used.
+
+    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr` answers the
+    rates now in use.
 
     Args:
-        optimizer: Its groups share one rate.
-        rates: The rate of every step, from `learning_rates`.
+        scheduler: Any of torch's but `ReduceLROnPlateau`, or one derived from `LRScheduler`.
         device: Where the optimizer's parameters are.
+        skips: Whether steps can be skipped at all, that is, whether a `GradScaler` is enabled.
+
+    Attributes:
+        optimizer: The scheduler's.
+
+    Raises:
+        ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
+        TypeError: for `ReduceLROnPlateau`, which `PlateauSchedule` is for.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rates: list[float], device: torch.device
+        self, scheduler: lr_scheduler.LRScheduler, device: torch.device, *, skips: bool
     ) -> None:
-        self._optimizer = optimizer
-        self._rates = rates
-        self._constant = min(rates) == max(rates)
-        self._fused = bool(optimizer.defaults.get("fused"))
-        # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
-        dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self._table = torch.tensor(rates, dtype=dtype, device=device)
-        # Kernels write to a whole tensor; its only element, the same memory, is the number in it.
-        self._index = torch.zeros(1, dtype=torch.int64, device=device)
-        self._rate = self._table[:1].clone()
-        self._index_number, self._rate_number = self._index[0], self._rate[0]
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau moves with validations: use PlateauSchedule")
+        self.optimizer = scheduler.optimizer
+        _refuse_rates_on_a_device(scheduler)
+        self._scheduler = scheduler
+        self._device = device
+        fused = bool(self.optimizer.defaults.get("fused"))
+        self._on_device = skips and fused
+        self._asks_device = skips and not fused
+        self._simulation = _Simulation(scheduler)
+        scheduler.step = self._refuse_step  # type: ignore[method-assign]  # nobody else's now
+        self._shown = scheduler._last_lr
+        self._table: _RateTable | None = None
+        self._said: set[str] = set()
+        self._skips = skips
+        self._skipped: int | None = None
+        self._placed = False
 
-    def move_to(self, applied_steps: torch.Tensor) -> None:
-        """Use the rate of the next step.
+    def move(self, attempted: int, applied: torch.Tensor) -> None:
+        """Put the values of the next step into the optimizer's groups.
+
+        Call it before training, after a resume with the restored counts, and after every step; the
+        counts only grow.
 
         Args:
-            applied_steps: Steps applied so far, (), int64, on the device. No synchronisation if the
-                optimizer is fused.
+            attempted: Steps attempted so far.
+            applied: Steps applied so far, (), int64, on the device; at most `attempted`. No
+                synchronisation if the optimizer is fused, if nothing can be skipped, or if the
+                schedule has been constant so far.
+
+        Raises:
+            ConfigError: if the scheduler was stepped, or its state loaded, by somebody else.
         """
-        if self._constant:
+        self._refuse_other_hands()
+        simulation = self._simulation
+        if self._placed and simulation.constant and not simulation.is_behind(attempted):
             return
-        rate = self._on_device(applied_steps) if self._fused else self._on_host(applied_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        self._placed = True
+        while simulation.is_behind(attempted):
+            self._tabulate(simulation.extend())
+            simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
+        step = self._step_on_host(attempted, applied)
+        groups = self.optimizer.param_groups
+        for group, values in zip(groups, simulation.at(step), strict=False):
+            group.update(values)
+        if self._table is not None:
+            for group, rate in zip(groups, self._table.look_up(applied), strict=False):
+                group["lr"] = rate
+        self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
+        if step > simulation.length:
+            self._say(
+                f"{self._name()} ends after {simulation.length} steps ({simulation.end}); "
+                "later steps keep its last values"
+            )
 
-    # Past the end only if the run is longer than it said: stay on the last rate.
+    def _step_on_host(self, attempted: int, applied: torch.Tensor) -> int:
+        if self._asks_device and not self._simulation.constant:
+            return int(applied)
+        if self._skipped is None:
+            # Nothing is skipped here, but before a resume something may have been.
+            self._skipped = 0 if self._skips else attempted - int(applied)
+        return attempted - self._skipped
 
-    def _on_device(self, applied_steps: torch.Tensor) -> torch.Tensor:
-        torch.clamp(applied_steps, max=len(self._rates) - 1, out=self._index_number)
-        torch.index_select(self._table, 0, self._index, out=self._rate)
-        return self._rate_number
+    def _tabulate(self, rows: list[_Row]) -> None:
+        simulation = self._simulation
+        if not self._on_device or simulation.constant:
+            return
+        if self._table is None:
+            rows = simulation.rows()
+            self._table = _RateTable(len(rows[0]), self._device)
+        self._table.append([[values["lr"] for values in row] for row in rows])
+        if simulation.moved:
+            self._say(
+                f"{self._name()} moves {_listed(simulation.moved)} of a fused optimizer, which "
+                "must be known on the host: they follow attempted steps, skipped ones included; "
+                "the learning rate follows applied steps"
+            )
 
-    def _on_host(self, applied_steps: torch.Tensor) -> float:
-        return self._rates[min(int(applied_steps), len(self._rates) - 1)]
+    def _refuse_step(self, *given: Any, **named: Any) -> None:
+        raise ConfigError(
+            "wrap_lr_scheduler",
+            [f"leave {self._name()}.step() to MixedPrecision, which calls it for applied steps"],
+        )
+
+    def _refuse_other_hands(self) -> None:
+        """Every step of a scheduler, and every load of its state, leaves another list of rates."""
+        if self._scheduler._last_lr is not self._shown:
+            raise ConfigError(
+                "wrap_lr_scheduler",
+                [
+                    f"{self._name()} was stepped, or its state loaded, outside of MixedPrecision, "
+                    "which does both itself; allowed: neither scheduler.step() nor "
+                    "context.wrap_lr_scheduler for this scheduler"
+                ],
+            )
+
+    def _name(self) -> str:
+        return type(self._scheduler).__name__
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            logger.warning(line)
+
+
+def _refuse_rates_on_a_device(scheduler: lr_scheduler.LRScheduler) -> None:
+    for index, group in enumerate(scheduler.optimizer.param_groups):
+        if isinstance(group["lr"], torch.Tensor) and group["lr"].device.type != "cpu":
+            raise ConfigError(
+                "wrap_lr_scheduler",
+                [
+                    f"lr of parameter group {index} is a tensor on {group['lr'].device}; allowed: "
+                    "a number, which is moved to the device where it helps"
+                ],
+            )
+
+
+def _listed(keys: Collection[str]) -> str:
+    return " and ".join(sorted(keys))
+
+
+class _RateTable:
+    """The rates of all groups at every step, on the device.
+
+    Args:
+        groups: Of the optimizer.
+        device: Where the fused kernels run.
+    """
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._device = device
+        # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self._table = torch.empty((0, groups), dtype=self._dtype, device=device)
+        # Kernels write to whole tensors; their elements, the same memory, are the numbers in them.
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row = torch.zeros((1, groups), dtype=self._dtype, device=device)
+        self._index_number, self._rates = self._index[0], self._row[0].unbind()
+
+    def append(self, rates: list[list[float]]) -> None:
+        """Add the rates of every group, for every step. No synchronisation."""
+        chunk = torch.tensor(rates, dtype=self._dtype)
+        if self._device.type == "cuda":
+            chunk = chunk.pin_memory().to(self._device, non_blocking=True)
+        self._table = torch.cat([self._table, chunk])
+
+    def look_up(self, step: torch.Tensor) -> Iterable[torch.Tensor]:
+        """The rates of a step, the last ones past the end: (), the same tensors each time."""
+        torch.clamp(step, max=len(self._table) - 1, out=self._index_number)
+        torch.index_select(self._table, 0, self._index, out=self._row)
+        return self._rates
+
+
+# What a `ReduceLROnPlateau` remembers; the rest are its settings, which the trial sets again.
+_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+class PlateauSchedule:
+    """Lets a `ReduceLROnPlateau` move with validations, and resumes it.
+
+    Args:
+        scheduler: From here on stepped by nobody else.
+
+    Attributes:
+        optimizer: The scheduler's.
+    """
+
+    def __init__(self, scheduler: lr_scheduler.ReduceLROnPlateau) -> None:
+        self.optimizer = scheduler.optimizer
+        self._scheduler = scheduler
+
+    def validated(self, metric: float) -> None:
+        """Tell the scheduler the metric of a validation; one that is not finite is left out."""
+        if math.isfinite(metric):
+            self._scheduler.step(metric)
+        else:
+            logger.warning("ReduceLROnPlateau ignores a validation metric of %s", metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the scheduler remembers, in numbers alone; the rates are the optimizer's."""
+        return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there, after the optimizer has been restored; settings stay the trial's."""
+        for key in _PLATEAU_STATE:
+            setattr(self._scheduler, key, state_dict[key])
+        self._scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]

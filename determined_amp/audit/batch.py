@@ -11,10 +11,10 @@ import torch
 from determined import pytorch
 from torch.profiler import ProfilerActivity, profile
 
-from determined_amp.amp.precision import DeviceSupport, Precision
 from determined_amp.audit.count import ProductCount
 from determined_amp.audit.kernels import tensor_core_share
 from determined_amp.audit.report import Audit, AuditError
+from determined_amp.config.amp import Precision
 
 
 def audited(
@@ -22,6 +22,8 @@ def audited(
     device: torch.device,
     precision: Precision,
     on_done: Callable[[Audit], None],
+    *,
+    has_tf32: bool,
 ) -> None:
     """Audit the next batch that `trial` trains, whatever loop calls it.
 
@@ -33,13 +35,13 @@ def audited(
         device: Where it computes.
         precision: What the YAML asks for.
         on_done: Is given the audit, if it passed. If not, that `train_batch` raises `AuditError`.
+        has_tf32: Whether the device has TF32.
     """
 
     @contextmanager
     def counting() -> Iterator[None]:
         with ProductCount() as count:
             yield
-        has_tf32 = DeviceSupport.of(device).tf32
         audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
         if not audit.passed:
             raise AuditError(audit)

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from determined import pytorch
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
+    "Is the forward in train_batch under amp.autocast()? "
     "Look for fp32_modules in the YAML; for autocast(enabled=False), .float() and .to() in the "
     "model, and for whoever sets torch.backends; or ask for the precision that it computes in."
 )
@@ -66,7 +67,7 @@ class Audit:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
         asked = f"hyperparameters.amp.precision is {self.precision.value}"
         if not self.total_flops:
-            return f"{asked}, but the batch has no product that torch can count"
+            return None  # nothing to judge by, such as embeddings or a recurrent layer alone
         if self.share <= 0.5:
             return f"{asked}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
         fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32

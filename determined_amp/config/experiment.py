@@ -1,28 +1,40 @@
-"""One experiment YAML as one typed object, parsed once, with every mistake named.
+"""One experiment YAML as one typed object, of any trial and either form, with every mistake named.
 
 Determined 0.38.1 reads some keys only for its legacy entrypoints. A script that calls
 `pytorch.Trainer`, as ours does, must pass them itself, and what such a key says has no effect. So
-these knobs live under `hyperparameters`, where `train` reads them, and a YAML that sets the
-place without effect is an error.
+our form of a YAML has these knobs under `hyperparameters`, where `train` reads them, and a key in
+the place without effect is an error. A YAML without `hyperparameters.training` is of Determined's
+own form: `train` then passes what those keys say.
+
+A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. Then the
+two sections are checked with them, strictly, before anything starts. Without them both are free.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import yaml
 from determined import pytorch
 
-from determined_amp.config.hparams import Hparams
+from determined_amp.config.amp import AmpSettings
+from determined_amp.config.factory import Factory, load_factory, make_trial
 from determined_amp.config.overrides import NOT_YAML
-from determined_amp.config.settings import ConfigError, read, setting
-from trials.data.images import DataSettings
+from determined_amp.config.plan import Plan, has_our_form, keys_without_effect, read_plan, value_at
+from determined_amp.config.settings import ConfigError, is_settings_class, read, setting
+from determined_amp.config.training import Length, TrainingSettings
 
-H_co = TypeVar("H_co", bound=Hparams, covariant=True)
+H_co = TypeVar("H_co", covariant=True)
+
+# The entrypoint of a trial that Determined itself imports.
+_LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
+_RANGES = ("int", "double", "log", "categorical")
 
 
 class CheckpointPolicy(enum.Enum):
@@ -35,10 +47,13 @@ class CheckpointPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class Searcher:
-    """The search method, and what ranks trials and checkpoints: a metric and its direction."""
+    """The search method, and what ranks trials and checkpoints: a metric and its direction.
 
-    metric: str = setting()
-    smaller_is_better: bool = setting()
+    Without a metric there is no best checkpoint.
+    """
+
+    metric: str | None = setting(None)
+    smaller_is_better: bool = setting(True)
     name: str = setting("single")
 
 
@@ -46,7 +61,7 @@ class Searcher:
 class Reproducibility:
     """`experiment_seed` seeds a local run; on a cluster each trial gets a seed made from it."""
 
-    experiment_seed: int = setting(at_least=0)
+    experiment_seed: int = setting(0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -67,25 +82,47 @@ class Profiling:
 class Platform:
     """The sections of an experiment configuration that are Determined's own and concern us."""
 
-    searcher: Searcher = setting()
-    reproducibility: Reproducibility = setting()
+    searcher: Searcher = setting(Searcher())
+    reproducibility: Reproducibility = setting(Reproducibility())
     name: str = setting("unnamed")
     resources: Resources = setting(Resources())
     profiling: Profiling = setting(Profiling())
     checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
 
 
+# What a YAML must say if its trial is one that is checked strictly.
+_REQUIRED = (
+    ("searcher.metric", "a string"),
+    ("searcher.smaller_is_better", "true or false"),
+    ("reproducibility.experiment_seed", "an integer >= 0"),
+)
+
+
 @dataclass(frozen=True)
 class Experiment(Generic[H_co]):
-    """What `determined_amp.train` needs of an experiment configuration.
+    """An experiment configuration, parsed.
 
     Args:
+        config: The configuration as it was given, with the trial and the seed written down.
+        trial: Import path of what makes the trial.
+        factory: That.
         platform: Determined's own sections.
-        data: The `data` section, of the trial's own class `Data`: by default `DataSettings`.
-        hparams: The `hyperparameters` section, of the trial's own class `Hparams`.
+        hyperparameters: As the trial gets them: `{type: const, val: x}` is x.
+        plan: How it is trained.
+        amp: The `amp` section of the hyperparameters; None if there is none.
+        global_batch_size: Samples of one batch over all slots; None if it is not said.
+        data: The `data` section: of the trial's own class `Data` if it has one, else a dict.
+        hparams: The hyperparameters of the trial's own class `Hparams`; None if it has none.
     """
 
+    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    trial: str
+    factory: Factory = dataclasses.field(repr=False)
     platform: Platform
+    hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
+    plan: Plan
+    amp: AmpSettings | None
+    global_batch_size: int | None
     data: Any
     hparams: H_co
 
@@ -98,25 +135,34 @@ class Experiment(Generic[H_co]):
         """Seed of a local run."""
         return self.platform.reproducibility.experiment_seed
 
+    @property
+    def training(self) -> TrainingSettings:
+        return self.plan.training
 
-# Keys without effect on a script entrypoint: (where, what the master fills in, what to do instead).
-_WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
-    ("searcher.max_length", None, "hyperparameters.training.max_length"),
-    ("min_validation_period", {"batches": 0}, "hyperparameters.training.validation_period"),
-    ("min_checkpoint_period", {"batches": 0}, "hyperparameters.training.checkpoint_period"),
-    ("scheduling_unit", 100, "hyperparameters.training.reporting_period"),
-    ("records_per_epoch", 0, "hyperparameters.training in batches or epochs"),
-    ("perform_initial_validation", False, "nothing: determined_amp.train validates by its periods"),
-    ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
-    ("optimizations.average_aggregated_gradients", True, "nothing: gradients are averaged"),
-    ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
-    ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
-    ("optimizations.mixed_precision", "O0", "hyperparameters.amp.precision"),
-    ("optimizations.auto_tune_tensor_fusion", False, "nothing: it is for Horovod only"),
-    ("optimizations.tensor_fusion_threshold", 64, "nothing: it is for Horovod only"),
-    ("optimizations.tensor_fusion_cycle_time", 1, "nothing: it is for Horovod only"),
-    ("optimizations.grad_updates_size_file", None, "nothing: it is for Horovod only"),
-)
+    @property
+    def aggregation_frequency(self) -> int:
+        return self.plan.aggregation_frequency
+
+    @property
+    def max_length(self) -> Length:
+        """Length of the whole run.
+
+        Raises:
+            ConfigError: if the configuration says it nowhere.
+        """
+        if self.training.max_length is None:
+            raise ConfigError(
+                self.name,
+                [
+                    "says nowhere how long to train; give hyperparameters.training.max_length: "
+                    "{batches: N}, or --config searcher.max_length.batches=N"
+                ],
+            )
+        return self.training.max_length
+
+    def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+        """The trial, in a context that was made for this experiment."""
+        return make_trial(self.factory, context)
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
@@ -141,14 +187,17 @@ def parse(
     config: Mapping[str, Any],
     source: str,
     *,
+    trial: str | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
     completed_by_master: bool = False,
-) -> Experiment[Hparams]:
+) -> Experiment[Any]:
     """Check a whole configuration and give it types.
 
     Args:
         config: The experiment configuration.
         source: Where it comes from, for the error message.
+        trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
+            entrypoint of that form.
         hyperparameters: What the searcher chose for this trial; by default those of `config`.
         completed_by_master: Whether a master has filled in its defaults, which are then no mistake.
 
@@ -156,81 +205,195 @@ def parse(
         ConfigError: naming every mistake.
     """
     problems: list[str] = []
-    raw_hparams = config.get("hyperparameters", {}) if hyperparameters is None else hyperparameters
-    trial_class = _trial_class(raw_hparams, problems)
-    hparams_class = getattr(trial_class, "Hparams", Hparams)
-    # Without its class a trial's own keys are unknown, which is no mistake of theirs.
-    hparams = None if problems else read(hparams_class, raw_hparams, "hyperparameters", problems)
-    raw_data = {} if config.get("data") is None else config["data"]
-    data = read(getattr(trial_class, "Data", DataSettings), raw_data, "data", problems)
-    platform = read(Platform, config, "", problems, strict=False)
-    problems.extend(_settings_without_effect(config, completed_by_master))
-    if hparams is not None and platform is not None:
-        slots = platform.resources.slots_per_trial
-        problems.extend(indivisible_batch(hparams.global_batch_size, slots))
-    if problems or hparams is None or data is None or platform is None:
+    raw = config.get("hyperparameters") if hyperparameters is None else hyperparameters
+    if raw is None and "hyperparameters" not in config:
+        raw = {}
+    if not isinstance(raw, Mapping):
+        problems.append(f"hyperparameters: got {raw!r}; allowed: a mapping of keys to values")
+        raw = {}
+        named = None
+    else:
+        named = _named_trial(config, raw, trial, problems)
+    parts = _Parts(config, raw, named, completed_by_master)
+    found = parts.read(problems)
+    if problems or found is None:
         raise ConfigError(source, problems)
-    return Experiment(platform, data, hparams)
+    return found
 
 
-def of_context(context: pytorch.PyTorchTrialContext) -> Experiment[Any]:
-    """The experiment of a trial that was made from its context alone.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
-    return parse(
-        context.get_experiment_config(),
-        "experiment configuration",
-        hyperparameters=context.get_hparams(),
-        completed_by_master=True,
-    )
+def constants(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as a cluster hands them over: `{type: const, val: x}` is x."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value.get("type") == "const":
+            values[key] = copy.deepcopy(value.get("val"))
+        else:
+            nested = isinstance(value, Mapping)
+            values[key] = constants(value) if nested else copy.deepcopy(value)
+    return values
 
 
-def load_trial_class(import_path: str) -> Callable[..., pytorch.PyTorchTrial]:
-    """The trial class at `module:Class`.
-
-    Raises:
-        ValueError: if there is none, saying what was found instead.
-    """
-    module_name, _, class_name = import_path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, pytorch.PyTorchTrial)):
-        raise ValueError(  # noqa: TRY004 - a key has a wrong value
-            f"got {import_path!r}, which is not a PyTorchTrial"
-        )
-    trial_class: Callable[..., pytorch.PyTorchTrial] = found
-    return trial_class
+def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[str]:
+    """The dotted names of the hyperparameters that are ranges to search."""
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            if value.get("type") in _RANGES:
+                yield f"{path}.{key}"
+            else:
+                yield from ranges(value, f"{path}.{key}")
 
 
-def indivisible_batch(global_batch_size: int, slots: int) -> Iterator[str]:
+def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[str]:
     """The sentence that says so if the batch does not divide; Determined would shrink it."""
-    if global_batch_size % max(slots, 1):
+    if global_batch_size is not None and global_batch_size % max(slots, 1):
         yield (
             f"hyperparameters.global_batch_size: got {global_batch_size}, which does not divide "
             f"among {slots} slots; allowed: a multiple of {slots}"
         )
 
 
-def _trial_class(raw: object, problems: list[str]) -> Callable[..., pytorch.PyTorchTrial] | None:
-    import_path = raw.get("trial") if isinstance(raw, Mapping) else None
-    if not isinstance(import_path, str):
+@dataclass(frozen=True)
+class _Named:
+    """A trial, and where its name is written down: in the hyperparameters or as the entrypoint."""
+
+    path: str
+    factory: Factory
+    in_hyperparameters: bool
+
+
+def _named_trial(
+    config: Mapping[str, Any], raw: Mapping[str, Any], given: str | None, problems: list[str]
+) -> _Named | None:
+    entrypoint, ours = config.get("entrypoint"), raw.get("trial")
+    is_legacy = isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint)
+    if given is not None:
+        place, path = "--trial", given
+    elif isinstance(ours, str):
+        place, path = "hyperparameters.trial", ours
+    elif is_legacy:
+        place, path = "entrypoint", str(entrypoint)
+    elif ours is not None:
+        problems.append(
+            f"hyperparameters.trial: got {ours!r}; allowed: module:Class of a PyTorchTrial"
+        )
+        return None
+    else:
+        problems.append(
+            "hyperparameters.trial: missing; allowed: module:Class of a PyTorchTrial there, as the "
+            "entrypoint, or as --trial module:Class"
+        )
         return None
     try:
-        return load_trial_class(import_path)
+        factory = load_factory(path)
     except ValueError as error:
-        problems.append(f"hyperparameters.trial: {error}; allowed: module:Class of a PyTorchTrial")
+        problems.append(f"{place}: {error}; allowed: module:Class of a PyTorchTrial")
         return None
+    in_hyperparameters = isinstance(ours, str) or _own_class(factory, "Hparams") is not None
+    return _Named(path, factory, in_hyperparameters)
 
 
-def _settings_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[str]:
-    for path, default, instead in _WITHOUT_EFFECT:
-        value: Any = config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is None or (completed and value == default):
-            continue
-        yield f"{path}: got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+def _own_class(factory: Factory | None, name: str) -> type[Any] | None:
+    """A settings class that a trial class has as an attribute."""
+    found = getattr(factory, name, None) if isinstance(factory, type) else None
+    return found if is_settings_class(found) else None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What every trial may have; its own keys are its own business."""
+
+    global_batch_size: int | None = setting(None, at_least=1)
+
+
+class _Parts:
+    """The sections of one configuration, each read for itself so that all mistakes are found."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        raw: Mapping[str, Any],
+        named: _Named | None,
+        completed: bool,
+    ) -> None:
+        self.config, self.named, self.completed = config, named, completed
+        self.hyperparameters = constants(raw)
+        if named is not None and named.in_hyperparameters:
+            self.hyperparameters["trial"] = named.path
+        factory = named.factory if named else None
+        self.hparams_class = _own_class(factory, "Hparams")
+        self.data_class = _own_class(factory, "Data")
+
+    def read(self, problems: list[str]) -> Experiment[Any] | None:
+        """The experiment; None, or problems, if something is wrong."""
+        strict = self.hparams_class is not None
+        hparams, sound = self._hparams(problems) if not problems else (None, False)
+        amp = self._amp(problems) if sound else None
+        data = self._data(problems)
+        platform = self._platform(problems)
+        if strict or has_our_form(self.hyperparameters):
+            problems.extend(keys_without_effect(self.config, self.completed))
+        plan = read_plan(self.config, self.hyperparameters, problems) if sound else None
+        size = self.hyperparameters.get("global_batch_size")
+        if platform is not None and sound:
+            problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
+        if self.named is None or platform is None or plan is None:
+            return None
+        return Experiment(
+            config=self._recorded(platform),
+            trial=self.named.path,
+            factory=self.named.factory,
+            platform=platform,
+            hyperparameters=self.hyperparameters,
+            plan=plan,
+            amp=amp,
+            global_batch_size=size,
+            data=data,
+            hparams=hparams,
+        )
+
+    def _hparams(self, problems: list[str]) -> tuple[Any, bool]:
+        """Those of the trial's own class, and whether the section can be read further."""
+        before = len(problems)
+        if self.hparams_class is not None:
+            found = read(self.hparams_class, self.hyperparameters, "hyperparameters", problems)
+            return found, found is not None
+        for path in ranges(self.hyperparameters):
+            problems.append(
+                f"{path}: got a range to search; allowed: one value, for instance by "
+                f"--config {path}=VALUE"
+            )
+        if len(problems) == before:
+            read(_Known, self.hyperparameters, "hyperparameters", problems, strict=False)
+        return None, len(problems) == before
+
+    def _amp(self, problems: list[str]) -> AmpSettings | None:
+        section = self.hyperparameters.get("amp")
+        if not isinstance(section, Mapping):
+            return None
+        return read(AmpSettings, section, "hyperparameters.amp", problems)
+
+    def _data(self, problems: list[str]) -> Any:
+        raw = {} if self.config.get("data") is None else self.config["data"]
+        return raw if self.data_class is None else read(self.data_class, raw, "data", problems)
+
+    def _platform(self, problems: list[str]) -> Platform | None:
+        before = len(problems)
+        platform = read(Platform, self.config, "", problems, strict=False)
+        if self.hparams_class is not None and len(problems) == before:
+            problems.extend(
+                f"{path}: missing; allowed: {allowed}"
+                for path, allowed in _REQUIRED
+                if value_at(self.config, path) is None
+            )
+        return platform
+
+    def _recorded(self, platform: Platform) -> dict[str, Any]:
+        """The configuration from which the same trial can be made without further arguments."""
+        made: dict[str, Any] = copy.deepcopy(dict(self.config))
+        if self.named is not None and self.named.in_hyperparameters:
+            made["hyperparameters"] = {**made.get("hyperparameters", {}), "trial": self.named.path}
+        elif self.named is not None:
+            made["entrypoint"] = self.named.path
+        seed = platform.reproducibility.experiment_seed
+        made["reproducibility"] = {**(made.get("reproducibility") or {}), "experiment_seed": seed}
+        return made

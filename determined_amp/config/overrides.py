@@ -30,6 +30,15 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trial_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--trial module:Class`."""
+    parser.add_argument(
+        "--trial",
+        metavar="MODULE:CLASS",
+        help="the trial, or a function that makes it, if the YAML does not name it",
+    )
+
+
 def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`config` with `a.b=value` applied; values are read as YAML.
 

@@ -32,12 +32,16 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
+# In the metadata of a field: `setting` has declared it.
+_DECLARED = "declared by setting"
+
+
 @typing.runtime_checkable
 class _CanContradict(typing.Protocol):
     def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, ValueError):
     """Every problem of one configuration, a line each.
 
     Args:
@@ -62,10 +66,18 @@ def setting(
 ) -> Any:
     """Declare a field of a settings class; without a default the key is required."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {name: bound for name, bound in bounds.items() if bound is not None}
+    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
+    metadata[_DECLARED] = True
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def is_settings_class(cls: object) -> bool:
+    """Whether it is a dataclass all of whose fields were declared by `setting`."""
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        return False
+    return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
 
 
 def read(
@@ -116,6 +128,24 @@ def read(
     if isinstance(made, _CanContradict):
         problems.extend(f"{_join(path, key)}: {text}" for key, text in made.contradictions(given))
     return made if len(problems) == before else None
+
+
+def read_section(cls: type[T], raw: object, path: str) -> T:
+    """Build `cls` from one section of a configuration.
+
+    Args:
+        cls: See `read`.
+        raw: The section.
+        path: Dotted place of the section, for messages.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    problems: list[str] = []
+    made = read(cls, raw, path, problems)
+    if made is None:
+        raise ConfigError("experiment configuration", problems)
+    return made
 
 
 def _join(path: str, key: object) -> str:
@@ -175,7 +205,11 @@ def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def _within(value: Any, field: dataclasses.Field[Any]) -> bool:
-    return all(_BOUNDS[name][1](value, bound) for name, bound in field.metadata.items())
+    return all(_BOUNDS[name][1](value, bound) for name, bound in _bounds(field))
+
+
+def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
+    return [(name, bound) for name, bound in field.metadata.items() if name in _BOUNDS]
 
 
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
@@ -193,7 +227,7 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
             float: "a number",
             str: "a string",
         }[kind]
-    bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in field.metadata.items())
+    bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in _bounds(field))
     return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
 
 

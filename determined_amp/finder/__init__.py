@@ -1,1 +1,19 @@
 """The initial loss scale, found in one pass over a few batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from determined_amp.finder.function import FoundScale, find_loss_scale
+
+__all__ = ["FoundScale", "find_loss_scale"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and Determined when they are asked for, not before."""
+    if name in __all__:
+        from determined_amp.finder import function  # noqa: PLC0415
+
+        return getattr(function, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

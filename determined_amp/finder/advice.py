@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from determined_amp.amp.mixed_precision import SCALER_KEYS
+from determined_amp.config.amp import SCALER_KEYS
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT, Finding, Verdict
 
@@ -41,7 +42,7 @@ class Run:
         samples: Samples in them, over all slots.
         init_scale: What the YAML starts with.
         growth_interval: Applied steps before the scale grows by one bit.
-        is_ours: Whether the trial has the `amp` section of this repository's.
+        is_ours: Whether the trial has a `MixedPrecision`, which reads the section `amp`.
         min_scale: The floor of the scale.
         fp32_modules: Patterns of modules that are in float32 already.
     """
@@ -59,19 +60,30 @@ class Run:
     fp32_modules: tuple[str, ...] = ()
 
 
+def show(finding: Finding, run: Run, console: Console) -> None:
+    """Print tables, verdict and the lines to paste."""
+    console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
+    console.print(scale_table(finding))
+    console.print(module_table(finding))
+    for sentence in sentences(finding, run):
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    lines = lines_to_paste(finding, run)
+    console.print(f"\n{lines}", soft_wrap=True, highlight=False, markup=False)
+
+
 def scale_table(finding: Finding) -> Table:
     """Overflow and flush at each power of two, predicted and, where there was a pass, measured."""
-    table = Table(title="16-bit gradient values by loss scale", title_justify="left")
+    table = Table(title="16-bit gradients by loss scale", title_justify="left")
     for column in ("init_scale", "overflow", "flushed to 0", "measured in float16"):
         table.add_column(column, justify="right")
-    total = finding.prediction.total
+    prediction = finding.prediction
     measured = {o.scale_log2: o for o in finding.verified}
     for scale in shown_scales(finding):
         seen = measured.get(scale)
         table.add_row(
             f"2^{scale}",
-            _share(total.overflow_share(scale)),
-            _share(total.flushed_share(scale)),
+            _share(prediction.total.overflow_share(scale)),
+            _share(prediction.flushed_share(scale)),
             "" if seen is None else "overflow" if seen.overflow else _share(seen.flushed_share),
             style="bold" if scale == finding.choice_log2 else _style(finding, scale),
         )
@@ -96,14 +108,14 @@ def module_table(finding: Finding) -> Table:
     """The modules that limit the scale: the loudest from above, the faintest from below."""
     table = Table(title="modules that limit it", title_justify="left")
     table.add_column("module", overflow="fold")
-    for column in ("largest gradient", "faintest 1 %", "overflows at", "1 % flushed below"):
+    flushed = f"{FLUSHED_LIMIT:.1%} flushed below"
+    for column in ("largest gradient", "overflows at", flushed):
         table.add_column(column, justify="right")
     limits = module_limits(finding)
     for name in limiting_modules(limits):
         table.add_row(
             name,
             f"2^{limits[name]['largest_log2']}",
-            f"2^{limits[name]['faint_log2']}",
             f"2^{limits[name]['first_overflow_log2']}",
             f"2^{limits[name]['low_log2']}",
         )
@@ -114,13 +126,11 @@ def module_limits(finding: Finding) -> dict[str, dict[str, int]]:
     """Of every module with a gradient that is not 0: its range and its own safe window."""
     limits = {}
     for name, histogram in finding.prediction.modules.items():
-        largest, faint = histogram.largest_log2, histogram.quantile_log2(FLUSHED_LIMIT)
-        if largest is None or faint is None:
+        if histogram.largest_log2 is None:
             continue
-        alone = type(finding.prediction)({name: histogram}, 0.0)
+        alone = finding.prediction.of(lambda other, name=name: other == name)  # type: ignore[misc]
         limits[name] = {
-            "largest_log2": largest,
-            "faint_log2": faint,
+            "largest_log2": histogram.largest_log2,
             "first_overflow_log2": alone.first_overflow_log2,
             "low_log2": alone.smallest_scale_log2(FLUSHED_LIMIT),
         }
@@ -137,13 +147,18 @@ def limiting_modules(limits: Mapping[str, Mapping[str, int]]) -> list[str]:
 def sentences(finding: Finding, run: Run) -> Iterator[str]:
     """The window, the verdict, and what it means for the YAML's own scale."""
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
+    if finding.prediction.recorded_log2 is not None:
+        yield (
+            f"recorded in float16 at 2^{finding.prediction.recorded_log2}: this trial cannot run "
+            f"in bfloat16: {finding.prediction.reason}"
+        )
     if finding.verdict is Verdict.FORWARD_OVERFLOW:
         yield f"verdict: no scale helps: {finding.cause}"
         return
     if bits < 0:
         yield (
             f"no safe window: above 2^{top} gradients overflow, and below 2^{low} more than "
-            f"{FLUSHED_LIMIT:.0%} of them are flushed to 0"
+            f"{FLUSHED_LIMIT:.1%} of one is flushed to 0"
         )
     else:
         yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
@@ -164,14 +179,15 @@ def sentences(finding: Finding, run: Run) -> Iterator[str]:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for instance "
             f"{finding.hidden_modules[0]}: an output that starts at 0 hides them. Train ten steps "
-            "and run this again with --checkpoint"
+            "and run this again from there (a trial: with --checkpoint)"
         )
 
 
 def _cost_of_the_yaml(finding: Finding, run: Run) -> Iterator[str]:
+    ours = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
         skips = finding.expected_skips(scale)
-        whose = "the YAML's" if scale == math.log2(run.init_scale) else "the default"
+        whose = ours if scale == math.log2(run.init_scale) else "the default"
         if skips:
             yield (
                 f"{whose} 2^{scale:g} skips {skips} steps at the start, which nobody notices in "
@@ -181,8 +197,8 @@ def _cost_of_the_yaml(finding: Finding, run: Run) -> Iterator[str]:
             bits = math.ceil(finding.low_log2 - scale)
             yield (
                 f"{whose} 2^{scale:g} flushes "
-                f"{_share(finding.prediction.total.flushed_share(math.floor(scale)))} of the "
-                f"gradient values, and takes {bits * run.growth_interval} steps to grow into the "
+                f"{_share(finding.prediction.flushed_share(math.floor(scale)))} of a "
+                f"gradient, and takes {bits * run.growth_interval} steps to grow into the "
                 "window"
             )
 
@@ -233,15 +249,16 @@ def _yaml(value: Any) -> str:
 
 def as_json(finding: Finding, run: Run) -> dict[str, Any]:
     """Everything, for `determined_amp.reports.loss_scale` and for other programs."""
-    total, limits = finding.prediction.total, module_limits(finding)
+    prediction, limits = finding.prediction, module_limits(finding)
     return {
         "run": {**vars(run)},
         "verdict": finding.verdict.value,
         "sentences": list(sentences(finding, run)),
         "choice_log2": finding.choice_log2,
         "window_log2": [finding.low_log2, finding.top_log2],
-        "first_overflow_log2": finding.prediction.first_overflow_log2,
-        "headroom_log2": finding.prediction.headroom_log2,
+        "first_overflow_log2": prediction.first_overflow_log2,
+        "headroom_log2": prediction.headroom_log2,
+        "recorded_log2": prediction.recorded_log2,
         "islands": list(finding.islands),
         "cause": finding.cause,
         "expected_skips": {
@@ -251,8 +268,8 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
         "predicted": [
             {
                 "scale_log2": scale,
-                "overflow_share": total.overflow_share(scale),
-                "flushed_share": total.flushed_share(scale),
+                "overflow_share": prediction.total.overflow_share(scale),
+                "flushed_share": prediction.flushed_share(scale),
             }
             for scale in range(
                 min(shown_scales(finding)[0], _SEARCHED[0]),
@@ -276,7 +293,7 @@ def as_json(finding: Finding, run: Run) -> dict[str, Any]:
                 "values_by_log2": histogram.by_power(),
                 **limits.get(name, {}),
             }
-            for name, histogram in finding.prediction.modules.items()
+            for name, histogram in prediction.modules.items()
         ],
         "yaml": yaml_changes(finding, run),
     }

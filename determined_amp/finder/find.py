@@ -1,50 +1,20 @@
-"""Find the initial loss scale in one pass over a few batches.
-
-    python -m determined_amp find experiment_configs/mlp/amp.yaml
-    python -m determined_amp find CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
-                               [--write NEW.yaml] [--json FILE] [--plot FILE.png]
-
-The trial is any of this repository, or a `PyTorchTrial` of your own: `--trial module:Class`. It
-needs a wrapped `GradScaler` and float16 autocast, and is started but not trained. One forward and
-backward per batch in bfloat16 predicts overflow and underflow at every power of two; as many in
-float16 verify the choice.
-"""
+"""The initial loss scale of a trial, in one pass over a few of its batches."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 from determined import pytorch
-from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import add_override_option, with_overrides
-from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import (
-    Run,
-    as_json,
-    json_text,
-    lines_to_paste,
-    module_table,
-    scale_table,
-    sentences,
-    shown_scales,
-    yaml_changes,
-)
+from determined_amp.finder.advice import Run, shown_scales
 from determined_amp.finder.frozen import FrozenBatch, in_training, wrapped_scaler
-from determined_amp.finder.opened import opened
 from determined_amp.finder.passes import observe
 from determined_amp.finder.verdict import Finding, find
-from determined_amp.finder.written import write_copy
 
 
 def look(
@@ -56,7 +26,7 @@ def look(
     latest_checkpoint: str | None = None,
     sweep: bool = False,
 ) -> tuple[Finding, Run]:
-    """Find the initial loss scale of a trial; with this the trial has been used up.
+    """Find the initial loss scale of a trial; the trial cannot be used afterwards.
 
     Args:
         name: Of the experiment.
@@ -69,7 +39,8 @@ def look(
     Raises:
         LossScaleError: if there is no loss scale to look for.
     """
-    init_scale, growth_interval = _scaler_settings(context)
+    scaler = wrapped_scaler(context)
+    init_scale, growth_interval = float(scaler.get_scale()), int(scaler.get_growth_interval())
 
     def work(frozen: Sequence[FrozenBatch]) -> tuple[Finding, Run]:
         finding = find(context, frozen)
@@ -77,8 +48,8 @@ def look(
             finding = _measured_everywhere(context, frozen, finding)
         samples = sum(context.distributed.allgather(sum(batch.samples for batch in frozen)))
         device = DeviceSupport.of(context.device).name
-        amp = getattr(trial, "amp", None)
-        settings = amp.settings if isinstance(amp, MixedPrecision) else None
+        amp = MixedPrecision.of(context)
+        settings = None if amp is None else amp.settings
         run = Run(
             name=name,
             device=device,
@@ -97,123 +68,9 @@ def look(
     return in_training(trial, context, batches, work, latest_checkpoint)
 
 
-def _scaler_settings(context: pytorch.PyTorchTrialContext) -> tuple[float, int]:
-    scaler = wrapped_scaler(context)
-    return float(scaler.get_scale()), int(scaler.get_growth_interval())
-
-
 def _measured_everywhere(
     context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch], finding: Finding
 ) -> Finding:
     scales = set(shown_scales(finding)) - {int(seen.scale_log2) for seen in finding.verified}
     more = [observe(context, batches, scale, finding.prediction) for scale in sorted(scales)]
     return dataclasses.replace(finding, verified=(*more, *finding.verified))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 with a finding, 2 where there is none to be had."""
-    options = _options(arguments)
-    try:
-        config = with_overrides(read_yaml(options.config), options.overrides)
-        _check_targets(options)
-        with opened(config, options.config, options.trial, options.checkpoint) as found:
-            _check_writable(options, found.trial)
-            finding, run = look(
-                str(config.get("name", options.config)),
-                found.trial,
-                found.context,
-                options.batches,
-                latest_checkpoint=found.latest_checkpoint,
-                sweep=options.sweep,
-            )
-        show(finding, run, Console())
-        _save(finding, run, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def show(finding: Finding, run: Run, console: Console) -> None:
-    """Print tables, verdict and the lines to paste."""
-    console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
-    console.print(scale_table(finding))
-    console.print(module_table(finding))
-    for sentence in sentences(finding, run):
-        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
-    lines = lines_to_paste(finding, run)
-    console.print(f"\n{lines}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
-    if options.json:
-        options.json.write_text(json_text(finding, run))
-    if options.plot:
-        # matplotlib takes seconds to import.
-        from determined_amp.reports.figure import draw, save_png  # noqa: PLC0415
-        from determined_amp.reports.forecast import Forecast  # noqa: PLC0415
-
-        save_png(draw(Forecast.of_json(as_json(finding, run), run.name), None), options.plot)
-        print(f"written: {options.plot}")
-    if options.write:
-        write_copy(Path(options.config), options.write, yaml_changes(finding, run))
-        print(f"written: {options.write}")
-
-
-def _check_targets(options: argparse.Namespace) -> None:
-    """Before the work, not after it."""
-    problems = [
-        f"got {target}, whose folder does not exist"
-        for target in (options.json, options.write, options.plot)
-        if target is not None and not target.parent.is_dir()
-    ]
-    if options.write is not None and options.write.exists():
-        problems.append(f"--write: {options.write} exists; allowed: a new file")
-    if options.write is not None and options.overrides:
-        problems.append(
-            "--write: copies the YAML as it is, and what --config changes would be lost; allowed: "
-            "one of the two"
-        )
-    if options.batches < 1:
-        problems.append(f"--batches: got {options.batches}; allowed: 1 or more")
-    if problems:
-        raise ConfigError("command line", problems)
-
-
-def _check_writable(options: argparse.Namespace, trial: pytorch.PyTorchTrial) -> None:
-    if options.write is not None and not isinstance(getattr(trial, "amp", None), MixedPrecision):
-        raise ConfigError(
-            "--write",
-            [
-                f"{type(trial).__name__} reads no section hyperparameters.amp, which this would "
-                "change; allowed: trials that do"
-            ],
-        )
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp find", description="Find the initial loss scale in one pass."
-    )
-    parser.add_argument("config", help="experiment YAML")
-    parser.add_argument(
-        "--batches", type=int, default=4, help="training batches to look at (default: 4)"
-    )
-    parser.add_argument(
-        "--trial", metavar="MODULE:CLASS", help="the trial, if the YAML does not name it"
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="measure every scale that is shown in float16, too"
-    )
-    parser.add_argument("--write", type=Path, metavar="NEW.yaml", help="the YAML with the answer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
-    add_override_option(parser)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

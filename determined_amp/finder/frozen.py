@@ -7,21 +7,20 @@ regions can be made another dtype: bfloat16 makes the same graph with the range 
 
 from __future__ import annotations
 
-import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
-import numpy as np
 import torch
 from determined import pytorch
 from torch import nn
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import find_cause, undisturbed
+from determined_amp.amp.diagnosis import find_cause, undisturbed, without_steps
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.errors import UserError
 
@@ -60,7 +59,67 @@ class Gradients:
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
 
-class FrozenBatch:
+class FrozenBatch(ABC):
+    """One batch, of which forward, loss and backward can run any number of times.
+
+    Args:
+        models: Whose parameters get gradients.
+        batch: What they come from.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], batch: Any) -> None:
+        self._models = models
+        self.batch = batch
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Of this batch, on this slot."""
+
+    @abstractmethod
+    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
+        """Forward, loss and backward with that loss scale, then the call with the scaled loss."""
+
+    def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
+        """Forward, loss and backward, without a step.
+
+        Parameters, gradients, buffers, scaler and random state are afterwards as before.
+
+        Args:
+            dtype: What float16 autocast regions compute in; None for float32.
+            scale_log2: The loss scale is 2 to that power.
+
+        Raises:
+            LossScaleError: if a trial does not call `context.backward`.
+        """
+        losses: list[torch.Tensor] = []
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
+        parameters = [p for model in self._models for p in model.parameters()]
+
+        def keep(loss: torch.Tensor) -> None:
+            losses.append(loss.detach())
+            # Here, before the trial clips them or sets them to 0.
+            gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
+
+        with undisturbed(*self._models), float16_as(dtype):
+            self._pass(2.0**scale_log2, keep)
+        finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
+        return Gradients(finite, tuple(gradients.values()))
+
+    def cause(self) -> str | None:
+        """In which module float16 overflows without any scale, in a sentence; None if it does not.
+
+        If a model is wrapped in DistributedDataParallel, every rank must call this.
+        """
+
+        def train() -> None:
+            with undisturbed(*self._models):
+                self._pass(1.0, lambda loss: None)
+
+        return find_cause(self._models, self.batch, train)
+
+
+class TrialBatch(FrozenBatch):
     """One batch of a trial.
 
     Args:
@@ -77,98 +136,59 @@ class FrozenBatch:
         batch: Any,
         train: Callable[[], object],
     ) -> None:
+        super().__init__(context.models, batch)
         self._trial = trial
         self._context = context
-        self.batch = batch
         self._train = train
 
     @property
     def samples(self) -> int:
-        """Of this batch, on this slot."""
         return int(self._trial.get_batch_length(self.batch))
 
-    def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
-        """Forward, loss and backward, without a step.
+    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
+        backward, backwards = self._context.backward, 0
 
-        Parameters, gradients, buffers, scaler and random state are afterwards as before.
-
-        Args:
-            dtype: What float16 autocast regions compute in; None for float32.
-            scale_log2: The loss scale is 2 to that power.
-
-        Raises:
-            LossScaleError: if the trial does not call `context.backward`.
-        """
-        losses: list[torch.Tensor] = []
-        gradients: dict[nn.Parameter, torch.Tensor] = {}
-        parameters = [p for model in self._context.models for p in model.parameters()]
-        backward = self._context.backward
-
-        def keep_loss(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            losses.append(loss.detach())
+        def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            nonlocal backwards
+            backwards += 1
             backward(loss, *args, **kwargs)
-            # Here, before the trial clips them or sets them to 0.
-            gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
+            after_backward(loss)
 
-        watched = patched(self._context, "backward", keep_loss)
-        with self._frozen(2.0**scale_log2), float16_as(dtype), watched:
+        with self._without_step(scale), patched(self._context, "backward", watched):
             self._train()
-        if not losses:
-            raise LossScaleError("train_batch of this trial does not call context.backward")
-        finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
-        return Gradients(finite, tuple(gradients.values()))
-
-    def cause(self) -> str | None:
-        """In which module float16 overflows without any scale, in a sentence; None if it does not.
-
-        If a model is wrapped in DistributedDataParallel, every rank must call this.
-        """
-
-        def train() -> None:
-            with self._frozen(1.0):
-                self._train()
-
-        causes = [find_cause(model, self.batch, train) for model in self._context.models]
-        return next((cause for cause in causes if cause), None)
+        if not backwards:
+            raise LossScaleError(
+                "train_batch of this trial does not call context.backward, which Determined needs "
+                "to average gradients; write self.context.backward(self.scaler.scale(loss)) "
+                "instead of scaler.scale(loss).backward()"
+            )
 
     @contextmanager
-    def _frozen(self, scale: float) -> Iterator[None]:
+    def _without_step(self, scale: float) -> Iterator[None]:
         context, scaler = self._context, wrapped_scaler(self._context)
-        amp = getattr(self._trial, "amp", None)
+        amp = MixedPrecision.of(context)
         before = scaler.state_dict()
-        with ExitStack() as stack:
-            stack.enter_context(_host_random_state())
-            for model in context.models:
-                stack.enter_context(undisturbed(model))
-            for name in ("step", "update", "unscale_"):
-                stack.enter_context(patched(scaler, name, _do_nothing))
-            stack.enter_context(patched(context, "step_optimizer", _do_nothing))
-            # Ours also counts steps and moves the learning rate with them.
-            if isinstance(amp, MixedPrecision):
-                stack.enter_context(amp.without_steps())
-            stack.callback(scaler.load_state_dict, before)
+        # Ours also counts steps, and moves the learning rate with them.
+        still = without_steps(context, scaler) if amp is None else amp.without_steps()
+        with still:
             scaler.load_state_dict({**before, "scale": scale})
-            yield
-
-
-def cause_of(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -> str:
-    """The first cause that any batch of any rank knows; the same on every rank."""
-    here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
-    everywhere = context.distributed.allgather(here)
-    return next((cause for cause in everywhere if cause), "its source was not found")
+            try:
+                yield
+            finally:
+                scaler.load_state_dict(before)
 
 
 def in_training(
     trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
     batches: int,
-    work: Callable[[Sequence[FrozenBatch]], T],
+    work: Callable[[Sequence[TrialBatch]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
     """Start Determined's loop, take its first training batches instead of training them, and end.
 
     Args:
-        trial: The trial; with this it has been used up.
+        trial: The trial; it cannot be used afterwards.
         context: Its context.
         batches: Batches to take.
         work: Is called once with all of them, on every rank.
@@ -182,14 +202,17 @@ def in_training(
         determined.InvalidHP: if `work` does.
     """
     wrapped_scaler(context)
+    amp = MixedPrecision.of(context)
+    if amp is not None:
+        amp.watched = False  # audit and guard are for a training; here overflows are looked for
     train_batch = trial.train_batch
-    frozen: list[FrozenBatch] = []
+    frozen: list[TrialBatch] = []
     results: list[T] = []
     invalid: list[det.InvalidHP] = []
 
     def take(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         train = partial(train_batch, batch, epoch_idx, batch_idx)
-        frozen.append(FrozenBatch(trial, context, batch, train))
+        frozen.append(TrialBatch(trial, context, batch, train))
         if len(frozen) == batches:
             try:
                 results.append(work(frozen))
@@ -221,10 +244,14 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     """
     scaler: Any = context._scaler
     if scaler is None or not scaler.is_enabled():
+        remedy = (
+            "it has no enabled GradScaler that context.wrap_scaler knows; "
+            "docs/your_trial.md shows the ten lines that float16 takes"
+            if MixedPrecision.of(context) is None
+            else "for float16, set hyperparameters.amp.precision to amp_fp16"
+        )
         raise LossScaleError(
-            "this trial scales no loss: it has no enabled GradScaler that context.wrap_scaler "
-            "knows. float32 and bfloat16 need no loss scale; for float16, set "
-            "hyperparameters.amp.precision to amp_fp16"
+            f"this trial scales no loss: float32 and bfloat16 need no loss scale; {remedy}"
         )
     found: torch.amp.GradScaler = scaler
     return found
@@ -246,17 +273,3 @@ def float16_as(dtype: torch.dtype | None) -> Iterator[None]:
 
     with patched(torch.autocast, "__enter__", enter_as):
         yield
-
-
-@contextmanager
-def _host_random_state() -> Iterator[None]:
-    ours, numpys = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(numpys)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None

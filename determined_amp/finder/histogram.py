@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,18 @@ _NOT_FINITE = 2 * 255
 # in between. And the largest magnitude that it rounds to 0 (to nearest, ties to even).
 OVERFLOW_LOG2 = 16
 FLUSH_LOG2 = -25
+
+# A kernel that adds up in float16 may lose a value some bits above the bound, but not from here on.
+_KEPT_LOG2 = FLUSH_LOG2 + 4
+
+# The square of a bin's values. Between two powers of two, values are spread evenly over the
+# logarithm, as gradients nearly are: their mean square is 1.5 / ln 2 times that of the lower power.
+_SQUARES = np.ldexp(1.0, 2 * (np.arange(BINS) // 2 - _BIAS))
+_SQUARES[1::2] *= 1.5 / math.log(2)
+_SQUARES[0] = 0.0
+
+# float32's whole range of exponents: beyond it no scale can be stored.
+_LEAST_LOG2 = -126
 
 
 def exponent_counts(values: torch.Tensor) -> torch.Tensor:
@@ -68,28 +81,54 @@ class Histogram:
         filled = np.flatnonzero(self.counts[1:]) + 1
         return int(filled[-1]) // 2 - _BIAS if len(filled) else None
 
-    def quantile_log2(self, share: float) -> int | None:
-        """The power of two that holds this quantile of the magnitudes that are not 0."""
-        if not self.nonzero:
-            return None
-        below = np.cumsum(self.counts[1:])
-        return int(np.searchsorted(below, share * below[-1]) + 1) // 2 - _BIAS
-
     def by_power(self) -> dict[int, int]:
         """Number of values in [2^q, 2^(q+1)), by q, where there are any."""
         pairs = self.counts.reshape(-1, 2).sum(axis=1)
         pairs[0] -= self.zeros
         return {int(q) - _BIAS: int(pairs[q]) for q in np.flatnonzero(pairs)}
 
+    def unscaled(self, scale_log2: int) -> Histogram:
+        """What it would be had the values been made without that loss scale."""
+        counts = np.zeros_like(self.counts)
+        moved = np.flatnonzero(self.counts[1:]) + 1
+        counts[np.clip(moved - 2 * scale_log2, 1, BINS - 1)] = self.counts[moved]
+        counts[0] = self.zeros
+        return Histogram(counts)
+
     def flushed_share(self, scale_log2: int) -> float:
-        """The share of the values that are not 0 which float16 makes 0 at that loss scale."""
+        """The 2-norm of what float16 makes 0 at that loss scale, over the norm of all values.
+
+        So a value counts by what it contributes: it is the relative error that the flush makes.
+        """
         last = 2 * (FLUSH_LOG2 - scale_log2 + _BIAS)
-        return self._share(int(self.counts[1 : max(last + 1, 1)].sum()))
+        return self._share_of_norm(np.where(np.arange(BINS) <= last, self.counts, 0))
+
+    def faintest_share(self, count: int, scale_log2: float) -> float:
+        """The same of that many values, the smallest that are not 0.
+
+        Values that are well above the bound at that scale are left out: they are 0 for another
+        reason, as behind a ReLU whose input two dtypes round to either side of 0.
+        """
+        faint = self.counts.copy()
+        faint[0] = 0
+        faint[max(2 * (math.floor(_KEPT_LOG2 - scale_log2) + _BIAS), 1) :] = 0
+        below = np.cumsum(faint) - faint
+        return self._share_of_norm(np.clip(count - below, 0, faint))
+
+    def smallest_scale_log2(self, flushed: float) -> int:
+        """The smallest power of two at which `flushed_share` is no more than that."""
+        squares = np.cumsum((self.counts * _SQUARES)[1:])
+        bins = int(np.searchsorted(squares, flushed**2 * squares[-1], side="right"))
+        return max(FLUSH_LOG2 + _BIAS - bins // 2, _LEAST_LOG2)
 
     def overflow_share(self, scale_log2: int) -> float:
         """The share of the values that are not 0 which float16 makes infinite at that scale."""
         first = max(2 * (OVERFLOW_LOG2 - scale_log2 + _BIAS), 1)
         return self._share(int(self.counts[min(first, _NOT_FINITE) :].sum()))
+
+    def _share_of_norm(self, part: npt.NDArray[np.int64]) -> float:
+        whole = float(self.counts @ _SQUARES)
+        return math.sqrt(float(part @ _SQUARES) / whole) if whole else 0.0
 
     def _share(self, count: int) -> float:
         return count / self.nonzero if self.nonzero else 0.0

@@ -8,18 +8,34 @@ overflow and which are flushed to 0. `observe` is the same in float16, one scale
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
-from determined import pytorch
+from torch import nn
 
+from determined_amp.config.errors import UserError
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
-from determined_amp.finder.recorder import BackwardRecorder
+from determined_amp.finder.recorder import BackwardRecorder, Source
 
 # Magnitudes from here on are infinite in float16.
 _FIRST_INFINITE = 65520.0
+
+# Where float16 is recorded: PyTorch's default, then what overflows less, then what flushes less.
+_TRIED_LOG2 = (16, 8, 0, -8, -16, 32, 48, 64, 80)
+
+
+class Place(Protocol):
+    """Where batches are passed: a `PyTorchTrialContext`, or what stands for one."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def distributed(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -27,19 +43,37 @@ class Prediction:
     """The 16-bit values of a few backwards without a loss scale.
 
     Args:
-        modules: By module, in the order of the backward.
+        tensors: By what made them, in the order of the backward.
         largest: The largest magnitude of all.
+        recorded_log2: None if it was recorded in bfloat16; otherwise it was in float16, at 2 to
+            that power. What was flushed there is not seen.
+        reason: Why not in bfloat16.
     """
 
-    modules: dict[str, Histogram]
+    tensors: dict[Source, Histogram]
     largest: float
+    recorded_log2: int | None = None
+    reason: str = ""
 
-    @property
+    @cached_property
+    def modules(self) -> dict[str, Histogram]:
+        """By module, in the order of the backward."""
+        modules: dict[str, Histogram] = {}
+        for source, histogram in self.tensors.items():
+            modules[source.module] = modules.get(source.module, Histogram.empty()) + histogram
+        return modules
+
+    @cached_property
     def total(self) -> Histogram:
-        return sum(self.modules.values(), Histogram.empty())
+        return sum(self.tensors.values(), Histogram.empty())
+
+    def of(self, is_meant: Callable[[str], bool]) -> Prediction:
+        """Of some modules alone, by name; `largest` remains that of all."""
+        tensors = {s: histogram for s, histogram in self.tensors.items() if is_meant(s.module)}
+        return Prediction(tensors, self.largest)
 
     def require_gradients(self) -> None:
-        """Raises: LossScaleError: if all values are 0, or one is not finite already."""
+        """Raises: LossScaleError: if all values are 0, or one is already not finite."""
         if self.total.largest_log2 is None:
             raise LossScaleError(
                 "all 16-bit gradients are exactly 0: the loss does not depend on the parameters, "
@@ -54,7 +88,7 @@ class Prediction:
         """The smallest power of two at which a value becomes infinite.
 
         Raises:
-            LossScaleError: if all values are 0, or one is not finite already.
+            LossScaleError: if all values are 0, or one is already not finite.
         """
         self.require_gradients()
         largest = self.total.largest_log2
@@ -66,19 +100,23 @@ class Prediction:
         """log2 of the largest factor, not only powers of two, that the gradients bear."""
         return math.log2(_FIRST_INFINITE / self.largest)
 
+    def flushed_share(self, scale_log2: int) -> float:
+        """What float16 makes 0 at that loss scale, in the tensor that suffers most.
+
+        In each tensor it is the norm of what is flushed over the norm of all. Near-zero values
+        beside large ones hardly count then, and a tensor of which nothing is left counts fully,
+        however small it is: the parameters behind it stop training.
+        """
+        return max((h.flushed_share(scale_log2) for h in self.tensors.values()), default=0.0)
+
     def smallest_scale_log2(self, flushed: float) -> int:
-        """The smallest power of two at which no more than that share of the values is flushed."""
-        total = self.total
-        scale = self.first_overflow_log2  # from here on down, the share can only grow
-        while total.flushed_share(scale) > flushed:
-            scale += 1
-        while scale > -_FAR and total.flushed_share(scale - 1) <= flushed:
-            scale -= 1
-        return scale
+        """The smallest power of two at which no tensor is flushed by more than that share.
 
-
-# float32's whole range of exponents: beyond it no scale can be stored.
-_FAR = 126
+        Raises:
+            LossScaleError: if all values are 0, or one is already not finite.
+        """
+        self.require_gradients()
+        return max(h.smallest_scale_log2(flushed) for h in self.tensors.values() if h.nonzero)
 
 
 @dataclass(frozen=True)
@@ -89,8 +127,10 @@ class Observation:
         scale_log2: The loss scale was 2 to that power.
         loss_is_finite: Whether all losses were.
         overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
-        flushed_share: Share of the values that are not 0 in bfloat16 but were in float16.
+        flushed_share: As `Prediction.flushed_share`, measured: as many of the smallest values of
+            each tensor count as were 0 in float16 and had not been.
         headroom_bits: log2 of 65520 over the largest 16-bit value; -inf if one is not finite.
+        values_left: Share, by number, of the values that were not 0 and still are not.
     """
 
     scale_log2: float
@@ -98,39 +138,59 @@ class Observation:
     overflow: bool
     flushed_share: float
     headroom_bits: float
+    values_left: float = 1.0
 
 
-def predict(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -> Prediction:
+@dataclass(frozen=True)
+class _Passes:
+    """One backward of each batch, on one slot or over all."""
+
+    loss_is_finite: bool
+    gradients_are_finite: bool
+    tensors: dict[Source, Histogram]
+    largest: float
+    dtypes: frozenset[torch.dtype]
+
+    def __add__(self, other: _Passes) -> _Passes:
+        tensors = dict(self.tensors)
+        for source, histogram in other.tensors.items():
+            tensors[source] = tensors.get(source, Histogram.empty()) + histogram
+        return _Passes(
+            self.loss_is_finite and other.loss_is_finite,
+            self.gradients_are_finite and other.gradients_are_finite,
+            tensors,
+            max(self.largest, other.largest),
+            self.dtypes | other.dtypes,
+        )
+
+
+def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
     """One bfloat16 forward and backward of each batch, over all slots; same on every rank.
+
+    Where that cannot be had, float16 is recorded at a scale that nothing overflows at.
 
     Raises:
         LossScaleError: if a loss is not finite, or no backward makes a 16-bit tensor.
     """
-    recorder = BackwardRecorder(context.models)
-    finite = True
-    for batch in batches:
-        with recorder.recording():
-            finite &= batch.backward(torch.bfloat16).loss_is_finite
-    slots = context.distributed.allgather((finite, recorder.histograms(), recorder.largest()))
-    if not all(finite for finite, _, _ in slots):
+    _require_float32_parameters(context)
+    passes, reason = _in_bfloat16(context, batches)
+    if passes is None:
+        return _predict_from_float16(context, batches, reason)
+    if not passes.loss_is_finite:
         raise LossScaleError(
             "the loss is not finite, although bfloat16 has the range of float32: look at the "
             "data and the parameters, not at the loss scale"
         )
-    modules: dict[str, Histogram] = {}
-    for _, histograms, _ in slots:
-        for name, histogram in histograms.items():
-            modules[name] = modules.get(name, Histogram.empty()) + histogram
-    if not modules:
+    if not passes.tensors:
         raise LossScaleError(
             "no backward makes a 16-bit gradient: nothing here runs under float16 autocast. "
             "`python -m determined_amp audit CONFIG` shows what is computed in what"
         )
-    return Prediction(modules, max(largest for _, _, largest in slots))
+    return Prediction(passes.tensors, passes.largest)
 
 
 def observe(
-    context: pytorch.PyTorchTrialContext,
+    context: Place,
     batches: Sequence[FrozenBatch],
     scale_log2: float,
     prediction: Prediction,
@@ -142,26 +202,130 @@ def observe(
         batches: The batches of `prediction`.
         scale_log2: The loss scale is 2 to that power.
         prediction: Tells which zeros are no underflow.
+
+    Raises:
+        LossScaleError: if the backward made no float16 tensor.
     """
+    passes = _in_float16(context, batches, scale_log2)
+    lost = {
+        source: max(0, histogram.zeros - prediction.tensors[source].zeros)
+        for source, histogram in passes.tensors.items()
+        if source in prediction.tensors
+    }
+    shares = (
+        prediction.tensors[source].faintest_share(count, scale_log2)
+        for source, count in lost.items()
+    )
+    there = prediction.total.nonzero
+    return Observation(
+        scale_log2=scale_log2,
+        loss_is_finite=passes.loss_is_finite,
+        overflow=not passes.gradients_are_finite,
+        flushed_share=max(shares, default=0.0),
+        headroom_bits=_headroom(passes.largest),
+        values_left=1.0 - sum(lost.values()) / there if there else 1.0,
+    )
+
+
+def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
+    """The first cause that any batch of any rank knows; the same on every rank."""
+    here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
+    everywhere = context.distributed.allgather(here)
+    return next((cause for cause in everywhere if cause), "its source was not found")
+
+
+def _require_float32_parameters(context: Place) -> None:
+    parameters = (p for model in context.models for p in model.parameters() if p.requires_grad)
+    dtype = next((p.dtype for p in parameters if p.dtype in (torch.float16, torch.bfloat16)), None)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        raise LossScaleError(
+            f"the model's parameters are {name}, as after .half() or .bfloat16(); a loss scale is "
+            "for float32 parameters under autocast: leave that call out, and write "
+            "torch.autocast(device, dtype=torch.float16) around forward and loss"
+        )
+
+
+def _in_bfloat16(context: Place, batches: Sequence[FrozenBatch]) -> tuple[_Passes | None, str]:
+    """The passes over all slots, or why they cannot be had."""
+    here, reason = None, ""
+    try:
+        here = _here(context, batches, torch.bfloat16, 0)
+    except UserError:
+        raise
+    # What a trial does to a tensor that bfloat16 has no means for can raise anything. If it is not
+    # bfloat16's fault, float16 raises it once more.
+    except Exception as error:
+        message = (str(error).strip() or "no message").splitlines()[0]
+        reason = f"{type(error).__name__}: {message}"
+    if here is not None and torch.float16 in here.dtypes:
+        reason = "it makes float16 tensors outside autocast, too"
+    slots = context.distributed.allgather((here, reason))
+    reason = next((reason for _, reason in slots if reason), "")
+    return (None, reason) if reason else (_sum([passes for passes, _ in slots]), "")
+
+
+def _predict_from_float16(
+    context: Place, batches: Sequence[FrozenBatch], reason: str
+) -> Prediction:
+    for scale in _TRIED_LOG2:
+        passes = _in_float16(context, batches, scale)
+        if _is_finite(passes) and passes.largest > 0:
+            break
+    else:
+        raise LossScaleError(
+            f"this trial cannot run in bfloat16: {reason}; and in float16 at no loss scale from "
+            f"2^{min(_TRIED_LOG2)} to 2^{max(_TRIED_LOG2)} are its gradients finite and not 0. "
+            "Write .float() before what needs float16, as in logits.float().cpu().numpy(), and run "
+            "this again"
+        )
+    # Near the top, where the fewest values are flushed.
+    higher = scale + math.floor(_headroom(passes.largest)) - 1
+    if higher > scale and _is_finite(again := _in_float16(context, batches, higher)):
+        scale, passes = higher, again
+    tensors = {source: h.unscaled(scale) for source, h in passes.tensors.items()}
+    return Prediction(tensors, passes.largest / 2.0**scale, scale, reason)
+
+
+def _is_finite(passes: _Passes) -> bool:
+    return passes.loss_is_finite and passes.gradients_are_finite and math.isfinite(passes.largest)
+
+
+def _in_float16(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> _Passes:
+    here = _here(context, batches, torch.float16, scale_log2)
+    passes = _sum(context.distributed.allgather(here))
+    if torch.float16 not in passes.dtypes:
+        seen = "bfloat16" if passes.dtypes else "no 16-bit"
+        raise LossScaleError(
+            f"the backward makes {seen} tensors, none in float16: torch.autocast(device) without a "
+            "dtype is bfloat16 on a CPU. For float16, write torch.autocast(device, "
+            "dtype=torch.float16); bfloat16 needs no loss scale and no GradScaler"
+        )
+    return passes
+
+
+def _here(
+    context: Place, batches: Sequence[FrozenBatch], dtype: torch.dtype, scale_log2: float
+) -> _Passes:
     recorder = BackwardRecorder(context.models)
     loss_is_finite, gradients_are_finite = True, True
     for batch in batches:
         with recorder.recording():
-            gradients = batch.backward(torch.float16, scale_log2)
+            gradients = batch.backward(dtype, scale_log2)
         loss_is_finite &= gradients.loss_is_finite
         gradients_are_finite &= gradients.are_finite
-    zeros = sum(histogram.zeros for histogram in recorder.histograms().values())
-    here = (loss_is_finite, gradients_are_finite, zeros, recorder.largest())
-    losses, finite, all_zeros, largest = zip(*context.distributed.allgather(here), strict=True)
-    before = prediction.total
-    flushed = max(0, sum(all_zeros) - before.zeros) / before.nonzero if before.nonzero else 0.0
-    return Observation(
-        scale_log2=scale_log2,
-        loss_is_finite=all(losses),
-        overflow=not all(finite),
-        flushed_share=flushed,
-        headroom_bits=_headroom(max(largest)),
+    return _Passes(
+        loss_is_finite,
+        gradients_are_finite,
+        recorder.histograms(),
+        recorder.largest(),
+        frozenset(recorder.dtypes),
     )
+
+
+def _sum(slots: Sequence[_Passes | None]) -> _Passes:
+    first, *others = (passes for passes in slots if passes is not None)
+    return sum(others, first)
 
 
 def _headroom(largest: float) -> float:

@@ -1,4 +1,4 @@
-"""Records the 16-bit tensors that a backward makes, module by module, without keeping them.
+"""Records the 16-bit tensors that a backward makes, one by one, without keeping them.
 
 What overflows or is flushed to 0 in float16 are the gradients of activations and the casts of
 weight gradients on their way to float32. `.grad` itself is float32 and shows a flush too late, so
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,12 +36,28 @@ _UNINITIALISED = {
 }
 
 
-class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Histograms of the 16-bit tensors made in backwards, by the module whose backward it is.
+class Source(NamedTuple):
+    """What made a tensor in a backward; the steps of a recurrent network have it in common.
 
-    The values stay on the device until `histograms`. What a checkpointed forward computes again
-    during the backward is left out. Sums inside a kernel, such as those of fused attention, and
-    the buckets of DistributedDataParallel are not seen.
+    Args:
+        module: Whose backward it was.
+        operation: Of torch.
+        output: Which one of the operation's.
+        shape: Tells activations from weights.
+    """
+
+    module: str
+    operation: str
+    output: int
+    shape: tuple[int, ...]
+
+
+class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Histograms of the 16-bit tensors made in backwards, by module and operation.
+
+    The values stay on the device until `histograms`; `dtypes` are those seen. What a checkpointed
+    forward computes again during the backward is left out. Sums inside a kernel, such as those of
+    fused attention, and the buckets of DistributedDataParallel are not seen.
     """
 
     supports_higher_order_operators = True
@@ -49,8 +65,9 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origin = _Origin(models)
-        self._counts: dict[str, torch.Tensor] = {}
-        self._largest: dict[str, torch.Tensor] = {}
+        self._counts: dict[Source, torch.Tensor] = {}
+        self._largest: dict[Source, torch.Tensor] = {}
+        self.dtypes: set[torch.dtype] = set()
 
     @contextmanager
     def recording(self) -> Iterator[BackwardRecorder]:
@@ -58,12 +75,12 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         with self._origin.listening(), self:
             yield self
 
-    def histograms(self) -> dict[str, Histogram]:
-        """By module name, in the order of the backward; synchronises."""
+    def histograms(self) -> dict[Source, Histogram]:
+        """In the order of the backward; synchronises."""
         if not self._counts:
             return {}
         counts = torch.stack(list(self._counts.values())).cpu().numpy()
-        return {name: Histogram(row) for name, row in zip(self._counts, counts, strict=True)}
+        return {source: Histogram(row) for source, row in zip(self._counts, counts, strict=True)}
 
     def largest(self) -> float:
         """The largest magnitude recorded, 0 if there is none; synchronises."""
@@ -77,7 +94,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         result = func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
         if node is not None and self._is_backward(func):
-            self._record(self._origin.of(node), result)
+            self._record(self._origin.of(node), str(func), result)
         return result
 
     def _is_backward(self, func: Any) -> bool:
@@ -88,18 +105,20 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             return True  # a higher-order operator, such as flex_attention
         return func.overloadpacket not in _UNINITIALISED and not _only_views(func)
 
-    def _record(self, module: str, result: Any) -> None:
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+    def _record(self, module: str, operation: str, result: Any) -> None:
+        for number, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _SIXTEEN_BIT:
                 continue
             if not tensor.numel():
                 continue
+            self.dtypes.add(tensor.dtype)
+            source = Source(module, operation, number, tuple(tensor.shape))
             counts, largest = exponent_counts(tensor), tensor.abs().max().float()
-            if module in self._counts:
-                self._counts[module] += counts
-                torch.maximum(self._largest[module], largest, out=self._largest[module])
+            if source in self._counts:
+                self._counts[source] += counts
+                torch.maximum(self._largest[source], largest, out=self._largest[source])
             else:
-                self._counts[module], self._largest[module] = counts, largest
+                self._counts[source], self._largest[source] = counts, largest
 
 
 def _only_views(func: Any) -> bool:

@@ -20,16 +20,30 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.finder.frozen import FrozenBatch, cause_of, in_training, wrapped_scaler
-from determined_amp.finder.passes import Observation, Prediction, observe, predict
+from determined_amp.config.errors import UserError
+from determined_amp.finder.frozen import (
+    FrozenBatch,
+    Gradients,
+    LossScaleError,
+    in_training,
+    wrapped_scaler,
+)
+from determined_amp.finder.passes import (
+    Observation,
+    Place,
+    Prediction,
+    cause_of,
+    observe,
+    predict,
+)
 
 # Bits of room under float16's largest value that the search steers for.
 _WANTED_HEADROOM = 1.5
 _HEADROOM_WEIGHT = 1.0e-3
 _HALVING_PENALTY = 1.0e-2
 
-# A scale this small trains nothing.
-_FLUSHED_AWAY = 0.99
+# A scale that leaves fewer values than this trains nothing.
+_FEWEST_VALUES = 0.01
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class Score:
             difference to the float32 gradient); 1 if something overflows.
         headroom_bits: log2 of 65520 over the largest 16-bit gradient. What bfloat16 predicts
             where that overflows, which makes it negative, or where all is flushed to 0.
-        flushed_share: Share of 16-bit gradient values that float16 made 0.
+        flushed_share: 2-norm of the 16-bit gradients that float16 made 0, over that of all, in
+            the tensor that suffers most.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
         halvings: Of the scale until nothing overflows.
     """
@@ -82,9 +97,7 @@ def score(
     return asdict(in_training(trial, context, batches, measure))
 
 
-def score_batches(
-    context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch], scale_log2: float
-) -> Score:
+def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> Score:
     """`score` of one scale; every rank of a distributed trial gets the same.
 
     Raises:
@@ -112,7 +125,7 @@ def score_batches(
 
 
 def _score_of_overflow(
-    context: pytorch.PyTorchTrialContext,
+    context: Place,
     batches: Sequence[FrozenBatch],
     seen: Observation,
     prediction: Prediction,
@@ -123,7 +136,7 @@ def _score_of_overflow(
     halvings = max(1, math.ceil(scale - prediction.headroom_log2))
     while (below := observe(context, batches, scale - halvings, prediction)).overflow:
         halvings += 1
-    if below.flushed_share > _FLUSHED_AWAY:  # finite only because nothing is left
+    if below.values_left < _FEWEST_VALUES:  # finite only because nothing is left
         raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
     return Score(
         loss_scale_score=1.0 + _HALVING_PENALTY * halvings,
@@ -136,7 +149,7 @@ def _score_of_overflow(
 
 
 def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:
-    exact = batch.backward(None).parameters
+    exact = _in_float32(batch).parameters
     scaled = batch.backward(torch.float16, scale_log2).parameters
     errors = []
     for reference, gradient in zip(exact, scaled, strict=True):
@@ -144,3 +157,15 @@ def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:
         difference = (gradient.double() / 2.0**scale_log2 - reference.double()).norm()
         errors.append(torch.where(norm > 0, (difference / norm).clamp(max=1.0), norm))
     return float(torch.stack(errors).mean())
+
+
+def _in_float32(batch: FrozenBatch) -> Gradients:
+    try:
+        return batch.backward(None)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the trial's own code does to a dtype
+        raise LossScaleError(
+            f"this trial cannot run in float32, which gradient_error is measured against: {error}. "
+            "Write .float() or .to(dtype) before what needs one dtype"
+        ) from error

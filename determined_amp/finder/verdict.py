@@ -7,18 +7,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from determined import pytorch
-
-from determined_amp.finder.frozen import FrozenBatch, cause_of
-from determined_amp.finder.histogram import Histogram
-from determined_amp.finder.passes import Observation, Prediction, observe, predict
+from determined_amp.finder.frozen import FrozenBatch
+from determined_amp.finder.passes import (
+    Observation,
+    Place,
+    Prediction,
+    cause_of,
+    observe,
+    predict,
+)
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 
 # What PyTorch's GradScaler starts with.
 DEFAULT_LOG2 = 16
 
-# Flushing a hundredth of the gradient values has never been seen to matter.
-FLUSHED_LIMIT = 0.01
+# Twice what float16 rounds at any scale. Where no tensor is flushed by more, parameters' gradients
+# are as close to those of float32 as at any scale, or nearly; at 1 % they are some percent off.
+FLUSHED_LIMIT = 0.001
 
 # More islands than these, and the model is hardly float16 any more.
 _MOST_ISLANDS = 3
@@ -46,7 +51,8 @@ class Finding:
         prediction: The gradients, seen in bfloat16.
         choice_log2: log2 of the loss scale to start with; the best of a bad lot where the verdict
             is not for a scale, None where no scale helps.
-        low_log2: The smallest power of two at which at most 1 % of the values are flushed.
+        low_log2: The smallest power of two at which no tensor is flushed by more than
+            `FLUSHED_LIMIT`, see `Prediction.flushed_share`.
         top_log2: The largest at which nothing overflows; where float16 overflowed below the
             prediction, the one that was verified.
         verified: Real float16 passes, the one at `choice_log2` last.
@@ -78,12 +84,12 @@ class Finding:
         return tuple(name for name, h in self.prediction.modules.items() if not h.nonzero)
 
 
-def find(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -> Finding:
+def find(context: Place, batches: Sequence[FrozenBatch]) -> Finding:
     """Look for the loss scale to start with: one bit below the largest that nothing overflows at.
 
-    One bit, because a largest gradient over a few batches is not the largest of the first steps: in
-    27 trainings four batches and one bit sufficed for a start without a skipped step. More would
-    come off the other side, where it can cost thousands of steps of growth, not one.
+    One bit, because a largest gradient over a few batches is not the largest of the first steps. A
+    second bit would save a skipped step at most, and would come off the other side, where it can
+    cost thousands of steps of growth.
 
     Raises:
         LossScaleError: if there is nothing to scale.
@@ -115,36 +121,34 @@ def find(context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch]) -
 
 def _judge(prediction: Prediction, low: int, top: int) -> tuple[Verdict, tuple[str, ...]]:
     if low > top:
-        islands = _islands(prediction.modules)
+        islands = _islands(prediction)
         return (Verdict.ISLANDS if islands else Verdict.BF16), islands
     if low <= DEFAULT_LOG2 <= top:
         return Verdict.DEFAULT, ()
     return Verdict.SCALE, ()
 
 
-def _islands(modules: dict[str, Histogram]) -> tuple[str, ...]:
+def _islands(prediction: Prediction) -> tuple[str, ...]:
     """The fewest modules without which the others fit, from one end or from the other."""
-    modules = {name: histogram for name, histogram in modules.items() if histogram.nonzero}
+    modules = {name: h for name, h in prediction.modules.items() if h.nonzero}
     loudest = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
-    faintest = sorted(modules, key=lambda name: -_lost_at_the_top(modules, name))
-    found = [islands for order in (loudest, faintest) if (islands := _leading(modules, order))]
+    lowest = {name: _alone(prediction, name).smallest_scale_log2(FLUSHED_LIMIT) for name in modules}
+    faintest = sorted(modules, key=lambda name: -lowest[name])
+    orders = (loudest, faintest)
+    found = [islands for order in orders if (islands := _leading(prediction, order))]
     return min(found, key=len, default=())
 
 
-def _lost_at_the_top(modules: dict[str, Histogram], name: str) -> int:
-    """Values of a module that are flushed at the largest scale that the whole model bears."""
-    top = Prediction(modules, 0.0).first_overflow_log2 - 1
-    return round(modules[name].flushed_share(top) * modules[name].nonzero)
+def _alone(prediction: Prediction, module: str) -> Prediction:
+    return prediction.of(lambda name: name == module)
 
 
-def _leading(modules: dict[str, Histogram], order: Sequence[str]) -> tuple[str, ...]:
-    for count in range(1, min(_MOST_ISLANDS, (len(modules) - 1) // 2) + 1):
+def _leading(prediction: Prediction, order: Sequence[str]) -> tuple[str, ...]:
+    for count in range(1, min(_MOST_ISLANDS, (len(order) - 1) // 2) + 1):
         islands = order[:count]
         if OUTSIDE in islands or WHOLE_MODEL in islands:
             return ()
-        rest = Prediction({n: h for n, h in modules.items() if n not in islands}, 0.0)
-        if rest.total.nonzero and (
-            rest.smallest_scale_log2(FLUSHED_LIMIT) < rest.first_overflow_log2
-        ):
+        rest = prediction.of(lambda name, islands=islands: name not in islands)  # type: ignore[misc]
+        if rest.smallest_scale_log2(FLUSHED_LIMIT) < rest.first_overflow_log2:
             return tuple(islands)
     return ()

@@ -5,15 +5,61 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from determined import core, pytorch
 
-from determined_amp.config.experiment import Experiment, load_trial_class
-from determined_amp.config.hparams import Hparams
+from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.config.experiment import Experiment, parse
 from determined_amp.local.checkpoints import LocalCheckpoints
-from determined_amp.local.run import trial_context
+from determined_amp.local.context import trial_context
+from determined_amp.local.run import Resume
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trial that has not trained yet.
+
+    Args:
+        trial: The trial.
+        context: Its context.
+        latest_checkpoint: What `Trainer.fit` starts from.
+        experiment: What it was made from.
+    """
+
+    trial: pytorch.PyTorchTrial
+    context: pytorch.PyTorchTrialContext
+    latest_checkpoint: str | None
+    experiment: Experiment[Any]
+
+
+@contextmanager
+def open_trial(
+    config: Mapping[str, Any],
+    source: str,
+    trial: str | None = None,
+    checkpoint: Path | None = None,
+) -> Iterator[Opened]:
+    """Make the trial that an experiment configuration names, in one process on this machine.
+
+    Args:
+        config: The configuration.
+        source: Where it comes from, for the error message.
+        trial: `module:Class`, if the configuration does not name it.
+        checkpoint: A checkpoint to start from, or a run folder, whose newest is taken.
+
+    Raises:
+        ConfigError: if the configuration is wrong or names no trial.
+        CheckpointError: if there is no checkpoint.
+    """
+    experiment = parse(config, source, trial=trial)
+    folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
+    parent, name = (None, None) if folder is None else (folder.parent, folder.name)
+    with core_context_alone(parent) as core_context:
+        context = trial_context(core_context, experiment)
+        yield Opened(experiment.make(context), context, name, experiment)
 
 
 @contextmanager
@@ -34,17 +80,11 @@ def core_context_alone(checkpoints: Path | None = None) -> Iterator[core.Context
             yield core_context
 
 
-@contextmanager
-def trial_alone(
-    config: Mapping[str, Any], experiment: Experiment[Hparams], checkpoints: Path | None = None
-) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
-    """The trial of an experiment and its context.
-
-    Args:
-        config: The configuration as it was given.
-        experiment: The same, parsed.
-        checkpoints: Folder to restore checkpoints from.
-    """
-    with core_context_alone(checkpoints) as core_context:
-        context = trial_context(core_context, config, experiment, first_batch=0)
-        yield load_trial_class(experiment.hparams.trial)(context, experiment), context
+def _checkpoint_folder(path: Path) -> Path:
+    if (path / "state_dict.pth").exists():
+        return path.absolute()
+    if (path / "checkpoints").is_dir():
+        return (path / "checkpoints" / Resume.latest(path).checkpoint).absolute()
+    raise CheckpointError(
+        f"{path}: got neither a checkpoint (a folder with state_dict.pth) nor a run folder"
+    )

@@ -109,7 +109,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a save failed for want of a disk; torch's writer says so in a RuntimeError."""
+    """Whether a save failed because of the disk; torch's writer says so in a RuntimeError."""
     words = ("inline_container", "iostream")
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))

@@ -69,7 +69,9 @@ class DetachedTrial(Follower):
             session, body=experiment, externalExperimentId=external_id
         ).experiment.id
         wanted = bindings.v1CreateTrialRequest(
-            experimentId=self._experiment, hparams=config["hyperparameters"], unmanaged=True
+            experimentId=self._experiment,
+            hparams=config.get("hyperparameters") or {},
+            unmanaged=True,
         )
         put = bindings.v1PutTrialRequest(createTrialRequest=wanted, externalTrialId=external_id)
         trial = bindings.put_PutTrial(session, body=put).trial

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -43,21 +44,30 @@ _CLOSING = (
 )
 
 
+# Determined adds these to every report.
+_COUNTS = ("batches", "epochs")
+# The most metrics of names of its own that a trial sees in one place.
+_MOST = 12
+
+
 class Display:
     """Shows one run.
 
     Args:
         title: What is running.
         console: Where to; None shows nothing, for the ranks that do not report.
+        metric: The searcher's; it is always shown.
 
     Attributes:
         console: The same.
     """
 
-    def __init__(self, title: str, console: Console | None) -> None:
+    def __init__(self, title: str, console: Console | None, metric: str | None = None) -> None:
         self._title = title
+        self._metric = metric
         self.console = console or Console(quiet=True)
         self._latest: dict[str, Any] = {}
+        self._of_training: dict[str, Any] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -82,22 +92,43 @@ class Display:
 
     def report(self, group: str, batches: int, metrics: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
-        self._latest.update(metrics)
+        # A trial may give a training and a validation metric one name; the table is of the former.
+        if group == "training":
+            self._of_training.update(metrics)
+        self._latest.update({**metrics, **self._of_training})
         self._update(completed=batches)
-        shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
-        self.console.print(f"{group[:5]} {batches:>6}  " + "  ".join(shown), highlight=False)
+        numbers = _numbers(metrics)
+        shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
+        others = self._others(numbers, _SHOWN)
+        shown += [f"{name} {numbers[name]:.4g}" for name in others]
+        line = f"{group[:5]} {batches:>6}  " + "  ".join(shown)
+        self.console.print(line, highlight=False, markup=False)
 
     def close(self, state: str, folder: Path) -> None:
         """The table of a run that has ended."""
         table = Table(title=f"{self._title}: {state}", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
+        numbers = _numbers(self._latest)
         for title, name, text in _CLOSING:
-            if name in self._latest:
-                table.add_row(title, text.format(self._latest[name]))
+            if name in numbers:
+                table.add_row(title, text.format(numbers[name]))
+        for name in self._others(numbers, [name for _, name, _ in _CLOSING]):
+            table.add_row(escape(name), f"{numbers[name]:.4g}")
         self.console.print(table)
         self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+
+    def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
+        """What else is shown: the searcher's metric, and all of a trial with names of its own."""
+        others = [name for name in numbers if name not in known and name not in _COUNTS]
+        if any(name in known for name in numbers):
+            return [name for name in others if name == self._metric]
+        return others[:_MOST]
 
     def _update(self, **changes: Any) -> None:
         for task in self._progress.task_ids:
             self._progress.update(task, **changes)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isinstance(value, (int, float))}

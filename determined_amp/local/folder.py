@@ -1,6 +1,6 @@
 """The folder that a local run leaves behind.
 
-config.yaml        the configuration as it was given
+config.yaml        the configuration as it was given, with the trial and the seed written down
 resolved.yaml      the same with every default filled in
 environment.json   versions, device, commit, command, date
 metrics.jsonl      one report per line
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import importlib.metadata
 import json
 import os
 import platform
@@ -26,12 +27,10 @@ from typing import Any
 import determined as det
 import numpy as np
 import torch
-import torchvision
 import yaml
 
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.config.experiment import Experiment
-from determined_amp.config.hparams import Hparams
 
 
 class RunFolder:
@@ -55,19 +54,19 @@ class RunFolder:
         """The folder of a run that starts now."""
         return RunFolder(fresh_folder(root, name))
 
-    def describe(self, config: Mapping[str, Any], experiment: Experiment[Hparams]) -> None:
+    def describe(self, experiment: Experiment[Any]) -> None:
         """Write what was run and on what."""
         # A resume writes it again, and needs it the next time: never half of it.
         partial = self.config.with_suffix(".partial")
-        partial.write_text(yaml.safe_dump(dict(config), sort_keys=False))
+        partial.write_text(yaml.safe_dump(dict(experiment.config), sort_keys=False))
         os.replace(partial, self.config)
-        resolved = yaml.safe_dump(plain(experiment), sort_keys=False)
-        (self.path / "resolved.yaml").write_text(resolved)
+        text = yaml.safe_dump(resolved(experiment), sort_keys=False)
+        (self.path / "resolved.yaml").write_text(text)
         made_with = json.dumps(environment(), indent=2)
         (self.path / "environment.json").write_text(made_with + "\n")
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add one report; numbers only."""
+        """Add one report: numbers, and text for whatever is not one."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -95,7 +94,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def fresh_folder(root: Path, name: str) -> Path:
-    """A new folder `root/name/TIME`."""
+    """Create and return a new folder `root/name/TIME`."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         path = root / name / (stamp + suffix)
@@ -116,7 +115,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": _version("torchvision"),
         "determined": det.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
@@ -126,16 +125,42 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _version(package: str) -> str | None:
+    """The version of a package that a run can do without; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _commit() -> str | None:
     """The commit of the code, with `-dirty` if it was changed since; None outside a checkout."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(
-            describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(describe, cwd=Path.cwd(), capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def resolved(experiment: Experiment[Any]) -> dict[str, Any]:
+    """An experiment with every default filled in, in the types YAML has."""
+    hparams = experiment.hparams
+    if hparams is None:  # of a trial without a class of its own
+        hparams = {
+            "global_batch_size": None,
+            **experiment.hyperparameters,
+            "trial": experiment.trial,
+            "aggregation_frequency": experiment.aggregation_frequency,
+            "training": experiment.training,
+        }
+        if experiment.amp is not None:
+            hparams["amp"] = experiment.amp
+    return {
+        "platform": plain(experiment.platform),
+        "data": plain(experiment.data),
+        "hparams": plain(hparams),
+    }
 
 
 def plain(value: Any) -> Any:
@@ -144,4 +169,6 @@ def plain(value: Any) -> Any:
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -11,7 +11,6 @@ from typing import Any
 from determined import core
 
 from determined_amp.config.experiment import Experiment
-from determined_amp.config.hparams import Hparams
 from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
 
@@ -54,7 +53,7 @@ class LocalReports(core.DummyTrainContext):
         self,
         folder: RunFolder,
         display: Display,
-        experiment: Experiment[Hparams],
+        experiment: Experiment[Any],
         follower: Follower,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
@@ -97,7 +96,7 @@ class LocalReports(core.DummyTrainContext):
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
-        line = {"group": group, **numbers, "batches": steps_completed}
+        line = {"group": "", **numbers} | {"group": group, "batches": steps_completed}
         self._folder.append_metrics(line)
         self._follower.reported(line)
         self._display.report(group, steps_completed, numbers)
@@ -106,7 +105,7 @@ class LocalReports(core.DummyTrainContext):
 
     def _note_validation(self, batches: int, metrics: dict[str, Any]) -> None:
         self._last_validation = batches
-        value = metrics.get(self._metric)
+        value = metrics.get(self._metric) if self._metric is not None else None
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return
         if self._best is None or (value < self._best[0]) is self._smaller_is_better:
@@ -115,5 +114,6 @@ class LocalReports(core.DummyTrainContext):
 
 def _number(value: Any) -> Any:
     """A plain number of a numpy scalar; anything that is no number as text."""
-    value = value.item() if hasattr(value, "item") else value
+    if getattr(value, "size", None) == 1 and hasattr(value, "item"):
+        value = value.item()
     return value if isinstance(value, (int, float)) else str(value)

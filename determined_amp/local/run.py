@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from determined import core, pytorch, util
+from determined import core, util
 from determined.common import detignore
 from rich.console import Console
 
-from determined_amp.amp.checkpoint import CheckpointError, SafeController, controlled_by, patched
-from determined_amp.config.experiment import (
-    CheckpointPolicy,
-    Experiment,
-    indivisible_batch,
-    load_trial_class,
+from determined_amp.amp.checkpoint import (
+    CheckpointError,
+    PortableCheckpoint,
+    SafeController,
+    controlled_by,
+    patched,
 )
-from determined_amp.config.hparams import Hparams
+from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
-from determined_amp.fit import Prepare, fit, prepare_nothing
+from determined_amp.config.training import Length
+from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
+from determined_amp.local.context import Prepare, prepare_nothing, trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
@@ -67,24 +68,34 @@ class LocalController(SafeController):
 
     `Trainer.fit` sets `steps_completed` to 0 and forgets the searcher's metric without a master, so
     a resumed run would replay data from the first batch and overshoot its length. It also copies
-    the whole working directory into every checkpoint; this copies the trials only.
+    the whole working directory into every checkpoint; this copies the user's code only. And it
+    saves numpy's random state as an array, which no torch since 2.6 loads without being told to;
+    this saves plain types.
 
     Args:
         experiment: Gives the metric that ranks checkpoints.
-        display: Is told how long the run is.
+        length: Of the whole run.
+        display: Is told it.
         first_batch: Batches trained before this process.
         fitted: What `Trainer.fit` passes.
     """
 
     def __init__(
-        self, experiment: Experiment[Hparams], display: Display, first_batch: int, **fitted: Any
+        self,
+        experiment: Experiment[Any],
+        length: Length,
+        display: Display,
+        first_batch: int,
+        **fitted: Any,
     ) -> None:
         fitted["steps_completed"] = first_batch
-        fitted["searcher_metric_name"] = experiment.platform.searcher.metric
-        fitted["smaller_is_better"] = experiment.platform.searcher.smaller_is_better
-        fitted["checkpoint_policy"] = experiment.platform.checkpoint_policy.value
+        searcher = experiment.platform.searcher
+        fitted["searcher_metric_name"] = searcher.metric
+        fitted["smaller_is_better"] = searcher.smaller_is_better
+        fitted["checkpoint_policy"] = _policy(experiment).value
         super().__init__(**fitted)
-        self._length = experiment.hparams.training.max_length
+        self._metric = searcher.metric
+        self._length = length
         self._display = display
 
     def _run(self) -> None:
@@ -93,14 +104,39 @@ class LocalController(SafeController):
         with self._display.bar(self.start_from_batch, total):
             super()._run()
 
+    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
+        if self._metric not in val_metrics:
+            numbers = (name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
+            raise ConfigError(
+                "experiment",
+                [
+                    f"searcher.metric: got {self._metric}, which the trial does not report; "
+                    f"allowed: {', '.join(sorted(numbers))}, or no metric, and then no checkpoint "
+                    "is the best"
+                ],
+            )
+        return super()._check_searcher_metric(val_metrics)
+
     def _save(self, path: Path) -> None:
-        with patched(util, "write_user_code", _copy_user_code):
+        with patched(util, "write_user_code", _copy_user_code), self._portable():
             super()._save(path)
+
+    @contextmanager
+    def _portable(self) -> Iterator[None]:
+        """Inside this block checkpoints hold plain types only, whatever the trial does."""
+        save = torch.save
+
+        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
+            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
+                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
+            save(checkpoint, *others, **named)
+
+        with patched(torch, "save", save_plain):
+            yield
 
 
 def train(
-    config: Mapping[str, Any],
-    experiment: Experiment[Hparams],
+    experiment: Experiment[Any],
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
     *,
@@ -111,8 +147,7 @@ def train(
     """Train, or go on training, until the end or until a signal asks to stop.
 
     Args:
-        config: The configuration as it was given.
-        experiment: The same, parsed.
+        experiment: What to train.
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
         follow: Makes what is told of everything the folder receives; called by the chief only.
@@ -124,20 +159,22 @@ def train(
 
     Raises:
         CheckpointError: if the checkpoint to resume from does not fit, or one cannot be saved.
-        ConfigError: if the batch does not divide among the processes.
+        ConfigError: if the batch does not divide among the processes, or there is no length.
         PrecisionError: if the device only emulates the precision.
     """
     first_batch = resume.batches if resume else 0
+    length = experiment.max_length
     with process_group() as processes, StopOnSignal(processes).listening() as stop:
         chief = processes.rank == 0
         folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
-        display = Display(experiment.name, Console(quiet=not chief))
+        metric = experiment.platform.searcher.metric
+        display = Display(experiment.name, Console(quiet=not chief), metric)
         if show is not None:
             display = show(stop)
         reports, follower = None, Follower()
         if chief:
             folder.forget_metrics_after(first_batch)
-            folder.describe(config, experiment)
+            folder.describe(experiment)
             follower = follow(folder)
             reports = LocalReports(folder, display, experiment, follower)
         core_context = core.Context(
@@ -148,42 +185,23 @@ def train(
         )
         followed = follower.following(lambda: stop.requested)
         with logging_to(folder.log, display.console), core_context, followed:
-            context = trial_context(core_context, config, experiment, first_batch)
+            context = trial_context(core_context, experiment, first_batch)
             prepare(context, experiment)
-            trial = load_trial_class(experiment.hparams.trial)(context, experiment)
-            with controlled_by(partial(LocalController, experiment, display, first_batch)):
+            trial = experiment.make(context)
+            with controlled_by(partial(LocalController, experiment, length, display, first_batch)):
                 start = resume.checkpoint if resume else None
                 # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
-                fit(trial, context, experiment, start, CheckpointPolicy.ALL)
+                policy = CheckpointPolicy.ALL.value
+                fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         display.close("stopped, can be resumed" if stop.requested else "completed", folder.path)
         return folder
 
 
-def trial_context(
-    core_context: core.Context,
-    config: Mapping[str, Any],
-    experiment: Experiment[Hparams],
-    first_batch: int,
-) -> pytorch.PyTorchTrialContext:
-    """What `pytorch.init` makes on a cluster, seeds included."""
-    processes = core_context.distributed
-    wrong = list(indivisible_batch(experiment.hparams.global_batch_size, processes.size))
-    if wrong:
-        raise ConfigError(experiment.name, wrong)
-    for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
-        set_seed(experiment.seed)
-    return pytorch.PyTorchTrialContext(
-        core_context=core_context,
-        trial_seed=experiment.seed,
-        hparams=dict(config["hyperparameters"]),
-        slots_per_trial=processes.size,
-        num_gpus=torch.cuda.device_count(),  # Determined would count those of nvidia-smi
-        exp_conf=dict(config),
-        aggregation_frequency=experiment.hparams.aggregation_frequency,
-        steps_completed=first_batch,
-        managed_training=True,
-        debug_enabled=False,
-    )
+def _policy(experiment: Experiment[Any]) -> CheckpointPolicy:
+    """Of the experiment; without a metric none is the best, and all are saved."""
+    policy = experiment.platform.checkpoint_policy
+    ranks = experiment.platform.searcher.metric is not None
+    return policy if ranks or policy is not CheckpointPolicy.BEST else CheckpointPolicy.ALL
 
 
 def _copy_user_code(path: Path, on_cluster: bool) -> None:

@@ -14,7 +14,13 @@ from determined_amp.reports.sources import ReportError
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one bfloat16 backward per batch says of one loss scale: shares of the values."""
+    """What one bfloat16 backward per batch says of one loss scale.
+
+    Args:
+        scale_log2: The loss scale is 2 to that power.
+        overflow_share: Share of the gradient values, by number.
+        flushed_share: Share of the norm of the gradient that suffers most.
+    """
 
     scale_log2: int
     overflow_share: float
@@ -48,7 +54,7 @@ class Window:
     """The safe loss scales, in log2.
 
     Args:
-        low: The smallest at which at most 1 % of the gradient values are flushed to 0.
+        low: The smallest at which hardly any of a gradient is flushed to 0.
         top: The largest at which nothing overflows; below `low` if no scale is safe.
         choice: The finder's; None if no scale helps.
     """

@@ -16,8 +16,8 @@ _METRICS = ("flushed_share", "overflow", "headroom_bits", "gradient_error", "val
 
 _CAPTION = (
     "Lines are predicted from one bfloat16 backward per batch, dots are measured in float16. "
-    "Green: the safe window: nothing overflows and at most 1 % of the gradient values that "
-    "are not 0 are flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved. "
+    "Green: the safe window: nothing overflows, and no gradient loses more than 0.1 % of its norm, "
+    "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved. "
     "Amber band: mean and standard deviation over seeds, inside the window. Hollow: stopped early."
 )
 

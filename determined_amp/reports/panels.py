@@ -104,7 +104,7 @@ def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> 
 def shares(
     axes: Axes, forecast: Forecast | None, flushed: Sequence[Point], overflowed: Sequence[float]
 ) -> None:
-    """Share of the 16-bit gradient values that is flushed to 0, and that overflows.
+    """Share of the 16-bit gradients that is flushed to 0, by norm, and that overflows, by number.
 
     Args:
         axes: Where to draw.

@@ -9,7 +9,7 @@ from typing import Any
 
 from determined_amp.finder.advice import as_json
 from determined_amp.finder.find import look
-from determined_amp.finder.opened import opened
+from determined_amp.local.alone import open_trial
 from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import Search, is_scale, nested
 from determined_amp.search.trial_config import compose
@@ -30,7 +30,7 @@ def predict(search: Search, batches: int = 4) -> Forecast:
         LossScaleError: if it has no loss scale.
     """
     config = _experiment(search)
-    with opened(config, search.origin) as found:
+    with open_trial(config, search.origin) as found:
         finding, run = look(search.name, found.trial, found.context, batches)
     return Forecast.of_json(json.loads(json.dumps(as_json(finding, run))), search.origin)
 

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
+from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import FILE_NAME, Run, json_text, shown_scales
-from determined_amp.finder.find import look, show
-from determined_amp.finder.opened import described
+from determined_amp.finder.advice import FILE_NAME, Run, json_text, show, shown_scales
+from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
+from determined_amp.local.context import with_averaging
 from determined_amp.search import on_cluster
 
 
@@ -33,16 +35,16 @@ def main() -> int:
 
 def _find(info: det.ClusterInfo) -> int:
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    config = info.trial._config
-    batches = _batches(info)
-    description = described(config, "search", completed_by_master=True)
-    info.trial.trial_seed = description.seed
+    experiment = parse(info.trial._config, "search", completed_by_master=True)
+    batches = _batches(experiment)
+    info.trial.trial_seed = experiment.seed
     with pytorch.init(
-        hparams=description.hyperparameters,
-        aggregation_frequency=description.aggregation_frequency,
+        hparams=dict(experiment.hyperparameters),
+        aggregation_frequency=experiment.aggregation_frequency,
     ) as context:
-        trial = description.make(context)
-        finding, run = look(description.name, trial, context, batches)
+        with_averaging(context, experiment)
+        trial = experiment.make(context)
+        finding, run = look(experiment.name, trial, context, batches)
         if context.distributed.rank == 0:
             _report(context._core.train, finding, batches)
             _save(context._core.checkpoint, finding, run)
@@ -51,10 +53,10 @@ def _find(info: det.ClusterInfo) -> int:
     return 0
 
 
-def _batches(info: det.ClusterInfo) -> int:
-    training = info.trial.hparams.get("training", {})
-    batches = training.get("max_length", {}).get("batches")
-    if not isinstance(batches, int) or batches < 1:
+def _batches(experiment: Experiment[Any]) -> int:
+    length = experiment.training.max_length
+    batches = None if length is None else length.batches
+    if batches is None:
         raise ConfigError(
             "search",
             [
@@ -66,11 +68,11 @@ def _batches(info: det.ClusterInfo) -> int:
 
 
 def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
-    total = finding.prediction.total
+    prediction = finding.prediction
     for scale in range(1, shown_scales(finding)[-1] + 1):
         shares = {
-            "overflow_share": total.overflow_share(scale),
-            "flushed_share": total.flushed_share(scale),
+            "overflow_share": prediction.total.overflow_share(scale),
+            "flushed_share": prediction.flushed_share(scale),
         }
         train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
     metrics = {

@@ -17,7 +17,7 @@ trial are the platform's. What differs, because it has to:
   trial is one process. Fewer trials at a time means that early stopping has seen others when it
   decides: `adaptive_asha` is asynchronous, and depends on who comes first there, too.
 * One bracket of `adaptive_asha` fills up after the other; they do not compare with each other.
-* The platform replaces invalid trials for ever; here at most as many as the search has trials.
+* The platform keeps replacing invalid trials; here at most as many as the search has trials.
 * Three trials in a row that fail for the same reason end the search. In a comparison, which goes by
   turns, these are of two precisions at least: one that always fails is a result.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import random
@@ -15,12 +16,12 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.precision import Precision
-from determined_amp.config.experiment import Experiment, load_trial_class
-from determined_amp.config.hparams import Hparams
+from determined_amp.config.amp import Precision
+from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.score import score
+from determined_amp.local.context import make_context
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +29,22 @@ logger = logging.getLogger(__name__)
 MEASURED_BATCHES = 2
 
 
-def batches_to_score(experiment: Experiment[Hparams]) -> int:
+def batches_to_score(experiment: Experiment[Any]) -> int:
     """The number of frozen batches that a trial is scored on.
 
     Raises:
         ConfigError: if the experiment cannot be scored.
     """
-    hparams, slots = experiment.hparams, experiment.platform.resources.slots_per_trial
-    batches = hparams.training.max_length.batches
+    slots = experiment.platform.resources.slots_per_trial
+    batches = experiment.max_length.batches
     problems = []
-    if hparams.amp.precision is not Precision.AMP_FP16:
+    if experiment.amp is None:
         problems.append(
-            f"hyperparameters.amp.precision: got {hparams.amp.precision.value}, which does not "
+            "hyperparameters.amp: missing; a search for the loss scale needs a trial that reads it"
+        )
+    elif experiment.amp.precision is not Precision.AMP_FP16:
+        problems.append(
+            f"hyperparameters.amp.precision: got {experiment.amp.precision.value}, which does not "
             "scale the loss; allowed in a search for the loss scale: amp_fp16"
         )
     if batches is None:
@@ -60,7 +65,7 @@ def batches_to_score(experiment: Experiment[Hparams]) -> int:
 def scored(
     trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
-    experiment: Experiment[Hparams],
+    experiment: Experiment[Any],
     batches: int,
 ) -> dict[str, float]:
     """The validation metrics of a scored trial: those of `score`, and the scale itself.
@@ -68,13 +73,12 @@ def scored(
     Raises:
         determined.InvalidHP: if no scale can train this experiment.
     """
-    scale = experiment.hparams.amp.init_scale
+    assert experiment.amp is not None  # nothing else is scored
+    scale = experiment.amp.init_scale
     return {"init_scale_log2": math.log2(scale), **score(trial, context, batches)}
 
 
-def report_flushed_share(
-    context: pytorch.PyTorchTrialContext, experiment: Experiment[Hparams]
-) -> None:
+def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
     """Add what the initial scale does to the gradients to every validation of a trial to come.
 
     It is measured on a second trial of the same seed, which is then thrown away, so that the
@@ -83,12 +87,12 @@ def report_flushed_share(
     Raises:
         determined.InvalidHP: if no scale can train this experiment.
     """
-    if experiment.hparams.amp.precision is not Precision.AMP_FP16:
+    if experiment.amp is None or experiment.amp.precision is not Precision.AMP_FP16:
         return
     # Without the task's information `Trainer` does not take the twin for a trial to be resumed.
     with _random_state_kept(context.device), patched(det, "get_cluster_info", lambda: None):
-        twin = _twin(context)
-        trial = load_trial_class(experiment.hparams.trial)(twin, experiment)
+        twin = _twin(context, experiment)
+        trial = experiment.make(twin)
         try:
             measured = scored(trial, twin, experiment, MEASURED_BATCHES)
         except LossScaleError as error:
@@ -114,20 +118,18 @@ class _Constant(pytorch.MetricReducer):
         return per_slot_metrics[0]
 
 
-def _twin(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrialContext:
+def _twin(
+    context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]
+) -> pytorch.PyTorchTrialContext:
     """A context of one process with the seed, device and batch of a slot of `context`."""
     alone = core.DummyDistributedContext()
-    twin = pytorch.PyTorchTrialContext(
-        core_context=core.Context(context._core.checkpoint, distributed=alone),
+    twin = make_context(
+        core.Context(context._core.checkpoint, distributed=alone),
+        experiment,
+        exp_conf=copy.deepcopy(dict(context.get_experiment_config())),
         trial_seed=context.get_trial_seed(),
-        hparams=context.get_hparams(),
         slots_per_trial=context.distributed.size,
         num_gpus=int(context.device.type == "cuda"),
-        exp_conf=dict(context.get_experiment_config()),
-        aggregation_frequency=context._aggregation_frequency,
-        steps_completed=0,
-        managed_training=True,
-        debug_enabled=False,
         enable_tensorboard_logging=False,
     )
     twin.device = context.device  # a context of one process takes the first GPU

@@ -15,6 +15,7 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.config import experiment
+from determined_amp.local.context import with_averaging
 from determined_amp.search import on_cluster
 from determined_amp.search.scale_metrics import batches_to_score, scored
 
@@ -29,10 +30,11 @@ def _score(info: det.ClusterInfo) -> int:
     config = experiment.parse(info.trial._config, "search", completed_by_master=True)
     batches = batches_to_score(config)
     info.trial.trial_seed = config.seed
-    frequency = config.hparams.aggregation_frequency
-    hparams = info.trial.hparams
+    frequency = config.aggregation_frequency
+    hparams = dict(config.hyperparameters)
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-        trial = experiment.load_trial_class(config.hparams.trial)(context, config)
+        with_averaging(context, config)
+        trial = config.make(context)
         report = context._core.train
         report.set_status(f"scoring on {batches} batches")
         metrics = scored(trial, context, config, batches)

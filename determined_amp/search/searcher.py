@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.config.hparams import TrainingSettings
+from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError, read, setting
 
 
@@ -167,28 +167,27 @@ def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
     return read(SearcherSettings, raw, "searcher", problems)
 
 
-def check_lengths(config: Mapping[str, Any]) -> None:
+def check_lengths(experiment: Experiment[Any]) -> None:
     """See that `adaptive_asha` compares trials of equal length; the platform only warns.
 
     Args:
-        config: The composed configuration of a trial.
+        experiment: Of a trial.
 
     Raises:
-        ConfigError: if `training` does not fit `max_time`, or validates later than the first rung.
+        ConfigError: if its length is not `max_time`, or it validates later than the first rung.
     """
     problems: list[str] = []
-    searcher = read(SearcherSettings, config.get("searcher"), "searcher", problems, strict=False)
-    raw = config["hyperparameters"].get("training")
-    place = "hyperparameters.training"
-    training = read(TrainingSettings, raw, place, problems)
-    if searcher is not None and searcher.time_metric is not None and training is not None:
+    raw = experiment.config.get("searcher")
+    searcher = read(SearcherSettings, raw, "searcher", problems, strict=False)
+    place, training = "hyperparameters.training", experiment.training
+    if searcher is not None and searcher.time_metric is not None:
         unit, first = searcher.time_metric, brackets(searcher)[0].rungs[0]
-        if getattr(training.max_length, unit) != searcher.max_time:
+        if getattr(experiment.max_length, unit) != searcher.max_time:
             problems.append(
                 f"{place}.max_length: is not searcher.max_time; allowed: "
                 f"{{{unit}: {searcher.max_time}}}"
             )
-        period = getattr(training.validation_period, unit)
+        period = getattr(training.validation_period, unit, None)
         if period is None or period > first:
             problems.append(
                 f"{place}.validation_period: adaptive_asha first compares trials after {first} "

@@ -13,6 +13,7 @@ import sys
 
 import determined as det
 
+from determined_amp.config import experiment
 from determined_amp.search import on_cluster
 from determined_amp.search.scale_metrics import report_flushed_share
 from determined_amp.search.searcher import check_lengths
@@ -25,7 +26,8 @@ def main() -> int:
 
 
 def _train(info: det.ClusterInfo) -> int:
-    check_lengths(info.trial._config)
+    config = info.trial._config
+    check_lengths(experiment.parse(config, "search", completed_by_master=True))
     return train_on_cluster(info, prepare=report_flushed_share)
 
 

@@ -5,24 +5,35 @@ it holds only what it samples or changes. Its `hyperparameters` and `data` are l
 the experiment; everything else (searcher, name, seed, resources) is the search's own. A second key,
 `hyperparameters.seed`, gives its trials seeds of its choice: those that share one differ in nothing
 but their other hyperparameters.
+
+An experiment of Determined's own form names its trial in the entrypoint and its lengths outside the
+hyperparameters. These come along, and the lengths of a search, which always stand in
+`hyperparameters.training`, take their places.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from determined_amp.amp.mixed_precision import SCALER_KEYS
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.config.experiment import read_yaml
+from determined_amp.config.plan import WITHOUT_EFFECT, has_our_form, value_at
 from determined_amp.config.settings import ConfigError
 from determined_amp.search.searcher import Work
 
 EXAMPLE = "experiment_configs/mlp/amp.yaml"
 _LENGTH_UNITS = frozenset({"batches", "epochs"})
+# Where Determined's own form has the lengths of `hyperparameters.training`.
+_DETERMINEDS_LENGTHS = {
+    "max_length": "searcher.max_length",
+    "validation_period": "min_validation_period",
+    "checkpoint_period": "min_checkpoint_period",
+}
 
 
 def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path) -> dict[str, Any]:
@@ -44,13 +55,62 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
         _check_metric(search, base)
     seed = chosen_seed(sampled)
     changes.pop("seed", None)
-    hyperparameters = _laid_over(_fitting(base["hyperparameters"], changes), changes)
-    data = _laid_over(base.get("data") or {}, search.get("data") or {})
-    composed = {**search, "data": data, "hyperparameters": hyperparameters}
+    composed = {**search}
+    if not has_our_form(base["hyperparameters"]):
+        composed = _with_determineds_keys(search, base, changes.pop("training", None))
+    composed["hyperparameters"] = _laid_over(_fitting(base["hyperparameters"], changes), changes)
+    composed["data"] = _laid_over(base.get("data") or {}, search.get("data") or {})
+    if "trial" not in composed["hyperparameters"]:
+        composed["entrypoint"] = base.get("entrypoint")
     if seed is not None:
         reproducibility = {**(search.get("reproducibility") or {}), "experiment_seed": seed}
         composed["reproducibility"] = reproducibility
     return composed
+
+
+def _with_determineds_keys(
+    search: Mapping[str, Any], base: Mapping[str, Any], training: object
+) -> dict[str, Any]:
+    """`search` with the keys of Determined's form that the experiment has.
+
+    Args:
+        search: The search; where it has such a key itself, it stays.
+        base: The experiment.
+        training: Lengths of the search, in our form; they go before the experiment's.
+
+    Raises:
+        ConfigError: if Determined's form has no place for something in `training`.
+    """
+    composed: dict[str, Any] = copy.deepcopy(dict(search))
+    for path, default, _ in WITHOUT_EFFECT:
+        value = value_at(base, path)
+        if value is not None and value_at(search, path) in (None, default):
+            _put(composed, path, value)
+    given = training if isinstance(training, Mapping) else {}
+    problems = []
+    for key, length in given.items():
+        batches = length.get("batches") if isinstance(length, Mapping) else None
+        if key in _DETERMINEDS_LENGTHS:
+            _put(composed, _DETERMINEDS_LENGTHS[key], length)
+        elif key == "reporting_period" and batches is not None:
+            composed["scheduling_unit"] = batches
+        else:
+            problems.append(
+                f"hyperparameters.training.{key}: got {length!r}, and the experiment has no "
+                "section hyperparameters.training; allowed: max_length, validation_period, "
+                "checkpoint_period, and reporting_period in batches"
+            )
+    if problems:
+        raise ConfigError("search", problems)
+    return composed
+
+
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        config[key] = dict(config.get(key) or {})
+        config = config[key]
+    config[last] = value
 
 
 def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:

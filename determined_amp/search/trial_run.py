@@ -22,9 +22,8 @@ from rich.console import Console
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse, read_yaml
-from determined_amp.config.hparams import Hparams
-from determined_amp.fit import prepare_nothing
-from determined_amp.local.alone import trial_alone
+from determined_amp.local.alone import open_trial
+from determined_amp.local.context import prepare_nothing
 from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
@@ -48,7 +47,7 @@ def share_machine(slot: int, workers: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
-def check(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Experiment[Hparams]:
+def check(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Experiment[Any]:
     """The experiment of a trial, if it can be run.
 
     Raises:
@@ -87,13 +86,13 @@ def run(job: Job, go_on: GoOn) -> Ended:
     return Ended(outcome, training=finite(training[-1]) if training else None)
 
 
-def _experiment(search: Mapping[str, Any], config: Mapping[str, Any]) -> Experiment[Hparams]:
+def _experiment(search: Mapping[str, Any], config: Mapping[str, Any]) -> Experiment[Any]:
     name = search["hyperparameters"]["experiment"]
     experiment = parse(config, f"{name} in the search {search.get('name', '')}".rstrip())
     if read_work(search) is Work.SCORE:
         batches_to_score(experiment)
     else:
-        check_lengths(config)
+        check_lengths(experiment)
     return experiment
 
 
@@ -105,27 +104,20 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
         if resume
         else compose(job.search, job.hyperparameters, Path.cwd())
     )
-    seed = {**config["reproducibility"], "experiment_seed": job.seed}
+    seed = {**(config.get("reproducibility") or {}), "experiment_seed": job.seed}
     config = {**config, "reproducibility": seed}
     experiment = _experiment(job.search, config)
     if read_work(job.search) is Work.SCORE:
-        _score(config, experiment, folder, go_on)
+        _score(experiment, folder, go_on)
         return Outcome.COMPLETE
-    return _train(job, config, experiment, resume, go_on)
+    return _train(job, experiment, resume, go_on)
 
 
-def _train(
-    job: Job,
-    config: Mapping[str, Any],
-    experiment: Experiment[Hparams],
-    resume: Resume | None,
-    go_on: GoOn,
-) -> Outcome:
+def _train(job: Job, experiment: Experiment[Any], resume: Resume | None, go_on: GoOn) -> Outcome:
     measures = read_work(job.search) is Work.TRAIN
     with _nowhere() as console:
         relay = _Relay(experiment.name, console, go_on)
         train_here(
-            config,
             experiment,
             lambda: RunFolder(job.folder),
             resume,
@@ -143,17 +135,15 @@ def _resume(folder: RunFolder) -> Resume | None:
         return None
 
 
-def _score(
-    config: Mapping[str, Any], experiment: Experiment[Hparams], folder: RunFolder, go_on: GoOn
-) -> None:
+def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
     batches = batches_to_score(experiment)
-    folder.describe(config, experiment)
+    folder.describe(experiment)
     with (
         _nowhere() as console,
         logging_to(folder.log, console),
-        trial_alone(config, experiment) as (trial, context),
+        open_trial(experiment.config, experiment.name) as found,
     ):
-        metrics = scored(trial, context, experiment, batches)
+        metrics = scored(found.trial, found.context, experiment, batches)
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, finite(metrics)))
 

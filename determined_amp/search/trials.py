@@ -161,7 +161,7 @@ class Trials:
         invalid = [trial for trial in trials if trial.user_attrs.get("invalid")]
         if self._plan.replaces_invalid:
             if len(invalid) > self._plan.total:
-                return None  # the platform would draw on for ever
+                return None  # the platform would keep drawing
             trials = [trial for trial in trials if not trial.user_attrs.get("invalid")]
         for index, bracket in enumerate(self._plan.brackets):
             there = sum(trial.user_attrs.get("bracket", 0) == index for trial in trials)

@@ -10,18 +10,21 @@ resume, and ranks whose generators differ train on overlapping shards.)
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from determined import pytorch
 from torch.utils.data import Dataset, Sampler
 
-from determined_amp.config.errors import UserError
+from determined_amp import UserError
+from determined_amp.config.settings import read_section
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
 class Sample(NamedTuple):
@@ -132,39 +135,51 @@ def _loader(
     )
 
 
-def timed(loader: pytorch.DataLoader, waited: Callable[[float], None]) -> pytorch.DataLoader:
-    """Have `waited` told the seconds that the loop waits for each batch of `loader`."""
-    make = loader.get_data_loader
+class Loaders(ABC):
+    """The training and the validation loader of one trial.
 
-    def get_data_loader(*arguments: Any, **options: Any) -> Any:
-        return _Timed(make(*arguments, **options), waited)
+    Args:
+        context: The trial's context.
+        workers: Loader processes per slot; 0 loads in the training process.
+    """
 
-    loader.get_data_loader = get_data_loader  # type: ignore[method-assign]
-    return loader
+    def __init__(self, context: pytorch.PyTorchTrialContext, workers: int) -> None:
+        context.experimental.disable_auto_to_device()  # it waits for every copy
+        self._context = context
+        self._workers = workers
+
+    @abstractmethod
+    def load(self, seed: int) -> tuple[Samples, Samples]:
+        """The samples to train and to validate on."""
+
+    @cached_property
+    def samples(self) -> tuple[Samples, Samples]:
+        """Loaded when first asked for, not by a mere inference."""
+        return self.load(self._context.get_trial_seed())
+
+    def training_loader(self) -> tuple[pytorch.DataLoader, int]:
+        """The loader, and the batches that the chief trains per epoch.
+
+        Raises:
+            DataError: if there is not one whole batch.
+        """
+        size, seed = self._context.get_per_slot_batch_size(), self._context.get_trial_seed()
+        loader = training_loader(self.samples[0], size, seed, self._workers)
+        return loader, batches_per_epoch(loader, self._context.distributed.size)
+
+    def validation_loader(self) -> pytorch.DataLoader:
+        """Raises: DataError: if there is not a batch for every slot."""
+        size, slots = self._context.get_per_slot_batch_size(), self._context.distributed.size
+        return validation_loader(self.samples[1], size, self._workers, slots)
 
 
-class _Timed:
-    """The batches of a loader, each with the time it took to come."""
+def data_section(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
+    """The `data` section of the experiment, as `cls`.
 
-    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
-        self._loader = loader
-        self._waited = waited
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        # Now, not with the first batch: Determined starts the workers before it restores a state.
-        return self._time(iter(self._loader))
-
-    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self._waited(time.perf_counter() - start)
-            yield batch
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
 
 
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision.comparison import LEAST_EFFECT, Comparison
 from determined_amp.reports.precision.findings import Findings
 from determined_amp.reports.precision.interval import Verdict

@@ -50,7 +50,7 @@ _CAPTION = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 with a report, 2 where there is none to be had."""
+    """Returns the exit status: 0 with a report, 2 if there is none."""
     options = _options(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

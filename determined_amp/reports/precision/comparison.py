@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision.interval import Interval, Verdict, paired, unpaired
 from determined_amp.reports.precision.run import Run, Spread
 from determined_amp.reports.precision.summary import Summary

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from determined_amp.amp.mixed_precision import SCALER_KEYS
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.reports.precision.run import Run, State
 from determined_amp.reports.precision.settings import AMP, PRECISION, SEED
 from determined_amp.reports.sources import ReportError

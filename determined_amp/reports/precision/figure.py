@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.figure import STYLE
 from determined_amp.reports.panels import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
 from determined_amp.reports.precision.comparison import Comparison, Ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision import fair
 from determined_amp.reports.precision.comparison import Comparison, Ratio, comparisons, speed_ratio
 from determined_amp.reports.precision.run import Machine, Reading, Run, State

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision.settings import (
     BATCH_SIZE,
     GUARD,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.config.experiment import Experiment
-from determined_amp.local.folder import plain
+from determined_amp.local.folder import resolved
 from determined_amp.reports.sources import flat
 
 AMP = "hyperparameters.amp"
@@ -45,4 +45,4 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
     """The same of a configuration that was parsed."""
-    return by_name(plain(experiment))
+    return by_name(resolved(experiment))

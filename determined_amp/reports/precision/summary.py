@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import Precision
 from determined_amp.reports.precision.fair import is_only_fp32
 from determined_amp.reports.precision.run import Machine, Run, Spread, State
 

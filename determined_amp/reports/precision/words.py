@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from determined_amp.amp.mixed_precision import SCALER_KEYS
-from determined_amp.amp.precision import Precision
+from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.reports.precision.advice import RULE, Advice
 from determined_amp.reports.precision.claims import claims
 from determined_amp.reports.precision.comparison import Comparison, Ratio

@@ -13,14 +13,17 @@ from torch import nn
 from determined_amp.amp.metrics import (
     HEADROOM_PERIOD,
     WARMUP_BATCHES,
-    ClassificationMetrics,
     DeviceSum,
+    Gradients,
+    Report,
+    StepReport,
     Stopwatch,
     TrainingMetrics,
     forget_peak_memory,
+    timed,
 )
-from determined_amp.amp.mixed_precision import AmpSettings, MixedPrecision
-from determined_amp.amp.precision import Precision
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp import AmpSettings, Precision
 
 
 class Processes:
@@ -34,22 +37,58 @@ class Context:
     """As much of a trial's context as metrics and mixed precision use."""
 
     device = torch.device("cpu")
+    _aggregation_frequency = 1
+    _exp_conf = None
+    _scaler = None
 
     def __init__(self, slots: int = 1) -> None:
         self.distributed = Processes(slots)
         self.registered: list[tuple[Any, dict[str, bool]]] = []
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+
+    def step_optimizer(self, *given: Any, **named: Any) -> None:
+        """Steps nothing."""
 
     def wrap_scaler(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         return scaler
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.optimizers.append(optimizer)
+        return optimizer
 
     def wrap_reducer(self, reducer: Any, **when: bool) -> Any:
         self.registered.append((reducer, when))
         return reducer
 
 
-def training_metrics(slots: int = 1) -> TrainingMetrics:
+def training_metrics(slots: int = 1, optimizers: int = 1) -> TrainingMetrics:
+    """Those of a trial in `amp_fp16`."""
     context: Any = Context(slots)
-    return TrainingMetrics(context, MixedPrecision(context, AmpSettings(Precision.AMP_FP16)))
+    for _ in range(optimizers):
+        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    return MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
+
+
+def gradients_of(metrics: TrainingMetrics) -> Gradients:
+    """Those of the one optimizer."""
+    (gradients,) = metrics.all()
+    return gradients
+
+
+def report_of(metrics: TrainingMetrics) -> dict[str, Any]:
+    """What one slot alone reports."""
+    return metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+
+
+def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
+    """Parameters with these gradients."""
+    made = []
+    for gradient in gradients:
+        made.append(nn.Parameter(torch.zeros_like(gradient)))
+        made[-1].grad = gradient
+    return made
 
 
 class TestTrainingMetrics:
@@ -58,7 +97,7 @@ class TestTrainingMetrics:
         metrics = training_metrics()
         metrics.add(torch.tensor(1.0), 3)
         metrics.add(torch.tensor(5.0), 1)
-        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"] == 2
+        assert report_of(metrics)["loss"] == 2
 
     def test_loss_of_uneven_slots_is_the_mean_over_samples(self) -> None:
         one, other = training_metrics(2), training_metrics(2)
@@ -72,15 +111,28 @@ class TestTrainingMetrics:
         metrics.add(torch.tensor(1.0), 3)
         metrics.reset()
         metrics.add(torch.tensor(7.0), 1)
-        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"] == 7
+        assert report_of(metrics)["loss"] == 7
 
-    def test_report_without_a_batch_is_not_a_number(self) -> None:
+    def test_report_without_a_loss_has_none(self) -> None:
+        """Neither before the first batch nor where `update` is given none: not measured."""
         metrics = training_metrics()
-        assert math.isnan(metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss"])
+        assert "loss" not in report_of(metrics)
+        metrics.add(None, 3)
+        assert "loss" not in report_of(metrics)
+        assert metrics.latest == Report(None, 65536.0, (StepReport("", 0, 0, 0, 0, 0),))
+
+    def test_loss_that_the_trial_reports_itself_is_left_to_it(self) -> None:
+        """The guard still gets the one given to `update`."""
+        metrics = training_metrics()
+        metrics.trial_reports_loss = True
+        metrics.add(torch.tensor(3.0), 2)
+        assert "loss" not in report_of(metrics)
+        assert metrics.latest is not None
+        assert metrics.latest.loss == 3
 
     def test_scale_is_reported_as_its_logarithm(self) -> None:
         metrics = training_metrics()
-        assert metrics.cross_slot_reduce([metrics.per_slot_reduce()])["loss_scale_log2"] == 16
+        assert report_of(metrics)["loss_scale_log2"] == 16
 
     def test_batch_returns_a_number_only_where_determined_needs_one(self) -> None:
         """Determined 0.38.1: an empty dict is an IndexError with several slots, free with one."""
@@ -90,16 +142,38 @@ class TestTrainingMetrics:
 
     def test_grad_norm_leaves_skipped_steps_out(self) -> None:
         """Norms 2, inf (skipped), 4: the mean over the two applied steps is 3."""
-        context: Any = Context()
-        amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16))
-        metrics = TrainingMetrics(context, amp)
-        for norm in (2.0, math.inf, 4.0):
-            metrics.add_grad_norm(torch.tensor(norm))
-        amp.applied_steps += 2
-        amp.attempted_steps += 3
-        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        metrics = training_metrics()
+        gradients = gradients_of(metrics)
+        for norm, found_inf in ((2.0, 0.0), (math.inf, 1.0), (4.0, 0.0)):
+            gradients.add_norm(torch.tensor(norm))
+            gradients.counts.count(torch.tensor(found_inf))
+        report = report_of(metrics)
         assert report["grad_norm"] == 3
         assert report["skip_ratio"] == pytest.approx(1 / 3)
+        assert (report["applied_steps"], report["skipped_steps"]) == (2, 1)
+
+    def test_grad_norm_of_a_trial_that_clips_nothing_is_not_reported(self) -> None:
+        metrics = training_metrics()
+        gradients_of(metrics).counts.count(torch.tensor(0.0))
+        assert "grad_norm" not in report_of(metrics)
+
+    def test_steps_of_several_optimizers_are_told_apart(self) -> None:
+        """The first has stepped twice, the second was skipped once and then stepped, norm 5."""
+        metrics = training_metrics(optimizers=2)
+        first, second = metrics.all()
+        for found_inf in (0.0, 0.0):
+            first.counts.count(torch.tensor(found_inf))
+        for norm, found_inf in ((math.inf, 1.0), (5.0, 0.0)):
+            second.add_norm(torch.tensor(norm))
+            second.counts.count(torch.tensor(found_inf))
+        report = report_of(metrics)
+        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (2, 0)
+        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (1, 1)
+        assert (report["skip_ratio_0"], report["skip_ratio_1"]) == (0, 0.5)
+        assert report["grad_norm_1"] == 5
+        assert not {"applied_steps", "grad_norm", "grad_norm_0"} & report.keys()
+        assert metrics.latest is not None
+        assert [step.name for step in metrics.latest.steps] == ["_0", "_1"]
 
     def test_speed_leaves_the_first_batches_out(self) -> None:
         """Nothing is said about speed until the process has warmed up."""
@@ -107,7 +181,7 @@ class TestTrainingMetrics:
         for _ in range(WARMUP_BATCHES):
             metrics.add(torch.tensor(1.0), 8)
         assert metrics.per_slot_reduce()["samples_per_second"] == 0
-        assert "samples_per_second" not in metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        assert "samples_per_second" not in report_of(metrics)
         metrics.add(torch.tensor(1.0), 8)
         assert metrics.per_slot_reduce()["samples_per_second"] > 0
 
@@ -128,23 +202,28 @@ class TestTrainingMetrics:
     def test_headroom_is_that_of_the_largest_scaled_gradient(self) -> None:
         """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""
         metrics = training_metrics()
-        small, large, infinite = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-        small.grad, large.grad = torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])
-        metrics.add_scaled_gradients([small, large])
-        infinite.grad = torch.tensor([math.inf, 0.0])
-        metrics.add_scaled_gradients([infinite])
-        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        gradients = gradients_of(metrics)
+        gradients.look(having(torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])))
+        gradients.look(having(torch.tensor([math.inf, 0.0])))
+        report = report_of(metrics)
         assert report["headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
 
     def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
+        metrics = training_metrics()
+        gradients = gradients_of(metrics)
+        gradients.counts.attempted = HEADROOM_PERIOD - 1
+        gradients.look(having(torch.ones(1)))
+        assert "headroom_bits" not in report_of(metrics)
+        gradients.counts.attempted = HEADROOM_PERIOD
+        gradients.look(having(torch.ones(1)))
+        assert report_of(metrics)["headroom_bits"] == pytest.approx(math.log2(65504))
+
+    def test_headroom_is_that_of_a_loss_scale_only(self) -> None:
         context: Any = Context()
-        amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16))
-        metrics = TrainingMetrics(context, amp)
-        parameter = nn.Parameter(torch.zeros(1))
-        parameter.grad = torch.ones(1)
-        amp.attempted_steps = HEADROOM_PERIOD - 1
-        metrics.add_scaled_gradients([parameter])
-        assert "headroom_bits" not in metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+        metrics = MixedPrecision(context, AmpSettings(Precision.AMP_BF16)).metrics
+        gradients_of(metrics).look(having(torch.ones(1)))
+        assert "headroom_bits" not in report_of(metrics)
 
     def test_wait_for_data_is_a_share_of_the_timed_batches(self) -> None:
         """What was waited before the warm-up ended is not counted."""
@@ -154,37 +233,53 @@ class TestTrainingMetrics:
             metrics.add(torch.tensor(1.0), 8)
         metrics.waited(1e-9)
         metrics.add(torch.tensor(1.0), 8)
-        report = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+        report = report_of(metrics)
         assert 0 < report["data_wait_share"] < 1
+
+    def test_wait_of_a_loader_that_is_not_timed_is_not_reported(self) -> None:
+        metrics = training_metrics()
+        for _ in range(WARMUP_BATCHES + 1):
+            metrics.add(torch.tensor(1.0), 8)
+        report = report_of(metrics)
+        assert report["samples_per_second"] > 0
+        assert "data_wait_share" not in report
+
+    def test_batches_of_unknown_length_have_no_speed(self) -> None:
+        """They count as one sample each in the mean of the loss."""
+        metrics = training_metrics()
+        for _ in range(WARMUP_BATCHES + 1):
+            metrics.add(torch.tensor(3.0), None)
+        report = report_of(metrics)
+        assert report["loss"] == 3
+        assert "samples_per_second" not in report
 
     def test_is_asked_in_training_only(self) -> None:
         context: Any = Context()
-        amp = MixedPrecision(context, AmpSettings(Precision.FP32))
-        metrics = TrainingMetrics(context, amp)
+        metrics = TrainingMetrics(context, lambda: (torch.ones(()), torch.ones(())), scaled=False)
         assert context.registered == [(metrics, {"for_validation": False})]
 
 
-class TestClassificationMetrics:
-    def test_means_are_over_samples_of_all_slots(self) -> None:
-        """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
-        context: Any = Context(2)
-        one, other = ClassificationMetrics(context), ClassificationMetrics(context)
-        logits = torch.tensor([[0.0, math.log(3.0)]])
-        one.add(logits.repeat(2, 1), torch.tensor([0, 1]))
-        other.add(logits, torch.tensor([1]))
-        report = one.cross_slot_reduce([one.per_slot_reduce(), other.per_slot_reduce()])
-        loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
-        assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
-        assert report["validation_accuracy"] == pytest.approx(2 / 3)
+class TestTimedLoader:
+    """A stand-in for Determined's loader, whose batches are 0, 1 and 2."""
 
-    def test_half_precision_logits_are_summed_in_float32(self) -> None:
-        """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3 digits."""
-        context: Any = Context()
-        metrics = ClassificationMetrics(context)
-        logits = torch.zeros(4096, 10, dtype=torch.float16)
-        metrics.add(logits, torch.zeros(4096, dtype=torch.int64))
-        loss = metrics.cross_slot_reduce([metrics.per_slot_reduce()])["validation_loss"]
-        assert loss == pytest.approx(math.log(10), rel=1e-6)
+    class Loader:
+        def get_data_loader(self, repeat: bool) -> Any:
+            return [0, 1, 2] * (1 + repeat)
+
+    def test_hands_on_its_batches_and_tells_the_wait_for_each(self) -> None:
+        waits: list[float] = []
+        loader: Any = self.Loader()
+        batches = timed(loader, waits.append).get_data_loader(repeat=True)
+        assert list(batches) == [0, 1, 2, 0, 1, 2]
+        assert len(batches) == 6
+        assert len(waits) == 6
+        assert min(waits) >= 0
+
+    def test_of_somebody_else_is_left_as_it_is(self) -> None:
+        waits: list[float] = []
+        loader = [0, 1, 2]
+        assert timed(loader, waits.append) is loader
+        assert (list(loader), waits) == ([0, 1, 2], [])
 
 
 def test_peak_of_a_gpu_alone_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""The audit of one batch alone.
+
+python -m determined_amp audit CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from determined import pytorch
+
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.audit import Audit, AuditError, audited
+from determined_amp.config.amp import Precision
+from determined_amp.config.errors import UserError
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import (
+    add_override_option,
+    add_trial_option,
+    with_overrides,
+)
+from determined_amp.local.alone import open_trial
+
+
+def audit_here(
+    config: Mapping[str, Any], source: str, trial: str | None = None
+) -> tuple[Audit, Precision | None]:
+    """Train one batch on this machine, two on a GPU, in Determined's loop; leave nothing behind.
+
+    Args:
+        config: The configuration.
+        source: Where it comes from, for the error message.
+        trial: `module:Class`, if the configuration does not name it.
+
+    Returns:
+        What the batch was computed in, and what the trial asks for: None without a
+        `MixedPrecision`, and then nothing is judged.
+
+    Raises:
+        AuditError: if it is not what the trial asks for.
+    """
+    with open_trial(config, source, trial) as found:
+        amp = MixedPrecision.of(found.context)
+        asked = None if amp is None else amp.settings.precision
+        if amp is not None:
+            amp.watched = False  # it would audit the batch, too
+        try:
+            audit = _audit(found.trial, found.context, asked or Precision.FP32)
+        except AuditError as error:
+            if asked is not None:
+                raise
+            audit = error.audit
+    return audit, asked
+
+
+def _audit(
+    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, asked: Precision
+) -> Audit:
+    done: list[Audit] = []
+
+    def stop(audit: Audit) -> None:
+        done.append(audit)
+        raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+
+    has_tf32 = DeviceSupport.of(context.device).tf32
+    audited(trial, context.device, asked, stop, has_tf32=has_tf32)
+    pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
+    return done[0]
+
+
+def _unasked(audit: Audit) -> str:
+    """The table without the line that judges it."""
+    lines = (line for line in audit.table().splitlines() if " asks for " not in line)
+    said = "not judged: the trial has no MixedPrecision"
+    return "\n".join([*lines, said])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 for an audit that passed, 1 for one that failed, 2 as training."""
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp audit",
+        description="Train one batch and print what it was computed in.",
+    )
+    parser.add_argument("config", help="experiment YAML")
+    add_trial_option(parser)
+    add_override_option(parser)
+    options = parser.parse_args(arguments)
+    try:
+        config = with_overrides(read_yaml(options.config), options.overrides)
+        audit, asked = audit_here(config, options.config, options.trial)
+        print(audit.table() if asked is not None else _unasked(audit))
+    except AuditError as error:
+        print(error)
+        return 1
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The trial that `module:Class` names, and how it is made: any constructor, or a function."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from determined import pytorch
+
+from determined_amp.config.settings import ConfigError
+
+Factory = Callable[..., pytorch.PyTorchTrial]
+
+# What a parameter of these names is given.
+_HPARAMS = frozenset({"hparams", "hyperparameters"})
+_CONFIG = frozenset({"config", "exp_conf", "experiment_config"})
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def load_factory(import_path: str) -> Factory:
+    """The trial class, or the function that makes a trial, at `module:name`.
+
+    Raises:
+        ValueError: if there is none, or it cannot be called as a trial is, saying what was found.
+    """
+    module_name, _, name = import_path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        found: Any = functools.reduce(getattr, name.split("."), module)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
+    if isinstance(found, type) and any(base.__name__ == "DeepSpeedTrial" for base in found.__mro__):
+        raise ValueError(
+            f"got {import_path!r}, which is a DeepSpeedTrial, and DeepSpeed is out of scope: it "
+            "has a loop and a mixed precision of its own"
+        )
+    is_trial = isinstance(found, type) and issubclass(found, pytorch.PyTorchTrial)
+    if not is_trial and (isinstance(found, type) or not callable(found)):
+        raise ValueError(f"got {import_path!r}, which is not a PyTorchTrial")
+    factory: Factory = found
+    try:
+        _wanted(factory)
+    except ValueError as error:
+        raise ValueError(f"got {import_path!r}, which {error}") from error
+    return factory
+
+
+def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+    """Make the trial: with its context, and with its hyperparameters if it requires them.
+
+    Required parameters named `hparams` or `hyperparameters` get the hyperparameters, and so does a
+    required second one of any other name; `config`, `exp_conf` and `experiment_config` get the
+    experiment configuration as a dict. Parameters with a default are left alone.
+
+    Raises:
+        ConfigError: if something else is required, or what was made is no `PyTorchTrial`.
+    """
+    name = getattr(factory, "__qualname__", repr(factory))
+    try:
+        wanted = _wanted(factory)
+    except ValueError as error:
+        raise ConfigError(name, [str(error)]) from error
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for parameter, kind in wanted:
+        value = context if kind == "context" else _given(context, kind)
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            named[parameter.name] = value
+        else:
+            positional.append(value)
+    trial = factory(*positional, **named)
+    if not isinstance(trial, pytorch.PyTorchTrial):
+        raise ConfigError(name, [f"made {type(trial).__name__}; allowed: a PyTorchTrial"])
+    return trial
+
+
+def _given(context: pytorch.PyTorchTrialContext, kind: str) -> dict[str, Any]:
+    return context.get_hparams() if kind == "hparams" else context.get_experiment_config()
+
+
+def _wanted(factory: Factory) -> list[tuple[inspect.Parameter, str]]:
+    """What `factory` is called with: each parameter and what it gets, in their order.
+
+    Raises:
+        ValueError: naming the parameters that nothing supplies.
+    """
+    parameters = list(inspect.signature(factory).parameters.values())
+    if not parameters or parameters[0].kind is inspect.Parameter.VAR_KEYWORD:
+        raise ValueError("takes no context; allowed: a first parameter for it")
+    wanted = [(parameters[0], "context")]
+    unknown = []
+    for i, parameter in enumerate(parameters[1:], start=1):
+        if parameter.default is not parameter.empty or parameter.kind in _VARIADIC:
+            continue
+        is_second = i == 1 and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+        if parameter.name in _CONFIG:
+            wanted.append((parameter, "config"))
+        elif parameter.name in _HPARAMS or is_second:
+            wanted.append((parameter, "hparams"))
+        else:
+            unknown.append(parameter.name)
+    if unknown:
+        raise ValueError(
+            f"requires {', '.join(unknown)}; allowed: (context), (context, hparams) or (context, "
+            "config), with defaults for whatever else; or a function of these that makes the trial"
+        )
+    return wanted

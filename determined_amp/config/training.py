@@ -1,0 +1,63 @@
+"""How long a trial is, and how often what happens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from determined import pytorch
+
+from determined_amp.config.settings import setting
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number of batches or of epochs, in Determined's own notation: `{batches: 100}`.
+
+    Args:
+        batches: Calls of `train_batch`.
+        epochs: Passes over the training data.
+    """
+
+    batches: int | None = setting(None, at_least=1)
+    epochs: int | None = setting(None, at_least=1)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        units = sum(unit is not None for unit in (self.batches, self.epochs))
+        if units != 1:
+            yield "batches", f"got {units} units; allowed: one of batches and epochs"
+
+    def unit(self) -> pytorch.TrainUnit:
+        if self.epochs is not None:
+            return pytorch.Epoch(self.epochs)
+        assert self.batches is not None
+        return pytorch.Batch(self.batches)
+
+    def in_batches(self, batches_per_epoch: int) -> int:
+        return self.batches or (self.epochs or 0) * batches_per_epoch
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long, and how often what happens; script entrypoints pass these to `Trainer.fit`.
+
+    Args:
+        max_length: Length of the whole run. The section `hyperparameters.training` needs it; a
+            configuration that says it nowhere can be looked at, but not trained.
+        validation_period: Between validations; one always follows the last batch, and without a
+            period no other.
+        checkpoint_period: Between checkpoints, in the same way.
+        reporting_period: Between reports of training metrics.
+        cudnn_benchmark: Let cuDNN time its convolution algorithms once; for inputs of fixed shape.
+            Left out, torch's switch is left alone.
+    """
+
+    max_length: Length | None = setting(None)
+    validation_period: Length | None = setting(None)
+    checkpoint_period: Length | None = setting(None)
+    reporting_period: Length = setting(Length(batches=100))
+    cudnn_benchmark: bool | None = setting(None)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.max_length is None:
+            yield "max_length", "missing; allowed: {batches: N} or {epochs: N}"

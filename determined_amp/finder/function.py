@@ -1,0 +1,180 @@
+"""The loss scale of a training without a `PyTorchTrial`: a model, a loss and a few batches."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from determined import core, pytorch
+from rich.console import Console
+from torch import nn
+
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.finder.advice import Run, as_json, show
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, find
+
+# Of PyTorch's GradScaler.
+_GROWTH_INTERVAL = 2000
+
+_COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class FoundScale:
+    """The answer; `str` of it is what the command line prints of a trial.
+
+    Args:
+        finding: Verdict, window and choice.
+        run: What they are about.
+    """
+
+    finding: Finding
+    run: Run
+
+    @property
+    def init_scale(self) -> float | None:
+        """For `torch.amp.GradScaler(init_scale=...)`; None where no scale helps."""
+        choice = self.finding.choice_log2
+        return None if choice is None else 2.0**choice
+
+    def as_json(self) -> dict[str, Any]:
+        """What `python -m determined_amp find --json` writes."""
+        return as_json(self.finding, self.run)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        show(self.finding, self.run, Console(file=text, width=_COLUMNS))
+        return text.getvalue()
+
+
+def find_loss_scale(
+    model: nn.Module,
+    loss_fn: Callable[[Any], torch.Tensor],
+    batches: Iterable[Any],
+    *,
+    device: torch.device | str | None = None,
+    init_scale: float = 2.0**DEFAULT_LOG2,
+) -> FoundScale:
+    """Find the initial loss scale of float16 training of any model; one process, no `Trial`.
+
+    Nothing is trained: parameters, gradients, buffers and random state are afterwards as before.
+
+        loss_fn = lambda batch: model(**batch).loss
+        print(find_loss_scale(model, loss_fn, itertools.islice(loader, 4)))
+
+    Args:
+        model: With float32 parameters, on its device; it is looked at in training mode.
+        loss_fn: Forward and loss of a batch, without autocast, which is entered around it, and
+            without backward. Where gradients are accumulated it divides as the training does.
+        batches: Training batches of the training's size; four are enough. Tensors in tuples, lists
+            and dicts are moved to the device.
+        device: Of the model; by default that of its first parameter.
+        init_scale: What the training starts with today.
+
+    Raises:
+        LossScaleError: if there is no loss scale to look for.
+    """
+    where = _device(model, device)
+    frozen = [LossBatch(model, loss_fn, _moved(batch, where), where) for batch in batches]
+    if not frozen:
+        raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
+    if not (init_scale > 0 and math.isfinite(init_scale)):
+        raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
+    finding = find(Alone([model]), frozen)
+    run = Run(
+        name=type(model).__name__,
+        device=DeviceSupport.of(where).name,
+        torch=torch.__version__,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        batches=len(frozen),
+        samples=sum(batch.samples for batch in frozen),
+        init_scale=init_scale,
+        growth_interval=_GROWTH_INTERVAL,
+        is_ours=False,
+    )
+    return FoundScale(finding, run)
+
+
+class LossBatch(FrozenBatch):
+    """One batch of a loss function.
+
+    Args:
+        model: Whose parameters get gradients.
+        loss_fn: Forward and loss of a batch.
+        batch: On the device.
+        device: For autocast and scaler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any], torch.Tensor],
+        batch: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__([model], batch)
+        self._loss_fn = loss_fn
+        self._device = device
+
+    @property
+    def samples(self) -> int:
+        first = next(_tensors(self.batch), None)
+        return len(first) if first is not None and first.dim() else 1
+
+    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
+        with torch.autocast(self._device.type, dtype=torch.float16):
+            loss = self._loss_fn(self.batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise LossScaleError(
+                f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of one element "
+                "that depends on the model's parameters"
+            )
+        scaled = torch.amp.GradScaler(self._device.type, init_scale=scale).scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        after_backward(scaled)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A place of one process."""
+
+    models: Sequence[nn.Module]
+    distributed: Any = field(default_factory=core.DummyDistributedContext)
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    first = next(model.parameters(), None)
+    if first is None:
+        raise LossScaleError("model: has no parameters; allowed: one that can be trained")
+    return first.device
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Also what moves itself, such as the batches of Hugging Face's tokenizers."""
+    return batch.to(device) if hasattr(batch, "to") else pytorch.to_device(batch, device)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _described(loss: object) -> str:
+    if isinstance(loss, torch.Tensor):
+        detached = "" if loss.requires_grad else " without a gradient"
+        return f"a tensor of shape {tuple(loss.shape)}{detached}"
+    return f"a {type(loss).__name__}"

@@ -1,0 +1,93 @@
+"""Hand a trial to Determined's `Trainer` with the lengths and periods of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import determined as det
+import torch
+from determined import pytorch
+
+from determined_amp.config.experiment import Platform, constants
+from determined_amp.config.plan import Plan, read_plan
+from determined_amp.config.settings import ConfigError, read
+
+
+def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:
+    """Train to the end, or until the platform asks to stop.
+
+    What `pytorch.Trainer.fit` takes is read from the experiment configuration, of our form
+    (`hyperparameters.training`) or of Determined's own (`searcher.max_length`,
+    `min_validation_period` and the like). On a cluster the run goes on from its latest checkpoint.
+
+    Args:
+        trial: The trial.
+        context: Its context.
+        options: Of `pytorch.Trainer.fit`, by name; each takes the place of what was read.
+
+    Raises:
+        ConfigError: if the configuration is wrong.
+        AuditError: if the first batch is not computed in the precision of the configuration.
+        GuardError: if the run no longer trains.
+    """
+    config, hyperparameters = _configuration(context)
+    plan, platform = _read(config, hyperparameters)
+    _check_aggregation(plan.aggregation_frequency, context)
+    if plan.training.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = plan.training.cudnn_benchmark
+    pytorch.Trainer(trial, context).fit(**{**_options(plan, platform), **options})
+
+
+def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
+    """A context has it from whoever made it, and reads no configuration."""
+    if frequency != context._aggregation_frequency:
+        raise ConfigError(
+            "experiment configuration",
+            [
+                f"aggregation_frequency: got {frequency}, but the context was made with "
+                f"{context._aggregation_frequency}; allowed: the same, by "
+                f"pytorch.init(aggregation_frequency={frequency})"
+            ],
+        )
+
+
+def _configuration(
+    context: pytorch.PyTorchTrialContext,
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Configuration and hyperparameters; a script without a cluster may give neither."""
+    found: list[Mapping[str, Any]] = []
+    for get in (context.get_experiment_config, context.get_hparams):
+        try:
+            found.append(get())
+        except ValueError:  # it was not given
+            found.append({})
+    config, hyperparameters = found
+    return config, constants(hyperparameters)
+
+
+def _read(config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> tuple[Plan, Platform]:
+    problems: list[str] = []
+    plan = read_plan(config, hyperparameters, problems)
+    platform = read(Platform, config, "", problems, strict=False)
+    if plan is None or platform is None or problems:
+        raise ConfigError("experiment configuration", problems)
+    return plan, platform
+
+
+def _options(plan: Plan, platform: Platform) -> dict[str, Any]:
+    training = plan.training
+    info = det.get_cluster_info()
+    lengths = {
+        "max_length": training.max_length,
+        "validation_period": training.validation_period,
+        "checkpoint_period": training.checkpoint_period,
+        "reporting_period": training.reporting_period,
+    }
+    return {
+        **{name: length and length.unit() for name, length in lengths.items()},
+        "checkpoint_policy": platform.checkpoint_policy.value,
+        "latest_checkpoint": info.latest_checkpoint if info is not None else None,
+        "step_zero_validation": plan.initial_validation,
+        "profiling_enabled": platform.profiling.enabled,
+    }

@@ -1,0 +1,156 @@
+"""Trials of people who have never heard of this repository: float32, names and habits of their own.
+
+Nothing here imports it, and nothing of it may: the file is copied into folders without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+FEATURES, CLASSES, SAMPLES = 6, 3, 24
+
+
+def samples(seed: int) -> TensorDataset:
+    """Points (N, FEATURES) float32 and the class (N,) int64 of each, by the largest of three."""
+    points = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(points, points[:, :CLASSES].argmax(1))
+
+
+class Stranger(pytorch.PyTorchTrial):
+    """A small classifier; its own learning rate, and a scheduler that Determined steps."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        hparams = context.get_hparams()
+        self.batch_size = hparams.get("batch_size", 4)
+        layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.25), nn.Linear(8, CLASSES))
+        self.model = context.wrap_model(layers)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=hparams.get("lr", 0.1))
+        self.optimizer = context.wrap_optimizer(optimizer)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+        context.wrap_lr_scheduler(schedule, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        points, classes = batch
+        loss = functional.cross_entropy(self.model(points), classes)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"train_loss": loss, "rate": self.optimizer.param_groups[0]["lr"]}
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        points, classes = (torch.cat(parts) for parts in zip(*data_loader, strict=True))
+        logits = getattr(self.model, "module", self.model)(points)
+        return {
+            "val_loss": float(functional.cross_entropy(logits, classes)),
+            "per_class": np.bincount(classes.numpy(), minlength=CLASSES),
+            "note": "[not] a number",
+            "group": "mine",
+        }
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(samples(0), batch_size=self.batch_size)
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(samples(1), batch_size=8)
+
+
+class WithHparams(Stranger):
+    """As Determined's current examples."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> None:
+        super().__init__(context)
+        self.given = hparams
+
+
+class WithSecond(Stranger):
+    """The second parameter is what the first caller passed, whatever it is called."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, options: dict[str, Any], /) -> None:
+        super().__init__(context)
+        self.given = options
+
+
+class WithConfig(Stranger):
+    """The whole experiment configuration, by name."""
+
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, hparams: Any, *, exp_conf: dict[str, Any]
+    ) -> None:
+        super().__init__(context)
+        self.given = (hparams, exp_conf)
+
+
+class WithDefaults(Stranger):
+    """Needs nothing but the context."""
+
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        hparams: dict[str, Any] | None = None,
+        *others: Any,
+        verbose: bool = False,
+        **named: Any,
+    ) -> None:
+        super().__init__(context)
+        self.given = (hparams, others, verbose, named)
+
+
+class WithTokenizer(Stranger):
+    """Requires what nobody but its author can make."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: Any, tokenizer: Any) -> None:
+        super().__init__(context)
+
+
+class Greedy(Stranger):
+    """Eats its hyperparameters."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> None:
+        super().__init__(context)
+        hparams.pop("lr")
+
+
+class WithMarkers(Stranger):
+    """Its attributes have names that mean something here, and are something else."""
+
+    @dataclasses.dataclass
+    class Hparams:
+        """No settings class of the library."""
+
+        layers: list[int]
+
+    @dataclasses.dataclass
+    class Data:
+        """Nor this."""
+
+        path: str = "nowhere"
+
+
+def make(context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> Stranger:
+    """A trial from a function, as one writes it for a constructor that wants more."""
+    assert "lr" in hparams
+    return Stranger(context)
+
+
+def make_nothing(context: pytorch.PyTorchTrialContext) -> None:
+    """Forgets the return."""
+
+
+def make_without() -> None:
+    """Takes no context."""
+
+
+class DeepSpeedTrial:
+    """Stands in for Determined's, whose package is not installed here."""
+
+
+class OnDeepSpeed(DeepSpeedTrial):
+    """Of another framework."""

@@ -1,0 +1,182 @@
+"""`find_loss_scale`: the finder for a model, a loss and some batches, without a trial."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from determined_amp.finder import find_loss_scale
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.verdict import Verdict
+from tests.training import digest
+
+Batch = dict[str, torch.Tensor]
+
+
+class Classifier(nn.Module):
+    """Called and answering as the models of Hugging Face are."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+        )
+        self.gain = gain
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(inputs)
+        return {"loss": self.gain * functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def model(gain: float = 1.0) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(gain)
+
+
+def batches(count: int = 2) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "inputs": torch.randn(8, 16, generator=generator),
+            "labels": torch.randint(0, 4, (8,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def loss_of(net: Classifier) -> Callable[[Batch], torch.Tensor]:
+    def loss(batch: Batch) -> torch.Tensor:
+        answer: dict[str, torch.Tensor] = net(**batch)
+        return answer["loss"]
+
+    return loss
+
+
+class TestAnswer:
+    def test_default_is_fine_for_a_plain_module(self) -> None:
+        net = model()
+        found = find_loss_scale(net, loss_of(net), batches())
+        assert found.finding.verdict is Verdict.DEFAULT
+        assert (found.run.batches, found.run.samples) == (2, 16)
+
+    def test_choice_is_exact(self) -> None:
+        """Where it says, a real step with a real scaler overflows one bit above the top."""
+        net, first = model(gain=1000.0), batches(1)
+        found = find_loss_scale(net, loss_of(net), first)
+        assert found.finding.verdict is Verdict.SCALE
+        assert found.init_scale == 2.0 ** (found.finding.top_log2 - 1)
+        state, overflows = torch.random.get_rng_state(), []
+        for scale_log2 in (found.finding.top_log2, found.finding.top_log2 + 1):
+            torch.random.set_rng_state(state)  # the same dropout
+            net.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(net)(first[0])
+            torch.amp.GradScaler("cpu", init_scale=2.0**scale_log2).scale(loss).backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad for p in net.parameters() if p.grad is not None]
+            overflows.append(not all(bool(g.isfinite().all()) for g in gradients))
+        assert overflows == [False, True]
+
+    def test_text_is_that_of_the_command_line(self) -> None:
+        net = model(gain=1000.0)
+        found = find_loss_scale(net, loss_of(net), batches(), init_scale=2.0**20)
+        text = str(found)
+        assert text.startswith("Classifier: 2 batches, 16 samples, on ")
+        assert "measured in float16" in text
+        assert f"verdict: use 2^{found.finding.choice_log2}" in text
+        assert "the scaler's 2^20 skips" in text
+        assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
+        assert found.as_json()["verdict"] == "use 2^k"
+
+    def test_model_in_evaluation_mode_is_looked_at_in_training_mode(self) -> None:
+        net = model().eval()
+        net.layers[4].train()
+        seen: list[bool] = []
+
+        def loss(batch: Batch) -> torch.Tensor:
+            seen.append(net.layers[1].training)
+            return loss_of(net)(batch)
+
+        find_loss_scale(net, loss, batches())
+        assert set(seen) == {True}
+        assert [layer.training for layer in net.layers] == [False] * 4 + [True]
+
+
+def state(net: nn.Module) -> str:
+    gradients = [parameter.grad for parameter in net.parameters()]
+    numpys = np.random.get_state(legacy=False)
+    hosts = [random.getstate(), str(numpys["state"])]
+    return digest([net.state_dict(), gradients, torch.random.get_rng_state(), hosts])
+
+
+def test_nothing_moves() -> None:
+    """Parameters, gradients, buffers and random numbers; BatchNorm and dropout would move some."""
+    net, first = model(), batches()
+    loss_of(net)(first[0]).backward()  # type: ignore[no-untyped-call]
+    before = state(net)
+    find_loss_scale(net, loss_of(net), first)
+    assert state(net) == before
+    loss_of(net)(first[0])  # the control
+    assert state(net) != before
+
+
+def test_its_package_imports_neither_torch_nor_determined() -> None:
+    program = (
+        "import sys, determined_amp.finder\n"
+        "print('torch' in sys.modules, 'determined' in sys.modules)\n"
+        "determined_amp.finder.find_loss_scale\n"
+        "print('torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert told.stdout.split() == [b"False", b"False", b"True"]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            (lambda net, batch: net(**batch), "loss_fn returned a dict"),
+            (lambda net, batch: net(**batch)["logits"], r"a tensor of shape \(8, 4\)"),
+            (lambda net, batch: net(**batch)["loss"].detach(), "without a gradient"),
+        ],
+    )
+    def test_loss_function_that_returns_no_loss(self, returned: Any, said: str) -> None:
+        net = model()
+        with pytest.raises(LossScaleError, match=said):
+            find_loss_scale(net, lambda batch: returned(net, batch), batches())
+
+    def test_no_batch(self) -> None:
+        net = model()
+        with pytest.raises(LossScaleError, match="batches: got none"):
+            find_loss_scale(net, loss_of(net), [])
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+    def test_scale_that_is_none(self, scale: float) -> None:
+        net = model()
+        with pytest.raises(LossScaleError, match="init_scale: got"):
+            find_loss_scale(net, loss_of(net), batches(), init_scale=scale)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_parameters_in_16_bits(self, dtype: torch.dtype) -> None:
+        net = model().to(dtype)
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(LossScaleError, match=f"parameters are {name}, as after .half"):
+            find_loss_scale(net, loss_of(net), batches())
+
+    def test_autocast_to_bfloat16_inside_the_loss_function(self) -> None:
+        net = model()
+
+        def loss(batch: Batch) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return loss_of(net)(batch)
+
+        with pytest.raises(LossScaleError, match="the backward makes bfloat16 tensors, none in"):
+            find_loss_scale(net, loss, batches())

@@ -1,0 +1,227 @@
+"""The finder on trials as strangers write them: what they do otherwise is said, not crashed on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional
+
+from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.commands import find as finder
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.finder.advice import Run, as_json, sentences
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
+from determined_amp.finder.score import score_batches
+from determined_amp.finder.verdict import Finding, Verdict, find
+from determined_amp.local.alone import open_trial
+from tests.loss_scale import Context, Trial, config, looked_at
+from tests.training import ROOT, SMALL
+
+Loss = Callable[..., torch.Tensor]
+
+RUN = Run("", "", "", "", 1, 1, 65536.0, 2000, is_ours=False)
+
+
+def finding(trial: Trial) -> Finding:
+    return looked_at(trial, lambda _, context, batches: find(context, batches))
+
+
+@pytest.fixture
+def counts_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial takes its outputs to numpy in the middle of a batch, which has no bfloat16."""
+
+    def loss(trial: SmallTrial, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = trial.model(images)
+        assert logits.detach().cpu().numpy().ndim == 2
+        return functional.binary_cross_entropy_with_logits(
+            logits.float(), images.flatten(1), reduction="sum"
+        )
+
+    monkeypatch.setattr(SummedLoss, "loss", loss)
+
+
+class TestWithoutBfloat16:
+    def test_finding_is_the_one_that_bfloat16_gives(self, request: pytest.FixtureRequest) -> None:
+        plain = finding(SummedLoss)
+        request.getfixturevalue("counts_in_numpy")
+        found = finding(SummedLoss)
+        assert plain.prediction.recorded_log2 is None
+        assert found.prediction.recorded_log2 is not None
+        assert (found.top_log2, found.choice_log2, found.verdict) == (
+            plain.top_log2,
+            plain.choice_log2,
+            plain.verdict,
+        )
+        assert abs(found.low_log2 - plain.low_log2) <= 1
+
+    @pytest.mark.usefixtures("counts_in_numpy")
+    def test_reason_and_scale_are_told(self) -> None:
+        found = finding(SummedLoss)
+        scale = found.prediction.recorded_log2
+        assert next(sentences(found, RUN)) == (
+            f"recorded in float16 at 2^{scale}: this trial cannot run in bfloat16: "
+            "TypeError: Got unsupported ScalarType BFloat16"
+        )
+        assert as_json(found, RUN)["recorded_log2"] == scale
+
+    @pytest.mark.usefixtures("counts_in_numpy")
+    def test_score_is_measured_too(self) -> None:
+        def work(small: SmallTrial, context: Context, batches: Sequence[FrozenBatch]) -> float:
+            return score_batches(context, batches, 6).gradient_error
+
+        assert looked_at(SummedLoss, work) < 0.01
+
+    def test_recorded_where_little_is_flushed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At the default all of these gradients would be 0."""
+        plain = finding(TinyLoss)
+        loss: Loss = TinyLoss.loss
+
+        def in_numpy(trial: TinyLoss, *batch: torch.Tensor) -> torch.Tensor:
+            trial.model(batch[0]).detach().numpy()
+            return loss(trial, *batch)
+
+        monkeypatch.setattr(TinyLoss, "loss", in_numpy)
+        found = finding(TinyLoss)
+        assert found.prediction.recorded_log2 == plain.top_log2 - 1
+        assert (found.top_log2, found.low_log2) == (plain.top_log2, plain.low_log2)
+
+    def test_float16_made_by_hand_is_not_taken_for_bfloat16(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loss: Loss = SummedLoss.loss
+
+        def halved(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
+            halves: torch.Tensor = trial.model(batch[0]).float().half()
+            return loss(trial, *batch) + halves.float().sum()
+
+        monkeypatch.setattr(SummedLoss, "loss", halved)
+        found = finding(SummedLoss)
+        assert found.prediction.reason == "it makes float16 tensors outside autocast, too"
+
+    def test_error_of_float16_too_is_the_trials_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
+            raise KeyError("its own")
+
+        monkeypatch.setattr(SummedLoss, "loss", broken)
+        with pytest.raises(KeyError, match="its own"):
+            finding(SummedLoss)
+
+    def test_nothing_recorded_at_any_scale_says_what_to_write(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def hopeless(trial: SummedLoss, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = trial.model(images)
+            logits.detach().numpy()
+            infinite: torch.Tensor = (logits * 1.0e9).sum()
+            return infinite
+
+        monkeypatch.setattr(SummedLoss, "loss", hopeless)
+        with pytest.raises(LossScaleError, match=r"Write \.float\(\) before .*logits\.float\(\)"):
+            finding(SummedLoss)
+
+
+class TestNotFloat16:
+    @pytest.mark.parametrize("given", [{}, {"dtype": torch.bfloat16}])
+    def test_bfloat16_autocast_is_not_called_float16(
+        self, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def in_bfloat16(trial: SummedLoss, batch: Any, *numbers: int) -> dict[str, Any]:
+            with torch.autocast("cpu", **given):
+                loss = trial.loss(*batch)
+            trial.context.backward(trial.scaler.scale(loss))
+            return {}
+
+        monkeypatch.setattr(SummedLoss, "train_batch", in_bfloat16)
+        with pytest.raises(LossScaleError, match="bfloat16 tensors, none in float16") as error:
+            finding(SummedLoss)
+        assert "write torch.autocast(device, dtype=torch.float16)" in str(error.value)
+
+    def test_half_model_is_told_that_parameters_stay_float32(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_model = SummedLoss.make_model
+        monkeypatch.setattr(SummedLoss, "make_model", lambda trial: make_model(trial).half())
+        with pytest.raises(LossScaleError, match=r"parameters are float16, as after \.half\(\)"):
+            finding(SummedLoss)
+
+    def test_frozen_half_of_a_model_is_no_concern(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_model = SummedLoss.make_model
+
+        def with_frozen_part(trial: SummedLoss) -> torch.nn.Module:
+            model = make_model(trial)
+            model.add_module("unused", torch.nn.Identity())
+            unused = torch.nn.Linear(2, 2).half().requires_grad_(False)
+            model.get_submodule("unused").add_module("encoder", unused)
+            return model
+
+        monkeypatch.setattr(SummedLoss, "make_model", with_frozen_part)
+        assert finding(SummedLoss).verdict is Verdict.SCALE
+
+
+class TestRemedies:
+    def test_trial_with_a_precision_is_told_the_key(self) -> None:
+        raw = read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml"))
+        with (
+            open_trial(with_overrides(raw, SMALL), "test") as found,
+            pytest.raises(LossScaleError, match=r"set hyperparameters\.amp\.precision to amp_fp16"),
+        ):
+            wrapped_scaler(found.context)
+
+    def test_trial_without_one_is_told_of_the_scaler(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def without_scaler(context: Context, scaler: object) -> object:
+            return scaler
+
+        monkeypatch.setattr(Context, "wrap_scaler", without_scaler)
+        path = tmp_path / "fp32.yaml"
+        path.write_text(yaml.safe_dump(config(SummedLoss)))
+        assert finder.main([str(path)]) == 2
+        printed = capsys.readouterr().err
+        assert "no enabled GradScaler that context.wrap_scaler knows; docs/your_trial.md" in printed
+        assert "amp.precision" not in printed
+
+    def test_plain_backward_is_told_what_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def around(trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            trial.scaler.scale(trial.loss(*batch)).backward()
+            return {}
+
+        monkeypatch.setattr(SummedLoss, "train_batch", around)
+        with pytest.raises(LossScaleError) as error:
+            finding(SummedLoss)
+        assert "write self.context.backward(self.scaler.scale(loss))" in str(error.value)
+
+
+class TestMixedPrecisionOf:
+    @contextlib.contextmanager
+    def small(self) -> Iterator[Any]:
+        raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
+        with open_trial(with_overrides(raw, SMALL), "test") as found:
+            yield found
+
+    def test_audit_and_guard_are_off_before_the_loop_starts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with self.small() as found:
+            amp = found.trial.amp
+            monkeypatch.setattr(amp, "watched", True, raising=False)
+            seen = in_training(found.trial, found.context, 1, lambda batches: amp.watched)
+        assert seen is False
+
+    def test_registry_is_asked_where_there_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with self.small() as found:
+            amp = found.trial.amp
+            monkeypatch.setattr(
+                MixedPrecision, "of", staticmethod(lambda context: amp), raising=False
+            )
+            monkeypatch.setattr(amp, "watched", True, raising=False)
+            seen = in_training(found.trial, found.context, 1, lambda batches: amp.watched)
+        assert seen is False

@@ -1,0 +1,136 @@
+"""Is the lower end of the safe window where parameters' gradients begin to go wrong?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from determined_amp.finder.function import Alone, LossBatch
+from determined_amp.finder.passes import Prediction, predict
+from determined_amp.finder.score import score_batches
+from determined_amp.finder.verdict import FLUSHED_LIMIT, Finding, Verdict, find
+
+WORDS, TOKENS, WIDTH = 500, 32, 64
+
+Losses = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """Attention by hand and two layers, each after a sum with its input, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        heads = (4, WIDTH // 4)
+        query, key, value = (
+            layer(tokens).unflatten(-1, heads).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attention = (query @ key.transpose(-1, -2) / math.sqrt(heads[1])).softmax(-1)
+        mixed = self.out((attention @ value).transpose(1, 2).flatten(2))
+        tokens = self.norms[0](tokens + mixed)
+        return self.norms[1](tokens + self.down(functional.gelu(self.up(tokens))))  # type: ignore[no-any-return]
+
+
+class Bert(nn.Module):
+    """Classifies by the first of (B, 32) tokens; `std` is BERT's initialisation, near-uniform."""
+
+    def __init__(self, std: float | None, *, by_hand: bool) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True)
+        self.encoder = (
+            nn.Sequential(*(Block() for _ in range(4)))
+            if by_hand
+            else nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        )
+        self.head = nn.Linear(WIDTH, 2)
+        for name, parameter in self.named_parameters():
+            if std is not None and parameter.dim() == 2:
+                nn.init.normal_(parameter, 0.0, std)
+            elif std is not None and "norm" not in name:
+                nn.init.zeros_(parameter)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.norm(self.embedding(words)))[:, 0])  # type: ignore[no-any-return]
+
+
+def bert_batch(std: float | None, *, by_hand: bool) -> tuple[Alone, LossBatch]:
+    torch.manual_seed(0)
+    model = Bert(std, by_hand=by_hand)
+    words, labels = torch.randint(0, WORDS, (8, TOKENS)), torch.randint(0, 2, (8,))
+    return as_batch(model, lambda words: functional.cross_entropy(model(words), labels), words)
+
+
+def as_batch(model: nn.Module, loss: Losses, inputs: torch.Tensor) -> tuple[Alone, LossBatch]:
+    return Alone([model]), LossBatch(model, loss, inputs, torch.device("cpu"))
+
+
+def errors(place: Alone, batch: LossBatch, found: Finding) -> tuple[float, float]:
+    """Of the parameters' gradients, at both ends of the window."""
+    low, top = (score_batches(place, [batch], k) for k in (found.low_log2, found.top_log2))
+    assert low.flushed_share < 0.02  # it passes on from tensor to tensor
+    return low.gradient_error, top.gradient_error
+
+
+def number_flushed(prediction: Prediction, scale_log2: int) -> float:
+    """The share by number, to which all values are equal."""
+    counts = prediction.total.counts
+    return float(counts[1 : 2 * (-25 - scale_log2 + 127) + 1].sum() / counts[1:].sum())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("std", [None, 0.02])
+class TestNearUniformAttention:
+    def test_default_is_fine(self, std: float | None, by_hand: bool) -> None:
+        place, batch = bert_batch(std, by_hand=by_hand)
+        found = find(place, [batch])
+        assert found.verdict is Verdict.DEFAULT
+        assert found.low_log2 <= 12
+
+    def test_gradients_are_as_good_at_the_windows_low_end_as_at_its_top(
+        self, std: float | None, by_hand: bool
+    ) -> None:
+        place, batch = bert_batch(std, by_hand=by_hand)
+        at_low, at_top = errors(place, batch, find(place, [batch]))
+        assert at_low <= at_top + 0.001
+
+
+def test_values_counted_by_number_would_narrow_the_window_for_nothing() -> None:
+    """The control: what one in a hundred values would have asked for."""
+    place, batch = bert_batch(0.02, by_hand=False)
+    found = find(place, [batch])
+    assert number_flushed(found.prediction, found.low_log2) > 0.02
+
+
+def test_branch_that_contributes_little_still_has_to_train() -> None:
+    """By the norm over the whole model, all of its gradients could go unnoticed."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loud, self.quiet, self.head = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.loud(inputs).relu() + 1.0e-6 * self.quiet(inputs).relu()
+            return self.head(hidden)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, labels = Branched(), torch.randint(0, 64, (64,))
+    place, batch = as_batch(
+        model, lambda inputs: functional.cross_entropy(model(inputs), labels), torch.rand(64, 64)
+    )
+    prediction = predict(place, [batch])
+    low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
+    assert prediction.total.flushed_share(low - 12) < FLUSHED_LIMIT  # the control
+    assert score_batches(place, [batch], low - 12).gradient_error > 0.3
+    assert score_batches(place, [batch], low).gradient_error < 0.02

@@ -1,0 +1,129 @@
+"""What imports what: cheap to import, in one direction, and nothing of this repository besides."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import determined_amp
+
+LIBRARY = Path(determined_amp.__file__).parent
+# Each may import those before it, and itself.
+LAYERS = (
+    *("config", "audit", "amp", "fitting", "local", "train"),
+    *("finder", "search", "reports", "commands"),
+)
+NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
+# What the extras bring.
+EXTRAS = {"torchvision", "diffusers", "optuna", "sklearn", "matplotlib", "scipy"}
+
+
+def imports(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted parts of everything that a file imports, within functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            of = (node.module or "").split(".")
+            yield from ((node.lineno, [*of, alias.name]) for alias in node.names)
+
+
+def against_the_direction(library: Path) -> Iterator[str]:
+    for path in sorted(library.rglob("*.py")):
+        inside = path.relative_to(library)
+        own = inside.parts[0].removesuffix(".py")
+        if own in ("__init__", "__main__"):
+            continue  # they hand on all layers
+        allowed = {*LAYERS[: LAYERS.index(own) + 1], "__version__"}
+        for line, parts in imports(path):
+            if parts[0] in NOT_IN_THE_WHEEL or (
+                parts[0] == "determined_amp" and parts[1] not in allowed
+            ):
+                yield f"{inside}:{line} imports {'.'.join(parts)}"
+
+
+def loaded(code: str) -> set[str]:
+    """The top-level modules of a fresh interpreter that has run `code`."""
+    script = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=LIBRARY.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return set(run.stdout.split())
+
+
+def test_imports_point_one_way_and_stay_within_the_library() -> None:
+    assert list(against_the_direction(LIBRARY)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "line"),
+    [
+        ("config/a.py", "from determined_amp.amp.guard import Guard", 1),
+        ("amp/a.py", "def f():\n    import determined_amp.local.run", 2),
+        ("train.py", "from determined_amp import MixedPrecision", 1),
+        ("reports/a.py", "from trials.data import images", 1),
+    ],
+)
+def test_an_import_against_the_direction_is_found(
+    tmp_path: Path, file: str, code: str, line: int
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(code)
+    (found,) = against_the_direction(tmp_path)
+    assert found.startswith(f"{file}:{line} imports ")
+
+
+def test_the_package_alone_loads_neither_torch_nor_determined() -> None:
+    assert loaded("import determined_amp; determined_amp.__version__") & {
+        "torch",
+        "determined",
+    } == (set())
+
+
+def test_mixed_precision_loads_nothing_that_an_extra_brings() -> None:
+    names = loaded("from determined_amp import MixedPrecision")
+    assert names & EXTRAS == set()
+    assert {"torch", "determined", "determined_amp"} <= names
+
+
+def test_the_train_command_loads_nothing_that_an_extra_brings() -> None:
+    assert loaded("import determined_amp.train") & EXTRAS == set()
+
+
+def test_what_is_loaded_is_seen() -> None:
+    assert loaded("import optuna") & EXTRAS >= {"optuna"}
+
+
+@pytest.mark.parametrize("name", determined_amp.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(determined_amp, name) is not None
+    assert name in dir(determined_amp)
+
+
+def test_the_public_names_are_a_dozen_and_what_a_type_checker_sees() -> None:
+    checked = ast.parse((LIBRARY / "__init__.py").read_text())
+    (block,) = (node for node in checked.body if isinstance(node, ast.If))
+    seen = {alias.name for node in ast.walk(block) for alias in getattr(node, "names", ())}
+    assert seen | {"__version__"} == set(determined_amp.__all__)
+    assert seen == set(determined_amp._MODULES)
+    assert len(determined_amp.__all__) <= 12
+
+
+def test_a_name_that_is_none_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'MixedPrecison'"):
+        determined_amp.MixedPrecison  # noqa: B018
+
+
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    """Importing a module `x` sets `determined_amp.x`, whatever `__getattr__` would say."""
+    modules = {path.stem for path in LIBRARY.iterdir()}
+    assert modules & set(determined_amp.__all__) == set()

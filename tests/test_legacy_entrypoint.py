@@ -1,0 +1,139 @@
+"""A trial named as `module:Class` in its YAML, run by Determined's harness; a stub for a master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import determined as det
+import pytest
+import torch
+from determined import core, pytorch, util
+from determined.common import storage
+from determined.exec import harness
+
+from determined_amp import AuditError, GuardError
+from determined_amp.local.alone import core_context_alone
+from tests.loops import Reports, content
+from tests.test_mixed_precision import StrangersTrial
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Support for legacy entrypoint:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Configuring `max_length` from:FutureWarning"),
+]
+
+
+class OnCluster(Reports):
+    """Reports of a task of a cluster."""
+
+    _trial_id = 1
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self._report_trial_metrics("validation", steps_completed, metrics)
+
+
+Legacy = Callable[..., OnCluster]
+
+
+@pytest.fixture
+def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
+    """Runs a trial class as the entrypoint `module:Class` does; what it reported."""
+
+    def run(trial_class: type[StrangersTrial], amp: dict[str, Any]) -> OnCluster:
+        hparams = {"global_batch_size": 2, "amp": amp}
+        config: dict[str, Any] = {
+            "entrypoint": "model_def:Trial",
+            "hyperparameters": hparams,
+            "searcher": {
+                "name": "single",
+                "metric": "validation_loss",
+                "smaller_is_better": True,
+                "max_length": {"batches": len(trial_class.rows)},
+            },
+            "optimizations": {
+                "aggregation_frequency": 1,
+                "average_aggregated_gradients": True,
+                "gradient_compression": False,
+            },
+            "min_validation_period": {"batches": 0},
+            "min_checkpoint_period": {"batches": 0},
+            "scheduling_unit": 1,
+            "checkpoint_policy": "none",
+            "perform_initial_validation": False,
+            "profiling": {"enabled": False},
+        }
+        trial = SimpleNamespace(
+            _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=0
+        )
+        info: Any = SimpleNamespace(task_type="TRIAL", latest_checkpoint=None, trial=trial)
+        reports = OnCluster()
+
+        @contextmanager
+        def init(aggregation_frequency: int, **given: Any) -> Iterator[pytorch.PyTorchTrialContext]:
+            with core_context_alone() as core_context:
+                core_context.train = reports
+                core_context.checkpoint = core.DummyCheckpointContext(
+                    core_context.distributed, storage.SharedFSStorageManager(str(folder))
+                )
+                yield pytorch.PyTorchTrialContext(
+                    core_context=core_context,
+                    trial_seed=0,
+                    slots_per_trial=1,
+                    num_gpus=0,
+                    aggregation_frequency=aggregation_frequency,
+                    steps_completed=0,
+                    managed_training=True,
+                    debug_enabled=False,
+                    **given,
+                )
+
+        monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+        monkeypatch.setattr(pytorch, "init", init)
+        monkeypatch.setattr(util, "write_user_code", lambda *given: None)  # of the container
+        harness._run_pytorch_trial(trial_class, info, config["entrypoint"])
+        return reports
+
+    return run
+
+
+FP16 = {"precision": "amp_fp16", "init_scale": 4.0}
+
+
+def test_first_batch_is_audited_and_all_of_them_are_trained(legacy: Legacy) -> None:
+    reports = legacy(StrangersTrial, FP16)
+    assert reports.training[0]["audit_share"] == 1
+    assert "audit_share" not in reports.training[1]
+    assert [report["applied_steps"] for report in reports.training] == [1, 2]
+
+
+class LeavesAutocast(StrangersTrial):
+    def backward(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch[0]).float().mean()
+        self.context.backward(self.amp.scaler.scale(loss))
+        return loss
+
+
+def test_batch_that_is_not_in_the_precision_ends_the_run(legacy: Legacy, folder: Path) -> None:
+    with pytest.raises(AuditError, match=r"amp_fp16, but 0\.0% of the FLOPs are in float16"):
+        legacy(LeavesAutocast, FP16)
+    assert not list(folder.iterdir())
+
+
+class Overflows(StrangersTrial):
+    rows = ((1.0, 1.0), *((float("inf"), 1.0),) * 4)
+
+
+def test_guard_leaves_the_last_good_checkpoint_and_one_sentence(
+    legacy: Legacy, folder: Path
+) -> None:
+    """From w = 1, a step of -1/4; then three skips, more than two in a row."""
+    amp = {**FP16, "init_scale": 1024.0, "max_consecutive_skips": 2}
+    with pytest.raises(GuardError, match="3 optimizer steps in a row were skipped") as raised:
+        legacy(Overflows, amp)
+    assert "\n" not in str(raised.value)
+    (saved,) = folder.iterdir()
+    (weights,) = content(folder, saved.name)["models_state_dict"]
+    assert weights["weight"].item() == 0.75

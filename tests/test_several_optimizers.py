@@ -1,0 +1,192 @@
+"""Two models, two optimizers, one scaler: the shape of a GAN, with numbers derived by hand.
+
+Each model is y = w x with its own input, so its gradient is the mean of that input whatever w is,
+and SGD with rate 0.5 moves w by -0.5 * mean(x). A row is a batch of one sample (x_d, x_g).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from determined_amp import GuardError, MixedPrecision
+from tests import training
+from tests.gan_ranks import ROWS, TwoWeights
+from tests.loops import Fitted, content, fit
+
+INF = math.inf
+AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
+
+
+HIGH = {**AMP, "init_scale": 2.0**10}  # far from its floor
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+def run(
+    folder: Path, rows: list[tuple[float, float]], amp: dict[str, Any] | None = None, **options: Any
+) -> Fitted:
+    trial_class = options.pop("trial_class", TwoWeights)
+    options.setdefault("batches", len(rows))
+    return fit(
+        lambda context: trial_class(context, rows), folder, amp or AMP, batch_size=1, **options
+    )
+
+
+class TestOneOverflows:
+    def test_skips_its_own_step_alone_and_is_counted_alone(self, folder: Path) -> None:
+        """The discriminator overflows in the second of three batches; the generator steps."""
+        made = run(folder, [(1.0, 1.0), (INF, 1.0), (1.0, 1.0)])
+        assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
+        report = made.reports.training[-1]
+        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (2, 1)
+        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (3, 0)
+        assert report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
+        assert "applied_steps" not in report
+
+    def test_norms_are_those_of_each(self, folder: Path) -> None:
+        report = run(folder, [(1.0, 3.0)]).reports.training[-1]
+        assert (report["grad_norm_0"], report["grad_norm_1"]) == (1.0, 3.0)
+        headroom = [report[f"headroom_bits_{index}"] for index in (0, 1)]
+        assert headroom[0] - headroom[1] == pytest.approx(math.log2(3), abs=1e-6)
+
+    def test_accumulation_skips_by_the_window(self, folder: Path) -> None:
+        rows = [(1.0, 1.0), (INF, 1.0), (1.0, 1.0), (1.0, 3.0)]
+        made = run(folder, rows, aggregation_frequency=2)
+        assert made.trial.weights() == [1.0 - 0.5 * 1, 1.0 - 0.5 * 1 - 0.5 * 2]
+
+    def test_counts_are_resumed(self, folder: Path) -> None:
+        rows = [(1.0, 1.0), (INF, 1.0), (1.0, 1.0), (1.0, 1.0)]
+        undisturbed = run(folder, rows).reports.training[-1]
+        saved = run(folder, rows, batches=2).checkpoint
+        resumed = run(folder, rows, first_batch=2, resume=saved).reports.training[-1]
+        names = [n for n in undisturbed if n.startswith(("applied", "skipped", "consecutive"))]
+        assert len(names) == 6
+        assert {name: resumed[name] for name in names} == {
+            name: undisturbed[name] for name in names
+        }
+        state = content(folder, saved)["callbacks"]["mixed_precision"]["optimizers"]
+        assert [(s["attempted"], s["applied"]) for s in state] == [(2, 1), (2, 2)]
+
+    def test_one_that_steps_more_often_has_counts_of_its_own(self, folder: Path) -> None:
+        """The generator is stepped in every second batch only."""
+
+        class Seldom(TwoWeights):
+            def steps_generator(self, batch_idx: int) -> bool:
+                return batch_idx % 2 == 1
+
+        report = run(folder, [(1.0, 1.0)] * 4, trial_class=Seldom).reports.training[-1]
+        assert (report["applied_steps_0"], report["applied_steps_1"]) == (4, 2)
+
+
+class TestGuard:
+    def test_names_the_optimizer_and_the_model(self, folder: Path) -> None:
+        rows = [(1.0, 1.0), *[(INF, 1.0)] * 5]
+        with pytest.raises(GuardError, match=r"optimizer 0: 3 optimizer steps in a row") as raised:
+            run(folder, rows, {**HIGH, "max_consecutive_skips": 2})
+        assert "input 0 of the batch is not finite" in str(raised.value)
+
+    def test_leaves_a_checkpoint_of_the_last_good_state(self, folder: Path) -> None:
+        rows = [(1.0, 1.0), *[(INF, 1.0)] * 5]
+        with pytest.raises(GuardError):
+            run(folder, rows, {**HIGH, "max_consecutive_skips": 2})
+        (saved,) = folder.iterdir()
+        weights = content(folder, saved.name)["models_state_dict"]
+        assert [float(w["weight"]) for w in weights] == [0.5, 1.0 - 4 * 0.5]
+
+    @pytest.mark.parametrize("steps_by", ["context", "scaler", "optimizer"])
+    def test_diagnosis_leaves_no_gradient_and_takes_no_step(
+        self, folder: Path, steps_by: str
+    ) -> None:
+        """With `warn` the training goes on after it, from exactly the state before it."""
+
+        class Stepping(TwoWeights):
+            how = steps_by
+
+        settings = {**HIGH, "max_consecutive_skips": 1}
+        rows = [(1.0, 1.0), (INF, 1.0), (INF, 1.0), (1.0, 1.0)]
+        warned = run(folder, rows, {**settings, "on_overflow": "warn"}, trial_class=Stepping)
+        silent = run(folder, rows, HIGH, trial_class=Stepping)
+        assert warned.trial.diagnosed > 0 == silent.trial.diagnosed
+        assert warned.trial.weights() == silent.trial.weights() == [0.0, -1.0]
+        assert warned.trial.norms == silent.trial.norms
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks of `gan_ranks` said."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.gan_ranks")
+    process = training.start(*command, str(folder))
+    output, _ = process.communicate(timeout=170)
+    assert process.returncode == 0, output
+    return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
+
+
+def test_two_ranks_skip_the_step_of_one_optimizer_together(ranks: list[dict[str, Any]]) -> None:
+    """Rank 0 gets every first row. Its discriminator overflows in the second batch.
+
+    Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1 and 2.
+    """
+    assert ROWS[2] == (INF, 1.0)
+    assert {seen["rank"] for seen in ranks} == {0, 1}
+    for seen in ranks:
+        assert seen["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
+        assert seen["applied"] == [2, 3]
+        assert seen["diagnosed"] == 1  # on both, though only one of them saw the fault
+        assert "input 0 of the batch is not finite" in seen["warning"]
+
+
+class Unused(pytorch.PyTorchTrial):
+    """An optimizer that is never stepped."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.amp = MixedPrecision(context)
+        self.models = [context.wrap_model(nn.Linear(1, 1)) for _ in range(2)]
+        self.optimizers = [
+            context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+            for model in self.models
+        ]
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        (x,) = batch
+        with self.amp.autocast():
+            loss = self.models[0](x).float().mean()
+        self.context.backward(self.amp.scaler.scale(loss))
+        self.context.step_optimizer(self.optimizers[0], scaler=self.amp.scaler)
+        return self.amp.update(loss)
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=1)
+
+    build_validation_data_loader = build_training_data_loader
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)
+
+
+def test_optimizer_that_is_never_stepped_is_no_trouble(folder: Path) -> None:
+    report = fit(Unused, folder, AMP, batches=4, batch_size=1).reports.training[-1]
+    assert (report["applied_steps_0"], report["applied_steps_1"]) == (4, 0)
+    assert "grad_norm_0" not in report  # nobody clips, so nothing was measured

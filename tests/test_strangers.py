@@ -1,0 +1,536 @@
+"""Everything that works for the trials of this repository works for a stranger's.
+
+The configuration of most tests is Determined's own form: an entrypoint, `searcher.max_length`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from determined import pytorch
+
+from determined_amp import train
+from determined_amp.commands import audit, find
+from determined_amp.config import experiment
+from determined_amp.config.factory import load_factory
+from determined_amp.config.overrides import with_overrides
+from determined_amp.config.settings import ConfigError
+from determined_amp.config.training import Length
+from determined_amp.fitting import fit
+from determined_amp.local.alone import open_trial
+from determined_amp.local.folder import read_metrics
+from tests import strangers, training
+
+TRIAL = "tests.strangers:Stranger"
+LEGACY: dict[str, Any] = {
+    "name": "stranger",
+    "entrypoint": TRIAL,
+    "hyperparameters": {"lr": 0.1},
+    "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 12}},
+    "min_validation_period": {"batches": 6},
+    "min_checkpoint_period": {"batches": 4},
+    "scheduling_unit": 2,
+}
+
+
+def changed(*overrides: str) -> dict[str, Any]:
+    return with_overrides(LEGACY, overrides)
+
+
+def parse(*overrides: str, **options: Any) -> experiment.Experiment[Any]:
+    return experiment.parse(changed(*overrides), "test", **options)
+
+
+def problems_of(config: Mapping[str, Any], **options: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        experiment.parse(config, "test", **options)
+    return caught.value.problems
+
+
+def write(folder: Path, *overrides: str, without: tuple[str, ...] = ()) -> Path:
+    config = {key: value for key, value in changed(*overrides).items() if key not in without}
+    path = folder / "stranger.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+class TestDeterminedsForm:
+    def test_means_what_it_means_there(self) -> None:
+        found = parse("optimizations={aggregation_frequency: 3}", "perform_initial_validation=true")
+        assert (found.trial, found.factory) == (TRIAL, strangers.Stranger)
+        assert found.training.max_length == Length(batches=12)
+        assert found.training.validation_period == Length(batches=6)
+        assert found.training.checkpoint_period == Length(batches=4)
+        assert found.training.reporting_period == Length(batches=2)
+        assert found.training.cudnn_benchmark is None
+        assert found.aggregation_frequency == 3
+        assert found.plan.average_aggregated_gradients
+        assert found.plan.initial_validation
+        assert (found.amp, found.hparams, found.data, found.seed) == (None, None, {}, 0)
+
+    @pytest.mark.parametrize(
+        ("length", "read"),
+        [
+            ("{batches: 7}", Length(batches=7)),
+            ("{epochs: 2}", Length(epochs=2)),
+            ("{records: 70}", Length(batches=8)),  # of 8 samples
+            ("{records: 3}", Length(batches=1)),
+        ],
+    )
+    def test_length_is_in_any_of_its_units(self, length: str, read: Length) -> None:
+        size = "hyperparameters.global_batch_size=8"
+        found = parse(f"searcher.max_length={length}", f"min_validation_period={length}", size)
+        assert found.max_length == found.training.validation_period == read
+
+    def test_plain_number_is_batches_unless_the_unit_is_beside_it(self) -> None:
+        assert parse("searcher.max_length=7").max_length == Length(batches=7)
+        epochs = parse("searcher.max_length=7", "searcher.unit=epochs")
+        assert epochs.max_length == Length(epochs=7)
+
+    def test_what_the_master_fills_in_is_never(self) -> None:
+        never = ("min_validation_period={batches: 0}", "min_checkpoint_period={epochs: 0}")
+        found = parse(*never)
+        assert found.training.validation_period is None
+        assert found.training.checkpoint_period is None
+
+    @pytest.mark.parametrize(
+        ("override", "problem"),
+        [
+            ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
+            ("searcher.max_length={batches: 0}", "searcher.max_length: got 0; allowed: 1 or more"),
+            ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
+            (
+                "min_validation_period={records: 9}",
+                "min_validation_period.records: needs hyperparameters.global_batch_size; ",
+            ),
+            (
+                "min_checkpoint_period={batches: 1, epochs: 1}",
+                "min_checkpoint_period.batches: got 2 units; ",
+            ),
+            ("scheduling_unit=0", "scheduling_unit: got 0; allowed: an integer >= 1"),
+            (
+                "optimizations.aggregation_frequency=0",
+                "optimizations.aggregation_frequency: got 0; ",
+            ),
+            ("hyperparameters.global_batch_size=x", "hyperparameters.global_batch_size: got 'x'; "),
+            (
+                "hyperparameters.lr={type: log, base: 10, minval: -3, maxval: -1}",
+                "hyperparameters.lr: got a range to search; allowed: one value, for instance by ",
+            ),
+        ],
+    )
+    def test_mistake_is_the_one_problem_reported(self, override: str, problem: str) -> None:
+        (found,) = problems_of(changed(override))
+        assert found.startswith(problem)
+
+    def test_mistakes_of_all_sections_are_reported_together(self) -> None:
+        wrong = changed("scheduling_unit=0", "searcher.max_length={batches: 0}", "resources=3")
+        assert {problem.partition(":")[0] for problem in problems_of(wrong)} == {
+            "scheduling_unit",
+            "searcher.max_length",
+            "resources",
+        }
+
+    def test_constants_are_their_values(self) -> None:
+        found = parse("hyperparameters={lr: {type: const, val: 0.5}, net: {n: {type: const}}}")
+        assert found.hyperparameters == {"lr": 0.5, "net": {"n": None}}
+
+    def test_amp_of_its_own_meaning_is_no_section(self) -> None:
+        assert parse("hyperparameters.amp=true").amp is None
+
+    def test_amp_section_is_checked(self) -> None:
+        (problem,) = problems_of(changed("hyperparameters.amp={precision: bf16}"))
+        assert problem.startswith("hyperparameters.amp.precision: got 'bf16'; allowed: fp32, ")
+        amp = parse("hyperparameters.amp={precision: amp_bf16}").amp
+        assert amp is not None
+        assert amp.precision.value == "amp_bf16"
+
+    def test_no_length_says_what_to_write(self) -> None:
+        found = parse("searcher.max_length=null")  # enough for a look at it
+        with pytest.raises(ConfigError) as caught:
+            _ = found.max_length
+        assert "hyperparameters.training.max_length: {batches: N}" in str(caught.value)
+        assert "--config searcher.max_length.batches=N" in str(caught.value)
+
+
+class TestOurForm:
+    def test_needs_a_length_and_nothing_else(self) -> None:
+        config = {"hyperparameters": {"trial": TRIAL, "training": {"max_length": {"epochs": 2}}}}
+        found = experiment.parse(config, "test")
+        assert found.max_length == Length(epochs=2)
+        assert found.training.validation_period is None
+        assert found.training.checkpoint_period is None
+        assert found.training.reporting_period == Length(batches=100)
+        assert found.platform.searcher.metric is None
+
+    def test_mistakes_in_its_section_are_named(self) -> None:
+        config = {"hyperparameters": {"trial": TRIAL, "training": {"max_lenght": {"epochs": 2}}}}
+        found = problems_of(config)
+        assert found == (
+            "hyperparameters.training.max_lenght: unknown key; did you mean max_length?",
+        )
+        config["hyperparameters"]["training"] = {}
+        (missing,) = problems_of(config)
+        assert missing.startswith("hyperparameters.training.max_length: missing; ")
+
+    def test_keys_without_effect_in_it_are_mistakes(self) -> None:
+        training_section = "hyperparameters.training={max_length: {batches: 3}}"
+        found = problems_of(changed(training_section))
+        assert [problem.partition(":")[0] for problem in found] == [
+            "searcher.max_length",
+            "min_validation_period",
+            "min_checkpoint_period",
+            "scheduling_unit",
+        ]
+
+
+def made(name: str) -> Any:
+    with open_trial(LEGACY, "test", f"tests.strangers:{name}") as found:
+        assert found.context.get_hparams() == {"lr": 0.1}
+        return found.trial
+
+
+class TestConstructors:
+    def test_context_alone(self) -> None:
+        assert type(made("Stranger")) is strangers.Stranger
+
+    @pytest.mark.parametrize("name", ["WithHparams", "WithSecond"])
+    def test_second_parameter_gets_the_hyperparameters(self, name: str) -> None:
+        assert made(name).given == {"lr": 0.1}
+
+    def test_configuration_goes_by_its_name(self) -> None:
+        hparams, config = made("WithConfig").given
+        assert hparams == {"lr": 0.1}
+        assert config["searcher"] == LEGACY["searcher"]
+
+    def test_parameters_with_defaults_are_left_alone(self) -> None:
+        assert made("WithDefaults").given == (None, (), False, {})
+
+    def test_function_makes_a_trial(self) -> None:
+        assert type(made("make")) is strangers.Stranger
+
+    def test_trial_may_eat_its_hyperparameters_but_not_the_experiments(self) -> None:
+        with open_trial(LEGACY, "test", "tests.strangers:Greedy") as found:
+            assert found.context.get_hparams() == {}
+            assert found.experiment.hyperparameters == {"lr": 0.1}
+        assert LEGACY["hyperparameters"] == {"lr": 0.1}
+
+    def test_attributes_that_are_no_settings_classes_mean_nothing(self) -> None:
+        assert parse(trial="tests.strangers:WithMarkers").hparams is None
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("WithTokenizer", "requires tokenizer; allowed: (context), (context, hparams)"),
+            ("make_without", "takes no context"),
+            ("OnDeepSpeed", "is a DeepSpeedTrial, and DeepSpeed is out of scope"),
+            ("SAMPLES", "is not a PyTorchTrial"),
+        ],
+    )
+    def test_what_cannot_be_made_is_said_before_anything_starts(
+        self, name: str, words: str
+    ) -> None:
+        (problem,) = problems_of(LEGACY, trial=f"tests.strangers:{name}")
+        assert problem.startswith(f"--trial: got 'tests.strangers:{name}', which ")
+        assert words in problem
+
+    def test_function_that_makes_no_trial_is_named(self) -> None:
+        with pytest.raises(ConfigError, match="make_nothing: 1 problem\n  - made NoneType"):
+            made("make_nothing")
+
+    def test_nested_class_is_found(self) -> None:
+        assert load_factory("tests.strangers:Stranger").__name__ == "Stranger"
+        with pytest.raises(ValueError, match="has no attribute 'Nope'"):
+            load_factory("tests.strangers:Stranger.Nope")
+
+
+def run(folder: Path, *arguments: str) -> Path:
+    assert train.main([*arguments, "--run-folder", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stranger")
+    return run(directory / "run", str(write(directory)))
+
+
+class TestTraining:
+    def test_reports_what_the_trial_reports(self, folder: Path) -> None:
+        lines = list(read_metrics(folder / "metrics.jsonl"))
+        validations = [line for line in lines if line["group"] == "validation"]
+        assert [line["batches"] for line in validations] == [6, 12]
+        assert validations[0]["note"] == "[not] a number"
+        assert isinstance(validations[0]["per_class"], str)
+        trained = [line for line in lines if line["group"] == "training"]
+        assert [line["batches"] for line in trained] == [2, 4, 6, 8, 10, 12]
+
+    def test_keeps_the_newest_and_the_best_checkpoint(self, folder: Path) -> None:
+        losses = {
+            line["batches"]: line["val_loss"]
+            for line in read_metrics(folder / "metrics.jsonl")
+            if line["group"] == "validation"
+        }
+        best = min(losses, key=lambda batches: losses[batches])
+        kept = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert kept == {"batch-00000012", f"batch-{best:08d}"}
+
+    def test_resolved_configuration_has_the_defaults(self, folder: Path) -> None:
+        resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+        assert resolved["hparams"]["training"]["max_length"] == {"batches": 12, "epochs": None}
+        assert resolved["hparams"]["lr"] == 0.1
+        assert "amp" not in resolved["hparams"]
+
+    def test_resumed_is_the_undisturbed_to_the_bit(self, folder: Path, tmp_path: Path) -> None:
+        """Its scheduler halves the rate every second batch, and dropout draws from the state."""
+        short = str(write(tmp_path, "searcher.max_length.batches=8"))
+        again = run(tmp_path / "again", short)
+        arguments = ["--resume", str(again), "--config", "searcher.max_length.batches=12"]
+        assert train.main(arguments) == 0
+        ends = (training.checkpoint(path, 12) for path in (folder, again))
+        assert len({training.digest(end) for end in ends}) == 1
+        (schedule,) = training.checkpoint(again, 12)["lr_schedulers_state_dict"]
+        assert schedule["last_epoch"] == 12
+
+    def test_both_forms_train_the_same(self, folder: Path, tmp_path: Path) -> None:
+        ours = {
+            "hyperparameters": {
+                "trial": TRIAL,
+                "lr": 0.1,
+                "training": {
+                    "max_length": {"batches": 12},
+                    "validation_period": {"batches": 6},
+                    "checkpoint_period": {"batches": 4},
+                },
+            }
+        }
+        path = tmp_path / "ours.yaml"
+        path.write_text(yaml.safe_dump(ours))
+        found = run(tmp_path / "run", str(path))
+        ends = [training.checkpoint(each, 12) for each in (folder, found)]
+        assert training.digest(ends[0]) == training.digest(ends[1])
+
+    def test_without_a_metric_the_newest_checkpoint_is_kept(self, tmp_path: Path) -> None:
+        found = run(tmp_path / "run", str(write(tmp_path, "searcher.metric=null")))
+        assert [path.name for path in (found / "checkpoints").iterdir()] == ["batch-00000012"]
+
+    def test_trial_and_seed_are_recorded_for_a_resume(self, tmp_path: Path) -> None:
+        config = str(write(tmp_path, without=("entrypoint",)))
+        found = run(tmp_path / "run", config, "--trial", "tests.strangers:make")
+        recorded = yaml.safe_load((found / "config.yaml").read_text())
+        assert recorded["entrypoint"] == "tests.strangers:make"
+        assert recorded["reproducibility"] == {"experiment_seed": 0}
+        assert recorded["hyperparameters"] == {"lr": 0.1}  # as the trial gets them
+        longer = ["--resume", str(found), "--config", "searcher.max_length.batches=14"]
+        assert train.main(longer) == 0
+        assert training.checkpoint(found, 14)
+
+    def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path: Path) -> None:
+        """Without dropout in the difference: one SGD step of two equal forms, the rate twice."""
+        weights = []
+        for average, rate in (("true", 0.2), ("false", 0.1)):
+            config = write(
+                tmp_path,
+                f"hyperparameters.lr={rate}",
+                "searcher.max_length.batches=2",
+                "optimizations.aggregation_frequency=2",
+                f"optimizations.average_aggregated_gradients={average}",
+            )
+            found = run(tmp_path / average, str(config))
+            weights.append(training.checkpoint(found, 2)["models_state_dict"][0])
+        for name, weight in weights[0].items():
+            assert torch.allclose(weight, weights[1][name], rtol=0, atol=1e-7)
+
+    def test_initial_validation_comes_before_the_first_batch(self, tmp_path: Path) -> None:
+        config = write(tmp_path, "perform_initial_validation=true", "searcher.max_length=2")
+        lines = read_metrics(run(tmp_path / "run", str(config)) / "metrics.jsonl")
+        assert [line["batches"] for line in lines if line["group"] == "validation"] == [0, 2]
+
+    def test_closing_table_has_the_metrics_of_the_trial(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(tmp_path / "run", str(write(tmp_path)))
+        printed = capsys.readouterr().out
+        table = printed[printed.index("stranger: completed") :]
+        assert "val_loss" in table
+        assert "train_loss" in table
+        assert "note" not in table
+
+    @pytest.mark.parametrize(
+        ("overrides", "words"),
+        [
+            (("searcher.max_length=null",), "hyperparameters.training.max_length: {batches: N}"),
+            (("searcher.metric=loss",), "searcher.metric: got loss, which the trial does not"),
+            (
+                ("searcher.name=random", "hyperparameters.lr={type: log, minval: -3, maxval: -1}"),
+                "python -m determined_amp search",
+            ),
+            (("entrypoint=python3 train.py",), "hyperparameters.trial: missing; "),
+        ],
+    )
+    def test_mistake_is_one_message(
+        self,
+        overrides: tuple[str, ...],
+        words: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        path = str(write(tmp_path, *overrides))
+        assert train.main([path, "--run-folder", str(tmp_path / "run")]) == 2
+        assert words in capsys.readouterr().err
+
+    def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
+        """It has the searcher of its search, and a value for everything."""
+        run(tmp_path / "run", str(write(tmp_path, "searcher.name=grid")))
+
+
+class TestVerbs:
+    def test_audit_prints_the_table_and_judges_nothing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = str(write(tmp_path, without=("entrypoint", "searcher")))
+        assert audit.main([path, "--trial", TRIAL]) == 0
+        printed = capsys.readouterr().out
+        assert printed.splitlines()[0].split() == ["operation", "dtype", "GFLOP", "share"]
+        assert "not judged: the trial has no MixedPrecision" in printed
+        assert "hyperparameters.amp" not in printed
+        assert "asks for" not in printed
+
+    def test_audit_in_another_precision_than_float32_is_no_failure(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trial = "tests.test_strangers:InBFloat16"
+        assert audit.main([str(write(tmp_path)), "--trial", trial]) == 0
+        assert "bfloat16" in capsys.readouterr().out
+
+    def test_find_says_that_there_is_no_scale(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = str(write(tmp_path, without=("searcher",)))
+        assert find.main([path, "--trial", "tests.strangers:WithHparams"]) == 2
+        assert "scales no loss" in capsys.readouterr().err
+
+
+class InBFloat16(strangers.Stranger):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class TestFit:
+    def test_takes_what_the_configuration_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = changed("hyperparameters.global_batch_size=8", "checkpoint_policy=all")
+        given = self.fitted(config, monkeypatch)
+        units = {name: value for name, value in given.items() if hasattr(value, "value")}
+        assert {name: (type(unit), unit.value) for name, unit in units.items()} == {
+            "max_length": (pytorch.Batch, 12),
+            "validation_period": (pytorch.Batch, 6),
+            "checkpoint_period": (pytorch.Batch, 4),
+            "reporting_period": (pytorch.Batch, 2),
+        }
+        assert given["checkpoint_policy"] == "all"
+        assert given["step_zero_validation"] is False
+        assert given["latest_checkpoint"] is None
+
+    def test_keyword_of_the_caller_goes_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        longer = pytorch.Epoch(3)
+        given = self.fitted(LEGACY, monkeypatch, max_length=longer, checkpoint_policy="none")
+        assert given["max_length"] is longer
+        assert given["checkpoint_policy"] == "none"
+        assert given["validation_period"].value == 6
+
+    def test_sets_cudnn_benchmark_only_if_it_is_given(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ours = {"trial": TRIAL, "training": {"max_length": {"batches": 1}}}
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+        self.fitted({"hyperparameters": ours}, monkeypatch)
+        assert torch.backends.cudnn.benchmark
+        off = {**ours, "training": {**ours["training"], "cudnn_benchmark": False}}  # type: ignore[dict-item]
+        self.fitted({"hyperparameters": off}, monkeypatch)
+        assert not torch.backends.cudnn.benchmark
+
+    def fitted(
+        self, config: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any
+    ) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
+        with open_trial(config, "test") as found:
+            fit(found.trial, found.context, **options)
+        return given
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    (home / "model_def.py").write_text(Path(strangers.__file__).read_text())
+    (home / "weights.bin").write_bytes(b"0" * 1000)
+    write(home, "entrypoint=model_def:Stranger")
+    # As the installed script `det-amp` does it: its own folder is on the path, not this one.
+    script = home.parent / "bin-det-amp"
+    script.write_text("import sys\nfrom determined_amp.__main__ import main\nsys.exit(main())\n")
+    arguments = ("train", "stranger.yaml", "--run-folder", "run")
+    done = python(home, str(script), *arguments)
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+def python(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(training.ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+
+
+class TestFolderOfOnesOwn:
+    """A folder with a module and a YAML, and this library installed somewhere else."""
+
+    def test_checkpoint_holds_its_code_and_nothing_else(self, home: Path) -> None:
+        code = home / "run/checkpoints/batch-00000012/code"
+        assert [path.name for path in code.iterdir()] == ["model_def.py"]
+
+    def test_determined_opens_the_checkpoint(self, home: Path, tmp_path: Path) -> None:
+        """In a process that knows neither the folder nor what `train` allows to be loaded."""
+        checkpoint = home / "run/checkpoints/batch-00000012"
+        program = (
+            "from determined import pytorch\n"
+            f"trial = pytorch.load_trial_from_checkpoint_path({str(checkpoint)!r},\n"
+            "    torch_load_kwargs={'weights_only': True})\n"
+            "print(type(trial).__module__, float(trial.model[0].weight.sum()))\n"
+        )
+        done = python(tmp_path, "-c", program)
+        assert done.returncode == 0, done.stderr
+        module, total = done.stdout.split()[-2:]
+        saved = torch.load(checkpoint / "state_dict.pth", weights_only=True)
+        assert module == "model_def"
+        assert float(total) == float(saved["models_state_dict"][0]["0.weight"].sum())
+
+    def test_two_processes_train_as_one(self, home: Path) -> None:
+        """Dropout apart: each process draws its own, so only what is counted is compared."""
+        words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "determined_amp")
+        done = python(home, *words, "train", "stranger.yaml", "--run-folder", "two")
+        assert done.returncode == 0, done.stderr
+        one, two = (
+            [
+                (line["group"], line["batches"])
+                for line in read_metrics(home / name / "metrics.jsonl")
+            ]
+            for name in ("run", "two")
+        )
+        assert one == two
+        assert json.loads((home / "two/checkpoints/batch-00000012/metadata.json").read_text())

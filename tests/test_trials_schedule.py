@@ -1,0 +1,93 @@
+"""`trials.schedule`: warm-up, constant and cosine as a torch scheduler."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from determined_amp.amp.schedules import AppliedStepSchedule
+from trials.schedule import LRSchedule, warmup_then
+
+# Of the peak: either side rounds an angle of at most pi twice, and a factor in [0, 1] twice, which
+# is less than 4 epsilons (2**-52) each.
+_TOLERANCE = 8 * 2.0**-52
+_ROOT = math.sqrt(0.5)
+
+
+def rates(schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int) -> list[float]:
+    """What `steps` optimizer steps use."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = warmup_then(optimizer, schedule, warmup, total)
+    used = []
+    for _ in range(steps):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return used
+
+
+def closed_form(schedule: LRSchedule, peak: float, warmup: int, total: int) -> list[float]:
+    """cos(x / 2)^2 is (1 + cos x) / 2: the same curve, computed in another way."""
+    step = np.arange(total, dtype=np.float64)
+    angle = np.pi / 2 * np.clip((step - warmup) / max(total - warmup, 1), 0, None)
+    after = np.cos(angle) ** 2 if schedule is LRSchedule.COSINE else np.ones(total)
+    return list(peak * np.where(step < warmup, (step + 1) / (warmup + 1), after))
+
+
+@pytest.mark.parametrize("schedule", LRSchedule)
+@pytest.mark.parametrize(
+    ("warmup", "total"), [(0, 1), (0, 2), (0, 500), (1, 500), (37, 500), (499, 500), (900, 500)]
+)
+def test_warmup_and_what_follows_equal_the_closed_form(
+    schedule: LRSchedule, warmup: int, total: int
+) -> None:
+    used = rates(schedule, 0.3, warmup, total, total)
+    expected = closed_form(schedule, 0.3, warmup, total)
+    assert used == pytest.approx(expected, rel=0, abs=0.3 * _TOLERANCE)
+    assert max(used) == (0.3 if total > warmup else pytest.approx(0.3 * 500 / 901))
+
+
+def test_closed_form_tells_a_warmup_of_one_step_more() -> None:
+    """Negative control: the tolerance is 5e-16, the deviation of the next schedule 1e-3."""
+    used = rates(LRSchedule.COSINE, 0.3, 37, 500, 500)
+    assert np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "peak", "warmup", "expected"),
+    [
+        (LRSchedule.CONSTANT, 8.0, 3, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]),
+        (LRSchedule.CONSTANT, 8.0, 7, [1.0, 2.0, 3.0]),  # the run ends before the warm-up
+        (LRSchedule.COSINE, 2.0, 0, [2.0, 1 + _ROOT, 1.0, 1 - _ROOT]),  # angles 0, 45, 90, 135
+        (LRSchedule.COSINE, 2.0, 1, [1.0, 2.0, 1.5, 0.5]),  # angles 0, 60, 120 after the warm-up
+        (LRSchedule.COSINE, 2.0, 0, [2.0]),
+    ],
+)
+def test_rates_of_a_short_run(
+    schedule: LRSchedule, peak: float, warmup: int, expected: list[float]
+) -> None:
+    used = rates(schedule, peak, warmup, len(expected), len(expected))
+    assert used == pytest.approx(expected, rel=0, abs=peak * _TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", LRSchedule)
+@pytest.mark.parametrize("warmup", [0, 2, 20])
+def test_longer_run_stays_on_the_rate_of_the_last_step(schedule: LRSchedule, warmup: int) -> None:
+    used = rates(schedule, 0.3, warmup, 7, 30)
+    assert set(used[6:]) == {used[6]}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rates_follow_applied_steps_past_the_end_too(fused: bool) -> None:
+    expected = rates(LRSchedule.COSINE, 0.3, 2, 7, 7)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    optimizer.defaults["fused"] = fused
+    schedule = AppliedStepSchedule(
+        warmup_then(optimizer, LRSchedule.COSINE, 2, 7), torch.device("cpu"), skips=True
+    )
+    for attempted, applied in enumerate((0, 1, 1, 2, 6, 7, 8, 1000)):
+        schedule.move(max(attempted, applied), torch.tensor(applied))
+        assert float(optimizer.param_groups[0]["lr"]) == expected[min(applied, 6)]

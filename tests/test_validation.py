@@ -1,0 +1,81 @@
+"""`trials.validation`: exact means over samples, whatever the batches and slots."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp import AmpSettings, EvalPrecision, Precision
+from tests.test_metrics import Context
+from trials.classification import ImageClassification
+from trials.validation import MeanMetrics
+
+
+def metrics(slots: int = 1) -> MeanMetrics:
+    context: Any = Context(slots)
+    return MeanMetrics(context)
+
+
+def classification(settings: AmpSettings) -> ImageClassification:
+    """As much of it as `evaluate` needs."""
+    context: Any = Context()
+    task = ImageClassification.__new__(ImageClassification)
+    task._amp, task._metrics = MixedPrecision(context, settings), MeanMetrics(context)
+    return task
+
+
+class TestMeans:
+    def test_are_over_samples_of_all_slots(self) -> None:
+        """(3 * 1 + 1 * 5) / 4 = 2, where the mean over batches or slots would be 3."""
+        one, other = metrics(2), metrics(2)
+        assert one.add({"error": torch.tensor(3.0)}, 3) == {}
+        other.add({"error": torch.tensor(5.0)}, 1)
+        report = one.cross_slot_reduce([one.per_slot_reduce(), other.per_slot_reduce()])
+        assert report == {"error": 2}
+
+    def test_start_anew_after_a_reset(self) -> None:
+        mean = metrics()
+        mean.add({"error": torch.tensor(3.0)}, 1)
+        mean.reset()
+        mean.add({"error": torch.tensor(14.0)}, 2)
+        assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": 7}
+
+    def test_are_added_up_in_double_precision(self) -> None:
+        """2^24 + 1 is no float32."""
+        mean = metrics()
+        for value in (2.0**24, 1.0):
+            mean.add({"error": torch.tensor(value)}, 1)
+        assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": (2**24 + 1) / 2}
+
+    def test_are_asked_in_validation_only(self) -> None:
+        context: Any = Context()
+        mean = MeanMetrics(context)
+        assert context.registered == [(mean, {"for_training": False})]
+
+
+class TestClassification:
+    def test_means_are_over_samples_of_all_slots(self) -> None:
+        """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
+        one, other = (classification(AmpSettings(Precision.FP32)) for _ in range(2))
+        logits = torch.tensor([[0.0, math.log(3.0)]])
+        identity = torch.nn.Identity()
+        one.evaluate(identity, (logits.repeat(2, 1), torch.tensor([0, 1])))
+        other.evaluate(identity, (logits, torch.tensor([1])))
+        slots = [one._metrics.per_slot_reduce(), other._metrics.per_slot_reduce()]
+        report = one._metrics.cross_slot_reduce(slots)
+        loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
+        assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
+        assert report["validation_accuracy"] == pytest.approx(2 / 3)
+
+    def test_half_precision_logits_are_summed_in_float32(self) -> None:
+        """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3 digits."""
+        settings = AmpSettings(Precision.AMP_FP16, eval_precision=EvalPrecision.SAME)
+        task = classification(settings)
+        logits = torch.zeros(4096, 10, dtype=torch.float16)
+        task.evaluate(torch.nn.Identity(), (logits, torch.zeros(4096, dtype=torch.int64)))
+        report = task._metrics.cross_slot_reduce([task._metrics.per_slot_reduce()])
+        assert report["validation_loss"] == pytest.approx(math.log(10), rel=1e-6)

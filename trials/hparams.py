@@ -1,0 +1,110 @@
+"""The hyperparameters that all trials of this repository have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from determined import pytorch
+from typing_extensions import Self
+
+from determined_amp import AmpSettings, ConfigError
+from determined_amp.config.settings import read_section, setting
+from determined_amp.config.training import Length, TrainingSettings
+from trials.schedule import LRSchedule, warmup_then
+
+# A checkpoint may follow each of these. Accumulated gradients are not in it: half a window is lost.
+_WHOLE_WINDOWS = ("max_length", "validation_period", "checkpoint_period")
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """The hyperparameters that every trial has; a trial adds its own in a subclass.
+
+    Args:
+        trial: Import path of the trial class, `module:Class`.
+        global_batch_size: Samples of one batch over all slots.
+        learning_rate: Peak of the schedule.
+        amp: Precision and loss scale.
+        training: Lengths and periods.
+        aggregation_frequency: Batches per optimizer step; gradients are averaged over them.
+        lr_schedule: Shape after the warm-up; advances on applied steps only.
+        warmup_steps: Optimizer steps.
+        weight_decay: As the optimizer defines it.
+        max_grad_norm: Clip the unscaled gradient to this 2-norm; left out, nothing is clipped.
+    """
+
+    trial: str = setting()
+    global_batch_size: int = setting(at_least=1)
+    learning_rate: float = setting(above=0)
+    amp: AmpSettings = setting()
+    training: TrainingSettings = setting()
+    aggregation_frequency: int = setting(1, at_least=1)
+    lr_schedule: LRSchedule = setting(LRSchedule.CONSTANT)
+    warmup_steps: int = setting(0, at_least=0)
+    weight_decay: float = setting(0.0, at_least=0)
+    max_grad_norm: float | None = setting(None, above=0)
+
+    @classmethod
+    def of(cls, context: pytorch.PyTorchTrialContext) -> Self:
+        """Those of a trial's context.
+
+        Raises:
+            ConfigError: naming every mistake.
+        """
+        return read_section(cls, context.get_hparams(), "hyperparameters")
+
+    @property
+    def max_norm(self) -> float:
+        """What `amp.clip` takes: infinite where nothing is clipped."""
+        return self.max_grad_norm or math.inf
+
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer, batches_per_epoch: int
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """What moves the learning rate with the optimizer steps; None if it stays what it is.
+
+        Raises:
+            ConfigError: if a length in epochs ends within an accumulation window.
+        """
+        steps = self.steps(batches_per_epoch)
+        if self.lr_schedule is LRSchedule.CONSTANT and not self.warmup_steps:
+            return None
+        return warmup_then(optimizer, self.lr_schedule, self.warmup_steps, steps)
+
+    def steps(self, batches_per_epoch: int) -> int:
+        """Optimizer steps of the run, one at least.
+
+        Raises:
+            ConfigError: if a length in epochs ends within an accumulation window.
+        """
+        problems = [
+            f"training.{name}.epochs: is {batches} batches, which is not a multiple of "
+            f"aggregation_frequency {self.aggregation_frequency}; allowed: whole accumulation "
+            "windows, for instance a length in batches"
+            for name, length in self._lengths()
+            if (batches := length.in_batches(batches_per_epoch)) % self.aggregation_frequency
+        ]
+        if problems:
+            raise ConfigError("hyperparameters", problems)
+        assert self.training.max_length is not None  # the section was read, and has one
+        batches = self.training.max_length.in_batches(batches_per_epoch)
+        return max(1, batches // self.aggregation_frequency)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        for name, length in self._lengths():
+            if length.batches is not None and length.batches % self.aggregation_frequency:
+                yield (
+                    f"training.{name}.batches",
+                    f"got {length.batches}, which is not a multiple of aggregation_frequency "
+                    f"{self.aggregation_frequency}; allowed: whole accumulation windows",
+                )
+
+    def _lengths(self) -> Iterator[tuple[str, Length]]:
+        """Those that a checkpoint may follow, as far as they are given."""
+        for name in _WHOLE_WINDOWS:
+            length = getattr(self.training, name)
+            if length is not None:
+                yield name, length
