@@ -1,0 +1,52 @@
+"""Which of ten corners of a cube is a noisy point near? A small trial, with its data."""
+
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def points(count: int) -> TensorDataset:
+    """Points (count, 32) float32 and the corners they are near, (count,) int64."""
+    corners = torch.randn(10, 32, generator=torch.Generator().manual_seed(0)).sign()
+    nearest = torch.arange(count) % 10
+    return TensorDataset(corners[nearest] + torch.randn(count, 32), nearest)
+
+
+def net() -> nn.Module:
+    """Takes (B, 32), returns logits (B, 10)."""
+    return nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class MyTrial(pytorch.PyTorchTrial):
+    """A trial as Determined's documentation writes one."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(net())
+        parameters, learning_rate = self.model.parameters(), context.get_hparam("learning_rate")
+        self.optimizer = context.wrap_optimizer(torch.optim.AdamW(parameters, lr=learning_rate))
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(points(2000), self.context.get_per_slot_batch_size())
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(points(500), self.context.get_per_slot_batch_size())
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(self.model(inputs), labels)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, labels = batch
+        logits = self.model(inputs)
+        accuracy = (logits.argmax(dim=1) == labels).float().mean()
+        return {
+            "validation_loss": nn.functional.cross_entropy(logits, labels),
+            "accuracy": accuracy,
+        }
