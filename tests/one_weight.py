@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp import AmpSettings, Precision
+from tests.loops import Reports
 
 AMP = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=2)
 
@@ -105,28 +106,6 @@ class OneWeightTrial(pytorch.PyTorchTrial):
     def _loader(xs: Sequence[Sequence[float]]) -> pytorch.DataLoader:
         (size,) = {len(batch) for batch in xs}
         return pytorch.DataLoader(TensorDataset(torch.tensor(xs).reshape(-1, 1)), batch_size=size)
-
-
-class Reports(core.DummyTrainContext):
-    """Keeps what the loop reports.
-
-    Attributes:
-        training: The reported training metrics, in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training: list[dict[str, Any]] = []
-
-    def _report_trial_metrics(
-        self,
-        group: str,
-        steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
-    ) -> None:
-        if group == "training":
-            self.training.append(metrics)
 
 
 class NewTrial(SafeController):
