@@ -29,12 +29,14 @@ class TwoWeights(pytorch.PyTorchTrial):
     """A discriminator y = w_d x_d and a generator y = w_g x_g, both from w = 1, SGD with rate 0.5.
 
     Attributes:
+        fused: Whether the optimizers are.
         how: Who steps: "context", or in batches of one "scaler" or "optimizer" alone.
         diagnosed: How often the guard trained a batch again.
         norms: Of the gradients that each batch stepped with, of both models.
     """
 
     how = "context"
+    fused = False
 
     def __init__(
         self, context: pytorch.PyTorchTrialContext, rows: Sequence[tuple[float, float]]
@@ -49,7 +51,7 @@ class TwoWeights(pytorch.PyTorchTrial):
             model = nn.Linear(1, 1, bias=False)
             nn.init.ones_(model.weight)
             self.models.append(context.wrap_model(self.amp.prepare(model)))
-            sgd = torch.optim.SGD(self.models[-1].parameters(), lr=0.5)
+            sgd = torch.optim.SGD(self.models[-1].parameters(), lr=0.5, fused=self.fused)
             self.optimizers.append(context.wrap_optimizer(sgd))
 
     def train_batch(

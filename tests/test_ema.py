@@ -15,6 +15,7 @@ from torch import nn
 
 from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.scaler import StepCounts
 from tests.fake_cuda import Syncs
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context
@@ -111,15 +112,15 @@ class TestAverage:
 
     def test_step_asks_for_no_value(self) -> None:
         parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
-        applied = torch.ones((), dtype=torch.int64)
-        average = AppliedStepEMA(parameters, torch.zeros((), dtype=torch.int64), DECAY)
-        average._applied_steps = applied
+        counts = StepCounts(torch.device("cpu"), can_skip=True)
+        average = AppliedStepEMA(parameters, counts, DECAY)
+        counts.count(torch.zeros(()))
         with Syncs("cpu") as syncs, syncs.during("step"):
             average.step(parameters)
         assert syncs.calls["step"]
         assert syncs.waits["step"] == {}
         with syncs, syncs.during("control"):
-            float(applied)
+            float(counts.applied)
         assert syncs.waits["control"] == {"read": 1}
 
     def test_survives_a_checkpoint(self, tmp_path: Path) -> None:

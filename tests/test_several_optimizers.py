@@ -21,6 +21,7 @@ from determined_amp import GuardError, MixedPrecision
 from tests import training
 from tests.gan_ranks import ROWS, TwoWeights
 from tests.loops import Fitted, content, fit
+from tests.test_amp import FUSED_ON_CPU
 
 INF = math.inf
 AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
@@ -58,6 +59,29 @@ class TestOneOverflows:
         assert (report["applied_steps_1"], report["skipped_steps_1"]) == (3, 0)
         assert report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
         assert "applied_steps" not in report
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_second_one_leaves_the_first_its_counts_and_its_rate(
+        self, folder: Path, *, fused: bool
+    ) -> None:
+        """The `update` of torch adds what all optimizers found into the tensor of the first."""
+        if fused and not FUSED_ON_CPU:
+            pytest.skip("this torch has no fused optimizer on the CPU")
+
+        class Scheduled(TwoWeights):
+            def __init__(self, context: Any, rows: Any) -> None:
+                super().__init__(context, rows)
+                for optimizer in self.optimizers:
+                    halving = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                    self.amp.wrap_lr_scheduler(halving)
+
+        Scheduled.fused = fused
+        made = run(folder, [(1.0, 1.0), (1.0, INF), (1.0, 1.0)], trial_class=Scheduled)
+        report = made.reports.training[-1]
+        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (3, 0)
+        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (2, 1)
+        rates = [float(it.param_groups[0]["lr"]) for it in made.trial.optimizers]
+        assert rates == [0.5**4, 0.5**3]
 
     def test_norms_are_those_of_each(self, folder: Path) -> None:
         report = run(folder, [(1.0, 3.0)]).reports.training[-1]

@@ -16,6 +16,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.scaler import StepCounts
 
 
 class AppliedStepEMA(EMAModel):  # type: ignore[misc]  # diffusers is not typed
@@ -26,23 +27,22 @@ class AppliedStepEMA(EMAModel):  # type: ignore[misc]  # diffusers is not typed
 
     Args:
         parameters: What is averaged; float32.
-        applied_steps: Optimizer steps applied so far, (), int64, on the device; kept up to date by
-            its owner.
+        counts: The steps of their optimizer.
         decay: Share of the old average that a step keeps, once warmed up.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], applied_steps: torch.Tensor, decay: float
+        self, parameters: Iterable[nn.Parameter], counts: StepCounts, decay: float
     ) -> None:
         super().__init__(parameters, decay=decay)
-        self._applied_steps = applied_steps
-        self._followed = applied_steps.clone()
+        self._counts = counts
+        self._followed = counts.applied.clone()
 
     @torch.no_grad()
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Call after every optimizer step, applied or not. No synchronisation."""
-        applied = self._applied_steps - self._followed  # 1 or 0
-        count = self._applied_steps.double()
+        applied = self._counts.applied - self._followed  # 1 or 0
+        count = self._counts.applied.double()
         decay = (count / (9 + count)).clamp(max=self.decay) * (count > 1)
         # Against a skipped step the weight is 0, and the average stays what it is to the bit.
         weight = ((1 - decay) * applied).float()
@@ -53,7 +53,7 @@ class AppliedStepEMA(EMAModel):  # type: ignore[misc]  # diffusers is not typed
 
     def take_up(self) -> None:
         """Take the present count of applied steps for one that has been followed."""
-        self._followed.copy_(self._applied_steps)
+        self._followed.copy_(self._counts.applied)
 
 
 class EMAWeights(pytorch.PyTorchCallback):
@@ -82,7 +82,7 @@ class EMAWeights(pytorch.PyTorchCallback):
         self._model = inner
         self._names = [name for name, _ in self._model.named_parameters()]
         self._counts = amp.metrics.first_counts if optimizer is None else amp.steps(optimizer)
-        self._average = AppliedStepEMA(self._model.parameters(), self._counts.applied, decay)
+        self._average = AppliedStepEMA(self._model.parameters(), self._counts, decay)
         self._followed = 0
 
     def step(self) -> None:

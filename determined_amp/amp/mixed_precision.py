@@ -108,7 +108,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._guard: Guard | None = None
         self._train_batch: Callable[..., Any] | None = None
         self._newest_batch: Any = None
-        self._newest_indices = {"epoch_idx": 0, "batch_idx": 0}
+        self._newest_indices = 0, 0  # of its epoch and of the batch
         self._hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
         self._warm_start = False
@@ -237,15 +237,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
         """
         if not self._steps:
             return {}
-        stepped = self.scaler.stepped
-        if stepped:
-            if not self.scaler.updated:  # a trial may have called it itself
-                self.scaler.update()
-            for optimizer, found_inf in stepped.items():
-                counts = self.steps(optimizer)
-                counts.count(found_inf)
-                self._move_schedule(optimizer, counts)
-            stepped.clear()
+        scaler = self.scaler
+        if scaler.stepped:
+            if not scaler.updated:  # a trial may have called it itself
+                scaler.update()
+            for optimizer, skipped in scaler.stepped.items():
+                self.steps(optimizer).count(skipped)
+                if optimizer in self._schedules:
+                    self._move_schedule(optimizer)
+            scaler.stepped.clear()
         if not self._started:
             raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
         return self.metrics.add(loss, self._batch_length() if samples is None else samples)
@@ -278,7 +278,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     @property
     def applied_steps(self) -> torch.Tensor:
-        """Applied steps of the first optimizer, (), int64, on the device; always one tensor."""
+        """Applied steps of the first optimizer, (), int64, on the device; ask after every step."""
         return self.metrics.first_counts.applied
 
     @property
@@ -379,11 +379,12 @@ class MixedPrecision(pytorch.PyTorchCallback):
             average_at_once(self._context)
             self._hooks += share_gradients_once(self._context, self._is_update_batch)
         self.loss_scale()  # makes the scale, on the device
-        for optimizer in self._context.optimizers:
-            self._move_schedule(optimizer, self.steps(optimizer))
+        self.metrics.all()  # and the counts
+        for optimizer in self._schedules:
+            self._move_schedule(optimizer)
         if self.scaler.is_enabled():
             self.metrics.drifting = _drifting(self._context)
-        watched = self._step_and_check_clip(self._context.step_optimizer)
+        watched = self._step_and_note_clip(self._context.step_optimizer)
         self._patches.enter_context(patched(self._context, "step_optimizer", watched))
         for optimizer in self._context.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._check_step))
@@ -417,34 +418,28 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.loss_scale(), self.scaler.scale_of_newest_step(self._one)
 
-    def _move_schedule(self, optimizer: torch.optim.Optimizer, counts: StepCounts) -> None:
-        schedule = self._schedules.get(optimizer)
-        if schedule is not None:
-            schedule.move(counts.attempted, counts.applied)
+    def _move_schedule(self, optimizer: torch.optim.Optimizer) -> None:
+        counts, schedule = self.steps(optimizer), self._schedules[optimizer]
+        known = None if schedule.on_device else counts.applied_on_host
+        schedule.move(counts.attempted, counts.applied if known is None else known)
 
     def _is_update_batch(self, batch_idx: int) -> bool:
         return self._steps and (batch_idx + 1) % self._aggregation_frequency == 0
 
-    def _step_and_check_clip(self, step_optimizer: Callable[..., None]) -> Callable[..., None]:
-        """`context.step_optimizer`, which calls a `clip_grads` of the trial's own as it is."""
+    def _step_and_note_clip(self, step_optimizer: Callable[..., None]) -> Callable[..., None]:
+        """`context.step_optimizer`, which tells the scaler whether the trial clips."""
+        scaler = self.scaler
 
         def step(optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any) -> None:
-            def clip(parameters: Any) -> None:
-                clip_grads(parameters)
-                if optimizer not in self.scaler.unscaled and self._steps:
-                    raise _wrong(
-                        "train_batch",
-                        "its clip_grads clips gradients that may still be scaled; allowed: "
-                        "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
-                        "amp.scaler.unscale_(optimizer) first",
-                    )
-
-            step_optimizer(optimizer, None if clip_grads is None else clip, *others, **named)
+            scaler.clips = clip_grads is not None
+            step_optimizer(optimizer, clip_grads, *others, **named)
+            scaler.clips = False
 
         return step
 
     def _check_step(self, *call: Any) -> None:
         """Before every step, in every precision: a mistake does not wait for float16."""
+        self.scaler.moved = True
         if not self.scaler.stepping:
             raise _wrong(
                 "train_batch",
@@ -507,8 +502,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
         assert self._train_batch is not None
         # A trial may take its batch apart; tensors are shared.
         self._newest_batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
-        self._newest_indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
-        result = self._train_batch(batch=batch, **self._newest_indices)
+        self._newest_indices = epoch_idx, batch_idx
+        result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
         if self.scaler.stepped and self._steps:
             raise _wrong("train_batch", "it steps an optimizer, and must end with amp.update(...)")
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
@@ -521,9 +516,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if batch is None or train_batch is None:
             return None
 
+        epoch_idx, batch_idx = self._newest_indices
+
         def train() -> None:
             with self.without_steps():
-                train_batch(batch=batch, **self._newest_indices)
+                train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
 
         return batch, train
 

@@ -26,10 +26,13 @@ class ObservedScaler(torch.amp.GradScaler):
         device_type: "cpu" or "cuda".
 
     Attributes:
-        stepped: The optimizers stepped since this was last emptied, each with its `found_inf`:
-            (), float32, on the device, not 0 if the step was skipped; None without a scale.
+        stepped: The optimizers stepped since this was last emptied, and whether they skipped it:
+            True or False where the host knows; of a fused optimizer what was found, (), float32,
+            on the device, not 0 for a skipped step.
+        clips: Whether the step under way has a `clip_grads` of the trial's.
         stepping: Whether a step is under way; an optimizer that moves at any other time moves by
             gradients that may still be scaled.
+        moved: Whoever watches the optimizers sets it when one moves.
         unscaled: The optimizers that `unscale_` was called for since their last step.
         updated: Whether `update` was called since the newest step.
         has_scaled: Whether `scale` was called since the last `update`; without that a step would
@@ -46,8 +49,10 @@ class ObservedScaler(torch.amp.GradScaler):
             enabled=settings.scales_the_loss,
         )
         self._min_scale = settings.min_scale
-        self.stepped: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
+        self.stepped: dict[torch.optim.Optimizer, bool | torch.Tensor] = {}
+        self.clips = False
         self.stepping = False
+        self.moved = False
         self.has_scaled = False
         self.updated = False
         self.unscaled: set[torch.optim.Optimizer] = set()
@@ -56,7 +61,7 @@ class ObservedScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """`GradScaler.scale`; notes that it was called."""
         self.has_scaled = True
-        return super().scale(outputs)
+        return super().scale(outputs) if self._enabled else outputs
 
     def times(self, one: torch.Tensor) -> torch.Tensor:
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""
@@ -65,42 +70,55 @@ class ObservedScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`GradScaler.step`; notes that this optimizer was stepped."""
-        self._refuse_second_step(optimizer)
-        self.updated = False
+        if optimizer in self.stepped:
+            raise _wrong("steps an optimizer twice; allowed: once for each amp.update(...)")
+        if optimizer in self.unscaled:
+            self.unscaled.discard(optimizer)
+        elif self.clips:
+            raise _wrong(
+                "its clip_grads clips gradients that may still be scaled; allowed: "
+                "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
+                "amp.scaler.unscale_(optimizer) first"
+            )
+        self.updated = self.moved = False
         self.stepping = True
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
             self.stepping = False
-        self.unscaled.discard(optimizer)
-        self.stepped[optimizer] = self._found_inf(optimizer) if self._enabled else None
+        if self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.stepped[optimizer] = self._found_inf(optimizer)
+        else:  # torch has asked the device
+            self.stepped[optimizer] = not self.moved
         return result
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """`GradScaler.unscale_`; notes that it was called."""
-        self._refuse_second_step(optimizer)
+        if optimizer in self.stepped:
+            raise _wrong("steps an optimizer twice; allowed: once for each amp.update(...)")
         self.unscaled.add(optimizer)
-        super().unscale_(optimizer)
+        if self._enabled:
+            super().unscale_(optimizer)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """`GradScaler.update`, with a floor under the scale. No synchronisation."""
-        if self._enabled and self._scale is not None:
+        self.has_scaled = False
+        self.updated = True
+        if not self._enabled:
+            return
+        if self._scale is not None:
             if self._used is None:
                 self._used = self._scale.clone()
             self._used.copy_(self._scale)
+        if len(self._per_optimizer_states) > 1:
+            # torch adds up what all optimizers found in the tensor of the first.
+            self.stepped = {
+                optimizer: skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
+                for optimizer, skipped in self.stepped.items()
+            }
         super().update(new_scale)
-        self.has_scaled = False
-        self.updated = True
-        if self._enabled:
-            assert self._scale is not None
-            self._scale.clamp_(min=self._min_scale)
-
-    def _refuse_second_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self.stepped:
-            raise ConfigError(
-                "the trial",
-                ["train_batch: steps an optimizer twice; allowed: once for each amp.update(...)"],
-            )
+        assert self._scale is not None
+        self._scale.clamp_(min=self._min_scale)
 
     def scale_of_newest_step(self, one: torch.Tensor) -> torch.Tensor:
         """The scale that the newest step was made with, (), float32; the present one before it."""
@@ -117,42 +135,70 @@ class ObservedScaler(torch.amp.GradScaler):
 class StepCounts:
     """The steps of one optimizer.
 
+    They are counted when somebody asks, or for many steps together: to count one step on its own
+    costs the host three kernels.
+
     Args:
         device: Where its parameters are.
         can_skip: Whether a loss scale is there to skip a step; without one all are applied.
 
     Attributes:
         attempted: Steps applied or skipped so far.
-        applied: Steps applied so far, (), int64, on the device.
-        last_step_applied: Whether the newest step was applied, (), bool, on the device. What must
-            stand still on a skipped step, such as an average of the weights, can be gated by it
-            without a synchronisation.
+        applied_on_host: Applied ones, while the host knows of every step whether it was skipped;
+            None after a step that only the device knows about.
     """
+
+    _HANDFUL = 64
 
     def __init__(self, device: torch.device, *, can_skip: bool) -> None:
         self.attempted = 0
-        self.applied = torch.zeros((), dtype=torch.int64, device=device)
-        self.last_step_applied = torch.tensor(not can_skip, device=device)
+        self.applied_on_host: int | None = 0
+        self._last_applied_on_host = 0
+        self._applied = torch.zeros((), dtype=torch.int64, device=device)
+        self._last_step_applied = torch.tensor(not can_skip, device=device)
         self._last_applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._can_skip = can_skip
+        self._found: list[torch.Tensor] = []  # of the newest steps, which are not counted yet
+        self._settled = True
 
-    def count(self, found_inf: torch.Tensor | None) -> None:
+    def count(self, skipped: bool | torch.Tensor) -> None:
         """Count a step. No synchronisation.
 
         Args:
-            found_inf: What `GradScaler` found, (), on the device; None without a scale.
+            skipped: What `GradScaler` found, (), not 0 for a skipped step, which nobody may change
+                any more; or a bool where the host knows.
         """
         self.attempted += 1
-        if found_inf is not None:
-            torch.eq(found_inf, 0, out=self.last_step_applied)
-            self._last_applied.masked_fill_(self.last_step_applied, self.attempted)
-        self.applied.add_(self.last_step_applied)
+        self._settled = False
+        if isinstance(skipped, torch.Tensor):
+            self.applied_on_host = None
+            self._found.append(skipped)
+            if len(self._found) == self._HANDFUL:
+                self._settle()
+        elif not skipped:
+            assert self.applied_on_host is not None, "the device has counted before"
+            self.applied_on_host += 1
+            self._last_applied_on_host = self.attempted
+
+    @property
+    def applied(self) -> torch.Tensor:
+        """Steps applied so far, (), int64, on the device; ask after every step."""
+        self._settle()
+        return self._applied
+
+    @property
+    def last_step_applied(self) -> torch.Tensor:
+        """Whether the newest step was applied, (), bool, on the device; ask after every step.
+
+        What must stand still on a skipped step, such as an average of the weights, can be gated by
+        it without a synchronisation.
+        """
+        self._settle()
+        return self._last_step_applied
 
     def consecutive_skips(self) -> torch.Tensor:
         """Steps skipped since the last applied one, (), int64, on the device."""
-        if self._can_skip:
-            return self.attempted - self._last_applied
-        return torch.zeros_like(self._last_applied)
+        self._settle()
+        return self.attempted - self._last_applied
 
     def state_dict(self) -> dict[str, int]:
         """Plain numbers; synchronises."""
@@ -165,5 +211,35 @@ class StepCounts:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """What `state_dict` gave."""
         self.attempted = state["attempted"]
-        self.applied.fill_(state["applied"])
+        self.applied_on_host = state["applied"]
+        self._last_applied_on_host = state["last_applied"]
+        self._found.clear()
+        self._applied.fill_(state["applied"])
         self._last_applied.fill_(state["last_applied"])
+        self._settled = True
+
+    def _settle(self) -> None:
+        """Bring the tensors up to date. No synchronisation."""
+        if self._settled:
+            return
+        self._settled = True
+        if self.applied_on_host is not None:
+            self._applied.fill_(self.applied_on_host)
+            self._last_applied.fill_(self._last_applied_on_host)
+            self._last_step_applied.fill_(self._last_applied_on_host == self.attempted)
+        elif len(self._found) == 1:
+            torch.logical_not(self._found[0], out=self._last_step_applied)
+            self._last_applied.masked_fill_(self._last_step_applied, self.attempted)
+            self._applied.add_(self._last_step_applied)
+        else:
+            applied = torch.stack(self._found) == 0
+            first = self.attempted - len(self._found) + 1
+            steps = torch.arange(first, self.attempted + 1, device=applied.device)
+            torch.maximum(self._last_applied, (steps * applied).max(), out=self._last_applied)
+            self._last_step_applied.copy_(applied[-1])
+            self._applied.add_(applied.sum())
+        self._found.clear()
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError("the trial", [f"train_batch: {problem}"])

@@ -171,7 +171,8 @@ class AppliedStepSchedule:
     A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
     from a table there, 4 bytes per step and group. Its other values (momentum, betas) must be
     numbers of the host and follow attempted steps. Any other optimizer makes the host wait for
-    `found_inf` in `scaler.step` anyway, and computes with numbers: it gets them, by applied steps.
+    `found_inf` in `scaler.step` anyway, so the host knows which steps were applied, and computes
+    with numbers: it gets them, by applied steps.
     While nothing moves, and where nothing can be skipped, the device is neither asked nor used.
 
     The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr` answers the
@@ -184,6 +185,7 @@ class AppliedStepSchedule:
 
     Attributes:
         optimizer: The scheduler's.
+        on_device: Whether the rates come from a table there, by a count that is there, too.
 
     Raises:
         ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
@@ -200,7 +202,7 @@ class AppliedStepSchedule:
         self._scheduler = scheduler
         self._device = device
         fused = bool(self.optimizer.defaults.get("fused"))
-        self._on_device = skips and fused
+        self.on_device = skips and fused
         self._asks_device = skips and not fused
         self._simulation = _Simulation(scheduler)
         scheduler.step = self._refuse_step  # type: ignore[method-assign]  # nobody else's now
@@ -211,7 +213,7 @@ class AppliedStepSchedule:
         self._skipped: int | None = None
         self._placed = False
 
-    def move(self, attempted: int, applied: torch.Tensor) -> None:
+    def move(self, attempted: int, applied: torch.Tensor | int) -> None:
         """Put the values of the next step into the optimizer's groups.
 
         Call it before training, after a resume with the restored counts, and after every step; the
@@ -219,9 +221,9 @@ class AppliedStepSchedule:
 
         Args:
             attempted: Steps attempted so far.
-            applied: Steps applied so far, (), int64, on the device; at most `attempted`. No
-                synchronisation if the optimizer is fused, if nothing can be skipped, or if the
-                schedule has been constant so far.
+            applied: Steps applied so far, at most `attempted`; of a fused optimizer that can skip
+                steps (), int64, on the device. No synchronisation if it is a number, if the
+                optimizer is fused, or if the schedule has been constant so far.
 
         Raises:
             ConfigError: if the scheduler was stepped, or its state loaded, by somebody else.
@@ -239,6 +241,7 @@ class AppliedStepSchedule:
         for group, values in zip(groups, simulation.at(step), strict=False):
             group.update(values)
         if self._table is not None:
+            assert isinstance(applied, torch.Tensor)
             for group, rate in zip(groups, self._table.look_up(applied), strict=False):
                 group["lr"] = rate
         self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
@@ -248,7 +251,7 @@ class AppliedStepSchedule:
                 "later steps keep its last values"
             )
 
-    def _step_on_host(self, attempted: int, applied: torch.Tensor) -> int:
+    def _step_on_host(self, attempted: int, applied: torch.Tensor | int) -> int:
         if self._asks_device and not self._simulation.constant:
             return int(applied)
         if self._skipped is None:
@@ -258,7 +261,7 @@ class AppliedStepSchedule:
 
     def _tabulate(self, rows: list[_Row]) -> None:
         simulation = self._simulation
-        if not self._on_device or simulation.constant:
+        if not self.on_device or simulation.constant:
             return
         if self._table is None:
             rows = simulation.rows()

@@ -32,15 +32,16 @@ def say(error: UserError) -> None:
 
 
 def say_uncaught_ones() -> None:
-    """From now on a program that ends by a `UserError` prints its message and no traceback."""
+    """From now on a program that ends by a `UserError` prints one line, and exits with status 2."""
     if getattr(sys.excepthook, "__module__", None) == __name__:
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, UserError):
-            say(error)
-        else:
+        if not isinstance(error, UserError):
             before(kind, error, trace)
+            return
+        say(error)
+        raise SystemExit(2)  # Python takes the exit status from what its hook raises
 
     sys.excepthook = hook
