@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import determined as det
@@ -94,8 +94,9 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         # One object for all batches: to make one costs as much as to enter it, with torch 2.3 on a
-        # machine without CUDA twenty times as much.
-        self._training_autocast = self._autocast(self.settings.precision.autocast_dtype)
+        # machine without CUDA twenty times as much. To enter one that does nothing costs as well.
+        dtype = self.settings.precision.autocast_dtype
+        self._training_autocast = self._autocast(dtype) if dtype else nullcontext()
         self._one = torch.ones((), device=self.device)
         self.metrics = TrainingMetrics(context, self._scales, scaled=self.settings.scales_the_loss)
         self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
