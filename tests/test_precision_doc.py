@@ -58,21 +58,3 @@ def test_what_was_said_of_the_results_is_in_the_doc(results: dict[str, Any]) -> 
     for sentence in results["sentences"]:
         if " against fp32: " in sentence or sentence.startswith("use "):
             assert f"> {sentence}" in DOC
-
-
-def test_table_of_the_readme_is_that_of_the_results(results: dict[str, Any]) -> None:
-    (table,) = re.findall(r"\| precision \| validation accuracy.*?\n\n", README, re.DOTALL)
-    shown = dict(re.findall(r"\| `(\w+)` \| (.*) \|", table))
-    measured = {found["precision"]: row(found, results) for found in results["precisions"]}
-    del measured["tf32"]  # fp32 on a CPU
-    assert shown == measured
-
-
-def row(found: dict[str, Any], results: dict[str, Any]) -> str:
-    speed = found["samples_per_second"]
-    runs = [run for run in results["runs"] if run["precision"] == found["precision"]]
-    return (
-        f"{found['mean']:.3f}, {found['standard_deviation']:.3f} "
-        f"| {speed['middle']:.0f} ({speed['low']:.0f} to {speed['high']:.0f}) "
-        f"| {max(run['skipped_steps'] for run in runs):.0f}"
-    )
