@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +283,55 @@ def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class
     assert [rate for _, rate in seen] == pytest.approx(expected, rel=1e-12)
     assert len(calls) == 4
     assert calls[2] == calls[1] != calls[0]
+
+
+@pytest.fixture
+def _fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # fills what is not initialised
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def weights_after(gradients: list[float], **options: Any) -> list[float]:
+    """The weights after each of these gradients, by SGD with momentum."""
+    context: Any = Context()
+    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = context.wrap_optimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.5, **options))
+    amp.on_training_start()
+    seen = []
+    for gradient in gradients:
+        weight.grad = amp.scaler.scale(torch.full((1,), gradient))
+        amp.scaler.step(optimizer)
+        amp.update()
+        seen.append(weight.item())
+    return seen
+
+
+@pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizers on a CPU")
+@pytest.mark.usefixtures("_fresh_memory_is_nan")
+class TestMomentumOfFusedSGD:
+    """Its first step writes the momentum, into memory that holds anything before."""
+
+    @pytest.mark.parametrize("gradients", [[1.0, 1.0], [math.inf, 1.0, math.inf, 1.0]])
+    @pytest.mark.parametrize("nesterov", [False, True])
+    def test_is_right_after_a_first_step_that_overflows(
+        self, gradients: list[float], *, nesterov: bool
+    ) -> None:
+        fused = weights_after(gradients, nesterov=nesterov, fused=True)
+        assert fused == weights_after(gradients, nesterov=nesterov, fused=False)
+        assert all(map(math.isfinite, fused))
+
+    def test_would_be_garbage_without_the_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("determined_amp.amp.mixed_precision.fill_momentum", lambda _: None)
+        first, second = weights_after([math.inf, 1.0], fused=True)
+        assert first == 1.0
+        assert math.isnan(second)
+
+    def test_with_dampening_is_refused(self) -> None:
+        assert weights_after([1.0], dampening=0.5, fused=False) == [0.5]
+        with pytest.raises(ConfigError, match=r"got fused and dampening 0.5, which goes wrong"):
+            weights_after([1.0], dampening=0.5, fused=True)
 
 
 class NotesTheLastStep(OneWeightTrial):

@@ -33,7 +33,7 @@ from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
-from determined_amp.amp.scaler import ObservedScaler, StepCounts
+from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.config.amp import AmpSettings, EvalPrecision
@@ -385,6 +385,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
             self._move_schedule(optimizer)
         if self.scaler.is_enabled():
             self.metrics.drifting = _drifting(self._context)
+            for optimizer in self._context.optimizers:
+                fill_momentum(optimizer)
         watched = self._step_and_note_clip(self._context.step_optimizer)
         self._patches.enter_context(patched(self._context, "step_optimizer", watched))
         for optimizer in self._context.optimizers:

@@ -241,5 +241,33 @@ class StepCounts:
         self._found.clear()
 
 
+def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fused SGD momentum buffers of zeros before its first step.
+
+    It makes them itself of memory that holds anything, and fills them in its first step: if that
+    is skipped, the second one adds the garbage to the weights.
+
+    Raises:
+        ConfigError: if it has dampening, with which zeros are not the same.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group["momentum"]):
+            continue
+        if group["dampening"]:
+            raise ConfigError(
+                "the trial",
+                [
+                    f"SGD: got fused and dampening {group['dampening']:g}, which goes wrong when "
+                    "the first step overflows; allowed: dampening 0, or fused=False"
+                ],
+            )
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def _wrong(problem: str) -> ConfigError:
     return ConfigError("the trial", [f"train_batch: {problem}"])
