@@ -17,14 +17,15 @@ from determined_amp.config.settings import ConfigError, read
 def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:
     """Train to the end, or until the platform asks to stop.
 
-    What `pytorch.Trainer.fit` takes is read from the experiment configuration, of our form
-    (`hyperparameters.training`) or of Determined's own (`searcher.max_length`,
-    `min_validation_period` and the like). On a cluster the run goes on from its latest checkpoint.
+    The arguments of `pytorch.Trainer.fit` come from the experiment configuration, in our form
+    (`hyperparameters.training`) or in Determined's own (`searcher.max_length`,
+    `min_validation_period` and the like). On a cluster the run continues from its latest
+    checkpoint.
 
     Args:
         trial: The trial.
         context: Its context.
-        options: Of `pytorch.Trainer.fit`, by name; each takes the place of what was read.
+        options: Arguments of `pytorch.Trainer.fit` that replace those of the configuration.
 
     Raises:
         ConfigError: if the configuration is wrong.

@@ -40,7 +40,7 @@ def share_gradients_once(
     Args:
         context: The trial's context; its wrapped models are told before each forward.
         is_update_batch: Whether a step follows the batch of that index. None follows one that is
-            trained again in search of a fault: every rank looks at its own.
+            replayed to find a fault: every rank replays its own.
     """
 
     def tell(model: nn.Module, inputs: Any) -> None:

@@ -84,7 +84,7 @@ class SafeController(pytorch._PyTorchTrialController):
 def use_safe_controller() -> None:
     """Let `pytorch.Trainer.fit` of this process run its loop in `SafeController`, from now on.
 
-    A loop that somebody else has put there stays.
+    A loop that other code has put there stays.
     """
     if pytorch._PyTorchTrialController is SafeController.__base__:
         pytorch._PyTorchTrialController = SafeController  # type: ignore[misc]
@@ -133,16 +133,16 @@ def settle_groups(
 ) -> None:
     """Decide, for every setting of every optimizer, between a checkpoint and this trial.
 
-    What the run itself has moved goes on from the checkpoint: a rate that follows a scheduler of
-    `context.wrap_lr_scheduler`, or that the trial sets by hand. What was constructed with another
-    value than in the saved run is this trial's: somebody has changed its YAML.
+    A value that the run itself moved continues from the checkpoint: a rate that follows a scheduler
+    of `context.wrap_lr_scheduler`, or that the trial sets by hand. A value that the constructor got
+    differently than in the saved run is taken from this trial, because its YAML was changed.
 
     Args:
         checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
         context: The trial's context.
         constructed: `plain_groups` of every optimizer as this trial made it.
         before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
-            which takes nothing over but what such a scheduler moves.
+            which only takes over what such a scheduler moves.
     """
     moved = {id(getattr(w._scheduler, "optimizer", None)) for w in context.lr_schedulers}
     saved_optimizers = checkpoint.get("optimizers_state_dict", [])
@@ -150,14 +150,14 @@ def settle_groups(
         zip(saved_optimizers, context.optimizers, strict=False)
     ):
         then = _at(before.get("constructed"), index, [])
-        # A rate that followed the applied steps is made anew from their count.
+        # A rate that followed the applied steps is computed again from their count.
         scheduled = _at(before.get("scheduled"), index, False)
         groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
         for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
             was, now = _at(then, number, {}), constructed[index][number]
             for key in group.keys() & saved_group.keys() - {"params"}:
                 schedulable = key in _MOVED_BY_SCHEDULERS
-                # With a scheduler of the context its state is the checkpoint's, and so is what it
+                # A scheduler of the context continues from the checkpoint, and so does what it
                 # has moved.
                 moved_there = key == "lr" or key not in was or _plain(saved_group[key]) != was[key]
                 if schedulable and id(optimizer) in moved and moved_there:
@@ -194,7 +194,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _read_without_code(path: Path) -> dict[str, Any]:
-    """What Determined unpickles itself, afterwards; refused if it is more than plain values."""
+    """What Determined unpickles afterwards; refused if it holds more than plain values."""
     with path.open("rb") as file:
         state: dict[str, Any] = _PlainUnpickler(file).load()
         return state
@@ -202,7 +202,7 @@ def _read_without_code(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
-    """Replace an attribute for a while; for the few places where Determined takes no argument."""
+    """Replace an attribute inside this block, where Determined offers no argument for it."""
     own = vars(owner)
     was_own, before = name in own, own.get(name)
     setattr(owner, name, replacement)

@@ -31,11 +31,11 @@ def find_cause(
     Synchronises. Gradients, buffers, modes and random state are afterwards as before.
 
     Args:
-        models: All models of the trial; if one is wrapped in DistributedDataParallel, every rank
-            must call this, and each learns about its own batch.
-        batch: What `backward` trains, for a look at the input.
+        models: All models of the trial. If one is wrapped in DistributedDataParallel, every rank
+            must call this, and each examines its own batch.
+        batch: What `backward` trains; its tensors are checked.
         backward: Forward, loss and scaled backward of the batch as in training, without a step.
-        optimizers: Of the trial; they may have parameters that are in no model.
+        optimizers: Those of the trial. They may hold parameters that are in no model.
 
     Returns:
         None if everything is finite.
@@ -56,13 +56,13 @@ def find_cause(
         or _bad_parameter(models)
         or watch.forward
         or watch.backward
-        # The last one defined is the first one that the backward reaches.
+        # The backward reaches the module that is defined last first.
         or (_gradient_sentence(gradients[-1].rpartition(".")[0]) if gradients else None)
     )
 
 
 def _prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Several models are told apart by their number, as the finder does."""
+    """Names of several models begin with their number, as in the finder."""
     return [f"model {i}: " for i in range(len(models))] if len(models) > 1 else [""]
 
 
@@ -141,10 +141,10 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 def undisturbed(
     *models: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[None]:
-    """A batch can be trained in here, whatever is around; everything is as before afterwards.
+    """Train a batch in this block, then restore all state.
 
-    Gradients are enabled and the models in training mode, also in a validation. Gradients, buffers,
-    modes and random state are put back. DistributedDataParallel exchanges nothing.
+    Gradients are enabled and the models are in training mode, also during a validation. Gradients,
+    buffers, modes and random state are restored. DistributedDataParallel exchanges nothing.
     """
     parameters = {p: p.grad for model in models for p in model.parameters()}
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
@@ -182,7 +182,7 @@ def undisturbed(
 
 
 def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether nothing has to be put back; so is a buffer that cannot be written to as a whole."""
+    """Whether there is nothing to restore. A buffer that is not strided cannot be restored."""
     return buffer.layout is not torch.strided or torch.equal(buffer, before)
 
 
@@ -212,7 +212,7 @@ def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
 
 
 def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """What the module would have put out in float32 tells an overflow from a NaN."""
+    """The module's output in float32 tells an overflow from a NaN."""
     outputs = [t for t in _tensors(_in_float32(module, inputs)) if t.is_floating_point()]
     largest = max((float(output.abs().max()) for output in outputs), default=math.nan)
     if all(torch.isfinite(output).all() for output in outputs) and largest > FLOAT16_MAX:
@@ -227,7 +227,7 @@ def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 
 def _in_float32(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Its output; nothing where it needs more than the positional arguments that a hook sees."""
+    """Its output; None if it needs more than the positional arguments that a hook sees."""
     device = next(_tensors(inputs), torch.empty(0)).device.type
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):

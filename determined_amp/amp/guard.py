@@ -1,8 +1,8 @@
 """Ends a run that no longer trains, after a checkpoint of its last good state and with the cause.
 
-`GradScaler` skips a step without a word, and would go on forever. The guard looks at what was read
-for the report anyway, so that it costs no synchronisation of its own, and at the same numbers on
-every rank, so that all of them stop together.
+`GradScaler` skips steps silently, however many there are. The guard looks at numbers that the
+report has read anyway, so it costs no synchronisation of its own. They are the same on every rank,
+so all ranks stop together.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A NaN makes the master stop a whole search by these, not only the trial (0.38.1 reads it as a
-# string where it wants a number).
+# With these searchers a NaN makes the master stop the whole search, not only the trial (0.38.1
+# sends it as a string where it expects a number).
 _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
 # Optimizer steps that max_skip_ratio is judged over, at least.
 MIN_STEPS_TO_JUDGE = 10
 
-# The newest batch, and what trains it again without a step; nothing before the first batch.
+# The newest batch and a function that replays it without a step; None before the first batch.
 Replay = Callable[[], "tuple[Any, Callable[[], object]] | None"]
 
 
@@ -42,7 +42,7 @@ class Guard(pytorch.PyTorchCallback):
     """Watches all models and optimizers of one trial; `MixedPrecision.callbacks` makes it.
 
     Args:
-        context: The trial's context; its searcher says what a failed trial means to the experiment.
+        context: The trial's context. Its searcher decides how a failed trial ends.
         amp: The trial's mixed precision; its settings say what counts as failure.
         replay: Gives the newest batch, and how to train it again.
     """

@@ -2,8 +2,8 @@
 
 Determined averages the dict that `train_batch` returns, but copies every tensor in it to the host
 on every batch. A `MetricReducer` is asked once per report instead. Everything here is a sum with a
-count, so that a partial last batch or uneven ranks do not bias a mean. What was not measured is not
-reported.
+count, so that a partial last batch or uneven ranks do not bias a mean. A value that was not
+measured is not reported.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class TrainingMetrics(pytorch.MetricReducer):
 class DeviceSum:
     """A float64 sum of many small device tensors, added up a handful at a time.
 
-    Adding each on its own costs the host several kernels per batch; to keep it costs nothing.
+    Adding each one costs the host several kernels per batch. Keeping it costs nothing.
 
     Args:
         device: Where the sum is.
@@ -420,9 +420,9 @@ class Stopwatch:
 
 
 def timed(loader: Any, waited: Callable[[float], None]) -> Any:
-    """Have `waited` told the seconds that the loop waits for each batch of `loader`.
+    """Call `waited` with the seconds that the loop waits for each batch of `loader`.
 
-    A loader that is not Determined's own is handed on as it is, and not timed.
+    A loader that is not Determined's own is returned as it is and not timed.
     """
     make = getattr(loader, "get_data_loader", None)
     if make is None:
@@ -478,8 +478,8 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
 def forget_peak_memory(device: torch.device) -> None:
     """Reset the peak of a GPU; that of a process cannot be. No synchronisation.
 
-    What cuDNN tries out on the first batch allocates work space, some of it far larger than what
-    it then uses, and the audit keeps its books.
+    On the first batches cuDNN tries algorithms, whose work space can be far larger than what it
+    uses later, and the audit holds memory of its own.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

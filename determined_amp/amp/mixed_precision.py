@@ -1,8 +1,8 @@
 """Native mixed precision for one `PyTorchTrial`: what its constructor and `train_batch` need.
 
 The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with the scaler,
-`update`. This class builds its parts so that they are right, counts and reports what they do, and
-keeps them in checkpoints. Nothing in a training step waits for the device.
+`update`. This class builds those parts correctly, counts and reports what they do, and saves them
+in checkpoints. Nothing in a training step waits for the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from determined_amp.config.settings import ConfigError, read_section
 
 logger = logging.getLogger(__name__)
 
-# Of a context: the `MixedPrecision` of its trial. An attribute, so that both go together.
+# The attribute of a context that holds the `MixedPrecision` of its trial.
 _ATTRIBUTE = "_determined_amp"
 
 
@@ -54,7 +54,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     It changes this process: torch's switches for TF32 (unless `set_backends` is false), the class
     of Determined's training loop (checkpoints are loaded without running code, and a run that the
-    guard ends leaves one), and `sys.excepthook` (a `UserError` ends a program with one line).
+    guard ends leaves one), and `sys.excepthook` (a `UserError` ends a program with one line and
+    exit status 2).
 
     Args:
         context: The trial's context.
@@ -65,7 +66,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         settings: The `amp` section.
         scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
             passes through.
-        fused: Give this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
+        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
         metrics: What is reported.
         watched: Set it to False before the training to have neither audit nor guard.
@@ -90,11 +91,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
             self.settings.precision, self.device, set_switches=self.settings.set_backends
         )
         self.scaler = ObservedScaler(self.settings, self.device.type)
-        # A disabled one would be saved as {}, and a later resume in amp_fp16 would crash on it.
+        # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
-        # One object for all batches: to make one costs as much as to enter it, with torch 2.3 on a
-        # machine without CUDA twenty times as much. To enter one that does nothing costs as well.
+        # One object for all batches: making one costs as much as entering it, and twenty times as
+        # much with torch 2.3 on a machine without CUDA. Entering a disabled one costs time, too.
         dtype = self.settings.precision.autocast_dtype
         self._training_autocast = self._autocast(dtype) if dtype else nullcontext()
         self._one = torch.ones((), device=self.device)
@@ -141,15 +142,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return model
 
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
-        """Have a torch scheduler move with the applied steps of its optimizer, and resume exactly.
+        """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
 
-        A step that is skipped leaves the weights alone, so the schedule stands still, too. Nothing
-        waits for the device. Leave `scheduler.step()` to this; a `ReduceLROnPlateau` is stepped
+        A skipped step does not change the weights, so it does not move the schedule. Nothing waits
+        for the device. Do not call `scheduler.step()` yourself. A `ReduceLROnPlateau` is stepped
         after each validation, with the searcher's metric.
 
         Args:
-            scheduler: Any of `torch.optim.lr_scheduler`, of an optimizer that `wrap_optimizer` has
-                wrapped. Not one that should move by epochs: that is `context.wrap_lr_scheduler`.
+            scheduler: Any of `torch.optim.lr_scheduler`, for an optimizer that `wrap_optimizer`
+                has wrapped. For one that moves by epochs use `context.wrap_lr_scheduler`.
 
         Returns:
             The scheduler.
@@ -224,14 +225,14 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def update(
         self, loss: torch.Tensor | None = None, samples: int | None = None
     ) -> dict[str, float]:
-        """End a batch: `scaler.update()` if an optimizer was stepped, and all that is counted.
+        """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
         Args:
             loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`.
             samples: Samples in it; by default what the trial's `get_batch_length` says.
 
         Returns:
-            What `train_batch` returns; add metrics of your own to it.
+            What `train_batch` must return. You can add your own metrics.
 
         Raises:
             ConfigError: if `build_callbacks` of the trial does not return `callbacks`.
@@ -255,7 +256,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
 
         Args:
-            trial: The trial itself; the guard trains its newest batch again in search of a fault.
+            trial: The trial itself. The guard replays its newest batch to find a fault.
         """
         if self._trial is None:
             self._time_the_loader(trial)
@@ -296,7 +297,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def without_steps(self) -> Iterator[None]:
         """Inside this block nothing is stepped, zeroed or counted.
 
-        For training a batch again: in search of a fault, or of the loss scale.
+        For replaying a batch, to find a fault or the loss scale.
         """
         self._steps = False
         try:
@@ -340,18 +341,19 @@ class MixedPrecision(pytorch.PyTorchCallback):
         batch_idx = self._context._current_batch_idx
         if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
             logger.warning(
-                "this checkpoint is in the middle of a window of %d batches, whose gradients so "
-                "far are not in it: checkpoint and validate at multiples of aggregation_frequency",
+                "this checkpoint is in the middle of a window of %d batches, and does not hold the "
+                "gradients so far: checkpoint and validate at multiples of aggregation_frequency",
                 self._aggregation_frequency,
             )
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Let what this trial's YAML changed win over the checkpoint, and nothing else.
+        """Let only what this trial's YAML changed win over the checkpoint.
 
         A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
         the trial itself has moved. A warm start (weights from another trial) begins with this
-        trial's `init_scale`, which a search relies on. The scaler's factors and interval, and every
-        setting of an optimizer that its constructor was given another value for, are this trial's.
+        trial's `init_scale`, which a search relies on. The scaler's factors and interval always
+        come from this trial, and so does every setting of an optimizer whose constructor got
+        another value.
         """
         self._remember_constructed()
         assert self._constructed is not None
@@ -441,7 +443,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return step
 
     def _check_step(self, *call: Any) -> None:
-        """Before every step, in every precision: a mistake does not wait for float16."""
+        """Before every step, in every precision, so that fp32 shows a mistake, too."""
         self.scaler.moved = True
         if not self.scaler.stepping:
             raise _wrong(
@@ -456,7 +458,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
             )
 
     def _remember_constructed(self) -> None:
-        """What the optimizers were made with, before a checkpoint or a step changes it."""
+        """Keep what the optimizers were made with, before a checkpoint or a step changes it."""
         if self._constructed is None:
             self._constructed = [plain_groups(optimizer) for optimizer in self._context.optimizers]
 
@@ -503,7 +505,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._train_batch is not None
-        # A trial may take its batch apart; tensors are shared.
+        # A trial may take its batch apart, so the container is copied. Tensors are shared.
         self._newest_batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
         self._newest_indices = epoch_idx, batch_idx
         result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
@@ -514,7 +516,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return result
 
     def _train_newest_batch_again(self) -> Any:
-        """The newest batch, and what trains it again without a step; None before the first."""
+        """The newest batch and a function that replays it without a step; None before it."""
         batch, train_batch = self._newest_batch, self._train_batch
         if batch is None or train_batch is None:
             return None

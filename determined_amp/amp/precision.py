@@ -1,4 +1,4 @@
-"""The four precisions, and what a device can really do with them."""
+"""What a device computes natively, and the switches that each precision needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceSupport:
-    """What one device computes natively, that is faster than by way of float32.
+    """What one device computes natively, that is, without going through float32.
 
     Args:
         name: The device, in words.
@@ -33,7 +33,7 @@ class DeviceSupport:
 
     @staticmethod
     def of(device: torch.device) -> DeviceSupport:
-        """Ask the device itself; synchronises with nothing."""
+        """Ask the device itself. No synchronisation."""
         if device.type != "cuda":
             return DeviceSupport("cpu", tf32=False, fp16=_cpu_has("fp16"), bf16=_cpu_has("bf16"))
         ampere = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
@@ -65,11 +65,11 @@ class PrecisionError(UserError):
 def prepare_backend(precision: Precision, device: torch.device, *, set_switches: bool) -> None:
     """Set the process-wide switches for TF32 that `precision` needs, before the first kernel.
 
-    TF32 is on for `tf32` alone. In the AMP precisions what stays float32 does so because it is
-    sensitive, so it stays IEEE.
+    TF32 is on only for `tf32`. What the AMP precisions keep in float32 is sensitive, so it stays
+    IEEE float32.
 
-    A precision that the device only emulates is an error on a GPU, where it was surely not meant,
-    and a warning on a CPU, where the same YAML is tried out before it goes to a GPU.
+    A precision that the device only emulates is an error on a GPU, where nobody wants it, and a
+    warning on a CPU, where people try out a YAML before it goes to a GPU.
 
     Args:
         precision: What training computes in.
@@ -106,7 +106,7 @@ def prepare_backend(precision: Precision, device: torch.device, *, set_switches:
 
 
 def _instead(precision: Precision, support: DeviceSupport) -> str:
-    """What someone who asked a CPU for float16 should know of bfloat16."""
+    """Whether bfloat16 would be faster on a CPU that emulates float16."""
     if precision is not Precision.AMP_FP16:
         return ""
     if support.bf16:

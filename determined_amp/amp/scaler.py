@@ -1,11 +1,11 @@
-"""torch's `GradScaler`, which also tells who was stepped, and the counts of applied steps.
+"""torch's `GradScaler`, which also notes which optimizers were stepped, and the step counts.
 
-* A disabled scaler stands for the precisions without one: every call passes through, so that a
-  trial needs no `if`.
-* Each optimizer's step is skipped by its own `found_inf` alone, so each has its own counts. They
-  are kept on the device: whether a step was skipped is never asked on the host.
-* The scale has a floor. Without one some 150 skips in a row take it to exactly 0, and the next good
-  step divides by it and writes NaN into the weights.
+* In the precisions without a loss scale it is disabled: every call passes through, so a trial needs
+  no `if`.
+* Only its own `found_inf` skips an optimizer's step, so each optimizer has its own counts. With a
+  fused optimizer they are kept on the device, and the host never asks whether a step was skipped.
+* The scale has a floor. Without one, about 150 skips in a row take it to exactly 0, and the next
+  good step divides by it and writes NaN into the weights.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class ObservedScaler(torch.amp.GradScaler):
         device_type: "cpu" or "cuda".
 
     Attributes:
-        stepped: The optimizers stepped since this was last emptied, and whether they skipped it:
-            True or False where the host knows; of a fused optimizer what was found, (), float32,
-            on the device, not 0 for a skipped step.
-        clips: Whether the step under way has a `clip_grads` of the trial's.
-        stepping: Whether a step is under way; an optimizer that moves at any other time moves by
-            gradients that may still be scaled.
-        moved: Whoever watches the optimizers sets it when one moves.
+        stepped: The optimizers stepped since this was last emptied, and whether the step was
+            skipped: a bool where the host knows, else `found_inf`, (), float32, on the device, not
+            0 for a skipped step.
+        clips: Whether `step_optimizer` was given `clip_grads` for the current step.
+        stepping: Whether `step` is running. An optimizer that moves at any other time may use
+            gradients that are still scaled.
+        moved: Set by the hook of `MixedPrecision` when an optimizer moves.
         unscaled: The optimizers that `unscale_` was called for since their last step.
         updated: Whether `update` was called since the newest step.
-        has_scaled: Whether `scale` was called since the last `update`; without that a step would
-            divide gradients that nobody has multiplied.
+        has_scaled: Whether `scale` was called since the last `update`. Without it a step would
+            divide gradients that were never multiplied.
     """
 
     def __init__(self, settings: AmpSettings, device_type: str) -> None:
@@ -135,8 +135,8 @@ class ObservedScaler(torch.amp.GradScaler):
 class StepCounts:
     """The steps of one optimizer.
 
-    They are counted when somebody asks, or for many steps together: to count one step on its own
-    costs the host three kernels.
+    They are counted when somebody reads them, or 64 steps together: counting a single step costs
+    the host three kernels.
 
     Args:
         device: Where its parameters are.
@@ -244,8 +244,8 @@ class StepCounts:
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give a fused SGD momentum buffers of zeros before its first step.
 
-    It makes them itself of memory that holds anything, and fills them in its first step: if that
-    is skipped, the second one adds the garbage to the weights.
+    It would allocate them uninitialised and fill them in its first step. If that step is skipped,
+    the second one adds the garbage to the weights.
 
     Raises:
         ConfigError: if it has dampening, with which zeros are not the same.

@@ -1,11 +1,11 @@
 """Does a run compute in the precision its YAML asks for? One real training batch is counted.
 
-A model that leaves autocast trains in float32 and says nothing. Here the products of the first
-batch are counted by dtype, forward and backward, and the run stops if the wrong one dominates.
+A model that leaves autocast trains in float32 without any sign of it. The audit counts the products
+of the first batch by dtype, forward and backward, and stops the run if the wrong one dominates.
 
 A product is what `torch.utils.flop_counter` has a formula for: matrix products, convolutions and
-fused attention, which torch 2.3 does not count on a CPU. Recurrent layers are not among them, nor
-is what runs in `torch.inference_mode`.
+fused attention, which torch 2.3 does not count on a CPU. Recurrent layers are not counted, and
+neither is anything in `torch.inference_mode`.
 """
 
 from determined_amp.audit.batch import audited

@@ -27,8 +27,8 @@ def audited(
 ) -> None:
     """Audit the next batch that `trial` trains, whatever loop calls it.
 
-    On an NVIDIA GPU the kernels of one more batch are timed, which waits for the device once. Not
-    those of the same batch: there, cuDNN still times its algorithms, with and without tensor cores.
+    On an NVIDIA GPU the kernels of one more batch are timed, which waits for the device once. In
+    the first batch cuDNN still times its algorithms, with and without tensor cores.
 
     Args:
         trial: Its `train_batch` is replaced for these batches, then put back.

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? "
-    "Look for fp32_modules in the YAML; for autocast(enabled=False), .float() and .to() in the "
-    "model, and for whoever sets torch.backends; or ask for the precision that it computes in."
+    "Look for fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the "
+    "model, and for code that sets torch.backends; or ask for the precision that it computes in."
 )
 
 

@@ -1,4 +1,4 @@
-"""The base of every error that a user can put right, and how a program says one."""
+"""The base of every error that a user can fix, and how a program prints one."""
 
 from __future__ import annotations
 
