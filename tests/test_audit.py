@@ -387,10 +387,11 @@ class TestAudited:
         assert len(audits) == 1
         assert audits[0].total_flops == 8 * 16 * (4 * 64 + 6 * 10)
 
-    def test_gpu_times_the_kernels_of_the_second_batch(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_kernels_of_the_second_batch_on_a_gpu_are_timed_if_asked(
+        self, monkeypatch: pytest.MonkeyPatch, *, asked: bool
     ) -> None:
-        """The profiler of torch is stood in for: there is no GPU here."""
+        """A stand-in replaces torch's profiler: there is no GPU here."""
         profiled = []
 
         class Profile:
@@ -418,12 +419,12 @@ class TestAudited:
 
         monkeypatch.setattr(batch, "profile", Profile)
         trial, audits = trial_of(train_batch), list[Audit]()
-        audited(trial, CUDA, Precision.AMP_BF16, audits.append, has_tf32=True)
+        precision = Precision.AMP_BF16
+        audited(trial, CUDA, precision, audits.append, has_tf32=True, time_kernels=asked)
         for _ in range(3):
             trial.train_batch()
-        assert profiled == [[0, 1]]
-        assert [audit.tensor_core_share for audit in audits] == [0.75]
-        assert audits[0].metrics()["audit_tensor_core_share"] == 0.75
+        assert profiled == ([[0, 1]] if asked else [])
+        assert [audit.tensor_core_share for audit in audits] == [0.75 if asked else None]
 
 
 def random_state() -> list[Any]:
@@ -453,7 +454,6 @@ def test_metrics_are_in_the_first_report_alone(
     assert report["audit_gflops"] == 8e-9
     assert report["audit_casts"] > 0
     assert report["audit_cast_mib"] > 0
-    assert "audit_tensor_core_share" not in report
     metrics = made.trial.amp._audit_metrics
     assert metrics is not None
     metrics.reset()
@@ -489,7 +489,6 @@ ON_CUDA_CORES = (
     "void at::native::reduce_kernel<512, 1, ReduceOp<c10::Half>>",
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
-    "Memcpy HtoD (Pinned -> Device)",
 )
 
 
@@ -503,8 +502,14 @@ def test_other_kernels_are_not(name: str) -> None:
     assert tensor_core_share([(name, 3.0)]) == 0.0
 
 
-def test_no_kernel_is_no_share() -> None:
-    assert tensor_core_share([]) == 0.0
+def test_copies_are_no_kernels() -> None:
+    copy, kernel = ("Memcpy HtoD (Pinned -> Device)", 3.0), (ON_TENSOR_CORES[0], 1.0)
+    assert tensor_core_share([copy, kernel]) == 1.0
+    assert tensor_core_share([copy]) is None
+
+
+def test_no_kernels_give_no_share() -> None:
+    assert tensor_core_share([]) is None
 
 
 class TestCommand:

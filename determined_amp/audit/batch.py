@@ -24,11 +24,9 @@ def audited(
     on_done: Callable[[Audit], None],
     *,
     has_tf32: bool,
+    time_kernels: bool = False,
 ) -> None:
     """Audit the next batch that `trial` trains, whatever loop calls it.
-
-    On an NVIDIA GPU the kernels of one more batch are timed, which waits for the device once. In
-    the first batch cuDNN still times its algorithms, with and without tensor cores.
 
     Args:
         trial: Its `train_batch` is replaced for these batches, then put back.
@@ -36,6 +34,9 @@ def audited(
         precision: What the YAML asks for.
         on_done: Is given the audit, if it passed. If not, that `train_batch` raises `AuditError`.
         has_tf32: Whether the device has TF32.
+        time_kernels: On an NVIDIA GPU, also time the kernels of the batch after it, when cuDNN has
+            chosen its algorithms. Not in a training: a process that has profiled once may train 10
+            to 20 % slower from then on (https://github.com/pytorch/pytorch/issues/144455).
     """
 
     @contextmanager
@@ -45,7 +46,7 @@ def audited(
         audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
         if not audit.passed:
             raise AuditError(audit)
-        if device.type == "cuda" and torch.version.hip is None:
+        if time_kernels and device.type == "cuda" and torch.version.hip is None:
             _around_next_batch(trial, _timing(audit, on_done))
         else:
             on_done(audit)

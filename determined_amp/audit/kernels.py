@@ -17,15 +17,24 @@ _TENSOR_CORES = re.compile(
 _CUDA_CORES = re.compile(r"ffma|simt", re.IGNORECASE)  # xmma and CUTLASS kernels without them
 
 
-def tensor_core_share(kernels: Iterable[tuple[str, float]]) -> float:
-    """Share of time in kernels that compute on tensor cores, judged by name; 0 without kernels.
+# The profiler lists them among the kernels.
+_COPIES = ("Memcpy", "Memset")
+
+
+def tensor_core_share(kernels: Iterable[tuple[str, float]]) -> float | None:
+    """Share of time in kernels that compute on tensor cores, judged by name.
 
     Args:
-        kernels: Name and duration, in any unit, of everything the GPU ran.
+        kernels: Name and duration, in any unit, of everything the GPU ran; copies are left out.
+
+    Returns:
+        None without kernels: the profiler has delivered nothing.
     """
     total, on_tensor_cores = 0.0, 0.0
     for name, duration in kernels:
+        if name.startswith(_COPIES):
+            continue
         total += duration
         if _TENSOR_CORES.search(name) and not _CUDA_CORES.search(name):
             on_tensor_cores += duration
-    return on_tensor_cores / (total or 1.0)
+    return on_tensor_cores / total if total else None

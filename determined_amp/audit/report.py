@@ -33,7 +33,7 @@ class Audit:
         tf32: What torch's switches say of float32 products: `on`, `off`, or `mixed` if they
             disagree. To the count, TF32 is float32.
         device_has_tf32: Whether the device has TF32 at all.
-        tensor_core_share: Share of GPU time in tensor-core kernels; None without an NVIDIA GPU.
+        tensor_core_share: Share of GPU time in tensor-core kernels; None if it was not timed.
     """
 
     precision: Precision
@@ -93,15 +93,12 @@ class Audit:
 
     def metrics(self) -> dict[str, float]:
         """The numbers of `AuditMetrics`."""
-        metrics = {
+        return {
             "audit_share": self.share,
             "audit_gflops": self.total_flops / 1e9,
             "audit_casts": float(self.casts),
             "audit_cast_mib": self.cast_bytes / 2**20,
         }
-        if self.tensor_core_share is not None:
-            metrics["audit_tensor_core_share"] = self.tensor_core_share
-        return metrics
 
 
 class AuditError(UserError):
@@ -119,7 +116,6 @@ class AuditMetrics(pytorch.MetricReducer):
         audit_share: Share of the FLOPs in the dtype that the precision asks for.
         audit_gflops: FLOPs of all products, in 10^9.
         audit_casts, audit_cast_mib: Conversions between floating dtypes, and their MiB.
-        audit_tensor_core_share: Share of GPU time in tensor-core kernels; on NVIDIA GPUs only.
 
     Args:
         context: The trial's context; registers itself there.

@@ -67,7 +67,7 @@ def _audit(
         raise pytorch._ShouldExit(skip_exit_checkpoint=True)
 
     has_tf32 = DeviceSupport.of(context.device).tf32
-    audited(trial, context.device, asked, stop, has_tf32=has_tf32)
+    audited(trial, context.device, asked, stop, has_tf32=has_tf32, time_kernels=True)
     pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
     return done[0]
 
