@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,24 @@ def test_precision_that_a_cpu_lacks_is_a_warning(
     assert [message.startswith(f"amp.precision is {precision.value}") for message in messages] == (
         [True] if warns else []
     )
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch has no such switches")
+@pytest.mark.parametrize("before", ["tf32", "ieee"])
+def test_torchs_newer_switches_are_set_too(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the old ones alone, convolutions stay at what `torch.backends` was set to before."""
+    backends: Any = torch.backends
+    operations = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    pretend_gpu(monkeypatch, (9, 0))
+    backends.fp32_precision = before
+    try:
+        for precision in Precision:
+            prepare_backend(precision, _GPU, set_switches=True)
+            tf32 = precision is Precision.TF32
+            assert {each.fp32_precision for each in operations} == {"tf32" if tf32 else "ieee"}
+            assert switches() == (("high", True) if tf32 else ("highest", False))
+    finally:
+        backends.fp32_precision = "none"
 
 
 @pytest.mark.parametrize(

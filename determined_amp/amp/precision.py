@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -100,9 +101,20 @@ def prepare_backend(precision: Precision, device: torch.device, *, set_switches:
                 _instead(precision, support),
             )
     if set_switches:
-        tf32 = precision is Precision.TF32 and support.tf32
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = tf32
+        _set_tf32(on=precision is Precision.TF32 and support.tf32)
+
+
+def _set_tf32(*, on: bool) -> None:
+    """Set torch's old switches and, where this torch has them, the new ones of every operation.
+
+    The old ones alone leave convolutions at TF32 if `torch.backends.fp32_precision` was set before.
+    """
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+    cudnn: Any = torch.backends.cudnn
+    if hasattr(cudnn, "conv"):
+        for operation in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+            operation.fp32_precision = "tf32" if on else "ieee"
 
 
 def _instead(precision: Precision, support: DeviceSupport) -> str:

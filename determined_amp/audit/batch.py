@@ -81,7 +81,7 @@ def _tf32() -> str:
     try:
         matmul = torch.get_float32_matmul_precision() != "highest"
         convolution = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # set to different values by torch's old names and by its new ones
+    except RuntimeError:  # torch's new switches were set, to different values
         return "mixed"
     if matmul != convolution:
         return "mixed"
