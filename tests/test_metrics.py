@@ -185,19 +185,40 @@ class TestTrainingMetrics:
         metrics.add(torch.tensor(1.0), 8)
         assert metrics.per_slot_reduce()["samples_per_second"] > 0
 
-    def test_peak_memory_of_the_first_batches_is_forgotten_once(
+    def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """A GPU's counter holds the largest use since its reset: first 9, then 2 and 3.
+
+        The 8 in between belongs to a validation.
+        """
+        counter = [0.0]
+        monkeypatch.setattr(
+            "determined_amp.amp.metrics.peak_memory_mib",
+            lambda device: {"peak_memory_mib": counter[0]},
+        )
+        monkeypatch.setattr(
+            "determined_amp.amp.metrics.forget_peak_memory",
+            lambda device: counter.__setitem__(0, 0.0),
+        )
         metrics = training_metrics()
-        forgotten: list[torch.device] = []
-        monkeypatch.setattr("determined_amp.amp.metrics.forget_peak_memory", forgotten.append)
-        for _ in range(WARMUP_BATCHES - 1):
-            metrics.add(torch.tensor(1.0), 8)
-        assert forgotten == []
-        for _ in range(2 * WARMUP_BATCHES):
-            metrics.add(torch.tensor(1.0), 8)
-            metrics.reset()
-        assert forgotten == [torch.device("cpu")]
+
+        def train(uses: float, batches: int) -> float:
+            for _ in range(batches):
+                counter[0] = max(counter[0], uses)
+                metrics.add(torch.tensor(1.0), 8)
+            counter[0] = max(counter[0], uses)
+            return float(metrics.per_slot_reduce()["peak_memory_mib"])
+
+        assert train(9.0, WARMUP_BATCHES - 1) == 9.0
+        metrics.add(torch.tensor(1.0), 8)
+        assert train(2.0, 1) == 2.0
+        metrics.reset()  # a validation begins
+        counter[0] = 8.0
+        metrics.reset()  # and has ended
+        assert train(3.0, 1) == 3.0
+        metrics.reset()
+        assert train(1.0, 1) == 3.0
 
     def test_headroom_is_that_of_the_largest_scaled_gradient(self) -> None:
         """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""

@@ -149,8 +149,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         samples_per_second: Over all slots, first batches of the process excluded.
         data_wait_share: Share of that time that the loop waited for data; the largest over slots.
             Of a `determined.pytorch.DataLoader` only.
-        peak_memory_mib: Largest over slots; allocated by torch on a GPU, where the first batches
-            of the process are forgotten after them; resident on a CPU.
+        peak_memory_mib: Largest over slots; on a GPU allocated by torch in training batches, the
+            first ones of the process excluded; on a CPU resident, of the whole process.
         peak_reserved_memory_mib: The same for what torch holds of a GPU.
 
     Args:
@@ -185,6 +185,7 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._waited: float | None = None
         self._stopwatch = Stopwatch(context.device)
         self._batches_of_process = 0
+        self._peaks: dict[str, float] = {}
         self.latest: Report | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
@@ -230,6 +231,7 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
             forget_peak_memory(self._device)
+            self._peaks.clear()
         if self._stopwatch.running:
             self._timed_samples += samples or 0
         elif self._batches_of_process >= WARMUP_BATCHES:
@@ -253,10 +255,13 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
+            forget_peak_memory(self._device)  # that of a validation
 
     def per_slot_reduce(self) -> dict[str, Any]:
         """Read the sums: the one synchronisation of a report."""
         seconds = self._stopwatch.seconds()
+        for name, peak in peak_memory_mib(self._device).items():
+            self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         everything = self.all()
         on_device = [self._loss_sum.total(), *self._scales()]
         for gradients in everything:
@@ -270,7 +275,7 @@ class TrainingMetrics(pytorch.MetricReducer):
             "optimizers": [numbers[i : i + 5] for i in range(0, len(numbers), 5)],
             "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
             "data_wait_share": self._wait_share(seconds),
-            **peak_memory_mib(self._device),
+            **self._peaks,
         }
 
     def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
