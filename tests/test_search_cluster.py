@@ -17,7 +17,7 @@ from determined.common import storage
 
 from determined_amp.local import alone
 from determined_amp.reports.forecast import Forecast
-from determined_amp.search import compare_trial, find_trial, score_trial, train_trial
+from determined_amp.search import on_cluster
 from determined_amp.search.trials import SearchPlan
 from tests import searching
 
@@ -60,7 +60,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     """Runs one trial of a search as a task of a cluster; what its master was told."""
     monkeypatch.chdir(tmp_path)
 
-    def run(main: Callable[[], int], search: str, *overrides: str, seed: int = 1) -> Master:
+    def run(verb: str, search: str, *overrides: str, seed: int = 1) -> Master:
         config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
         sampled = config["hyperparameters"]
         if config["searcher"]["name"] != "single":
@@ -102,7 +102,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
         monkeypatch.setattr(det, "get_cluster_info", lambda: info)
         monkeypatch.setattr(pytorch, "init", init)
         monkeypatch.setattr(pytorch._PyTorchTrialController, "_checkpoint", lambda *a, **k: None)
-        assert main() == 0
+        assert on_cluster.main([verb]) == 0
         return master
 
     return run
@@ -110,9 +110,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
     (one,), (two,) = (
-        task(
-            score_trial.main, "loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed
-        ).validations
+        task("score", "loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed).validations
         for seed in (1, 2)
     )
     batches, metrics = one
@@ -125,7 +123,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
 def test_finder_reports_window_choice_and_curves(
     task: Task, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    master = task(find_trial.main, "find_loss_scale.yaml")
+    master = task("find", "find_loss_scale.yaml")
     ((batches, metrics),) = master.validations
     assert batches == 4
     assert metrics["init_scale_log2"] == metrics["window_top_log2"] - 1
@@ -144,13 +142,13 @@ def test_finder_reports_window_choice_and_curves(
 def test_trial_that_no_scale_can_train_is_invalid(task: Task) -> None:
     overflowing = "hyperparameters.trial=tests.mortal:OverflowingTrial"
     with pytest.raises(SystemExit) as left:
-        task(score_trial.main, "loss_scale_grid.yaml", *searching.THREE_SCALES, overflowing)
+        task("score", "loss_scale_grid.yaml", *searching.THREE_SCALES, overflowing)
     assert left.value.code == 0
     assert isinstance(left.value.__context__, det.InvalidHP)
 
 
 def test_training_reports_what_the_scale_flushed(task: Task) -> None:
-    validations = task(train_trial.main, "loss_scale_asha.yaml", *searching.SHORT_ASHA).validations
+    validations = task("train", "loss_scale_asha.yaml", *searching.SHORT_ASHA).validations
     assert [batches for batches, _ in validations] == [2, 4, 6, 8]
     for batches, metrics in validations:
         assert metrics["batches"] == batches
@@ -161,7 +159,7 @@ def test_training_reports_what_the_scale_flushed(task: Task) -> None:
 def test_comparison_trains_with_its_own_seed_and_nothing_beside(task: Task) -> None:
     def trained(seed_of_trial: int, seed: int) -> list[tuple[int, dict[str, Any]]]:
         return task(
-            compare_trial.main,
+            "compare",
             "compare_precisions.yaml",
             f"hyperparameters.seed={seed}",
             "hyperparameters.amp.precision=amp_fp16",
@@ -180,10 +178,21 @@ def test_mistake_is_said_so_that_it_is_not_retried(
     task: Task, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(AssertionError):
-        task(score_trial.main, "loss_scale_grid.yaml", "hyperparameters.experiment=no.yaml")
+        task("score", "loss_scale_grid.yaml", "hyperparameters.experiment=no.yaml")
     assert "no retry can help: search: 1 problem" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [[], ["evaluate"], ["train", "score"]])
+def test_unknown_verb_is_one_line_with_the_allowed_ones(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert on_cluster.main(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        f"got {' '.join(given) or 'no verb'}; allowed: one of train, compare, score, find"
+    )
+
+
 def test_outside_a_cluster_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert score_trial.main() == 2
+    assert on_cluster.main(["score"]) == 2
     assert "python -m determined_amp search" in capsys.readouterr().err

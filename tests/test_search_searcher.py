@@ -15,11 +15,9 @@ from determined_amp.search.halving import RungPruner
 from determined_amp.search.searcher import (
     Bracket,
     SearcherSettings,
-    Work,
     brackets,
     check_lengths,
     read_searcher,
-    read_work,
 )
 
 ASHA = {
@@ -158,21 +156,6 @@ class TestMistakes:
         problems: list[str] = []
         read_searcher({**ASHA, **changes}, problems)
         assert any(words in problem for problem in problems)
-
-    @pytest.mark.parametrize(
-        ("entrypoint", "work"),
-        [
-            ("python3 -m determined_amp.search.score_trial", Work.SCORE),
-            (["python3", "-m", "determined_amp.search.train_trial"], Work.TRAIN),
-            ("python3 -m determined_amp.search.compare_trial", Work.COMPARE),
-        ],
-    )
-    def test_entrypoint_says_what_a_trial_does(self, entrypoint: object, work: Work) -> None:
-        assert read_work({"entrypoint": entrypoint}) is work
-
-    def test_other_entrypoint_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="allowed: one that has python3 -m"):
-            read_work({"entrypoint": "python3 -m determined_amp train"})
 
 
 class TestLengths:

@@ -20,8 +20,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from determined_amp.search.searcher import Work
 from determined_amp.search.study import FILE_NAME, SearchStudy, SearchTrial
+from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trials import SearchPlan
 
 # Beside the searcher's metric, if a trial has them: name, title, and how the number is written.
@@ -50,7 +50,7 @@ class Board:
         self._console = console
         self._plan = plan
         self._folder = folder
-        self._compares = plan.work is Work.COMPARE
+        self._compares = plan.kind is TrialKind.COMPARE
         self._shown: set[int] | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),

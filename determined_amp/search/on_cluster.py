@@ -1,19 +1,60 @@
-"""What the two entrypoints of a search share on a Determined cluster."""
+r"""Run one trial of a search on a Determined cluster: train, compare, score or find.
+
+    entrypoint: python3 -m determined.launch.torch_distributed \
+        python3 -m determined_amp.search.on_cluster VERB
+
+train    As `python -m determined_amp train` does it. Every validation also reports the initial
+         scale and the share of the gradients that it flushes to zero before the first step.
+compare  The same without these reports, so that memory and speed are those of the training.
+score    Measures the loss scale of the trial on a few frozen batches; nothing is trained. All
+         trials see the same parameters and batches, whatever seeds the platform gave them.
+find     Finds the loss scale in one pass over a few batches. Verdict and tables end the log, and
+         `loss_scale.json` in the checkpoint holds everything:
+         `python -m determined_amp report loss-scale SEARCH --finding ID` reads it. The metric
+         group `loss_scale` has overflow and flush for every power of two from 2^1 on. The WebUI
+         plots them over "batches": read log2 of the scale there.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import determined as det
+from determined import core, pytorch
+from rich.console import Console
 
-from determined_amp.search.trial_config import chosen_seed, compose
-from determined_amp.train import exit_status
+from determined_amp.config.errors import UserError
+from determined_amp.config.experiment import Experiment, parse
+from determined_amp.config.settings import ConfigError
+from determined_amp.finder.advice import FILE_NAME, Run, json_text, show, shown_scales
+from determined_amp.finder.find import look
+from determined_amp.finder.verdict import Finding
+from determined_amp.local.context import with_averaging
+from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
+from determined_amp.search.searcher import check_lengths
+from determined_amp.search.trial_config import compose
+from determined_amp.search.trial_kind import TrialKind
+from determined_amp.train import exit_status, train_on_cluster
 
 
-def run(trial: Callable[[det.ClusterInfo], int]) -> int:
-    """Let `trial` run one trial of a search; the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return exit_status(lambda: _run(given))
+
+
+def _run(given: Sequence[str]) -> int:
+    kind = next((kind for kind in TrialKind if [kind.value] == list(given)), None)
+    if kind is None:
+        raise UserError(
+            f"got {' '.join(given) or 'no verb'}; allowed: one of "
+            f"{', '.join(kind.value for kind in TrialKind)}"
+        )
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         print(
@@ -21,12 +62,8 @@ def run(trial: Callable[[det.ClusterInfo], int]) -> int:
             file=sys.stderr,
         )
         return 2
-
-    def composed() -> int:
-        _compose(info)
-        return trial(info)
-
-    return exit_status(composed)
+    _compose(info)
+    return _VERBS[kind](info)
 
 
 def _compose(info: det.ClusterInfo) -> None:
@@ -36,8 +73,105 @@ def _compose(info: det.ClusterInfo) -> None:
     checkpoint then holds an experiment that trains without its search.
     """
     config = compose(info.trial._config, info.trial.hparams, Path.cwd())
-    seed = chosen_seed(info.trial.hparams)
-    if seed is not None:
-        info.trial.trial_seed = seed
+    if info.trial.hparams.get("seed") is not None:
+        info.trial.trial_seed = config["reproducibility"]["experiment_seed"]
     info.trial._config = config
     info.trial.hparams = config["hyperparameters"]
+
+
+def _train(info: det.ClusterInfo) -> int:
+    return train_on_cluster(info, prepare=_check_and_measure)
+
+
+def _check_and_measure(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
+    check_lengths(experiment)
+    report_flushed_share(context, experiment)
+
+
+def _score(info: det.ClusterInfo) -> int:
+    experiment = parse(info.trial._config, "search", completed_by_master=True)
+    batches = batches_to_score(experiment)
+    with _open_trial(info, experiment) as (trial, context):
+        report = context._core.train
+        report.set_status(f"scoring on {batches} batches")
+        metrics = scored(trial, context, experiment, batches)
+        report.report_validation_metrics(steps_completed=batches, metrics=metrics)
+        report.report_progress(1.0)
+    return 0
+
+
+def _find(info: det.ClusterInfo) -> int:
+    experiment = parse(info.trial._config, "search", completed_by_master=True)
+    batches = _batches_to_look_at(experiment)
+    with _open_trial(info, experiment) as (trial, context):
+        finding, run = look(experiment.name, trial, context, batches)
+        if context.distributed.rank == 0:
+            _report(context._core.train, finding, batches)
+            _save(context._core.checkpoint, finding, run)
+            context._core.train.report_progress(1.0)
+            show(finding, run, Console(width=100))  # last: the reports, too, are in the log
+    return 0
+
+
+_VERBS: dict[TrialKind, Callable[[det.ClusterInfo], int]] = {
+    TrialKind.TRAIN: _train,
+    TrialKind.COMPARE: train_on_cluster,
+    TrialKind.SCORE: _score,
+    TrialKind.FIND: _find,
+}
+
+
+@contextmanager
+def _open_trial(
+    info: det.ClusterInfo, experiment: Experiment[Any]
+) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
+    """The trial with the seed of the experiment, not of the trial."""
+    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
+    info.trial.trial_seed = experiment.seed
+    frequency = experiment.aggregation_frequency
+    hparams = dict(experiment.hyperparameters)
+    with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+        with_averaging(context, experiment)
+        yield experiment.make(context), context
+
+
+def _batches_to_look_at(experiment: Experiment[Any]) -> int:
+    length = experiment.training.max_length
+    batches = None if length is None else length.batches
+    if batches is None:
+        raise ConfigError(
+            "search",
+            [
+                f"hyperparameters.training.max_length.batches: got {batches!r}; allowed: the "
+                "number of training batches to look at, such as 4"
+            ],
+        )
+    return batches
+
+
+def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
+    prediction = finding.prediction
+    for scale in range(1, shown_scales(finding)[-1] + 1):
+        shares = {
+            "overflow_share": prediction.total.overflow_share(scale),
+            "flushed_share": prediction.flushed_share(scale),
+        }
+        train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
+    metrics = {
+        "window_low_log2": finding.low_log2,
+        "window_top_log2": finding.top_log2,
+        "window_bits": finding.window_bits,
+        "expected_skips_at_default": finding.expected_skips(16),
+    }
+    if finding.choice_log2 is not None:
+        metrics["init_scale_log2"] = finding.choice_log2
+    train.report_validation_metrics(steps_completed=batches, metrics=metrics)
+
+
+def _save(checkpoint: core.CheckpointContext, finding: Finding, run: Run) -> None:
+    with checkpoint.store_path({"steps_completed": run.batches}) as (folder, _):
+        (folder / FILE_NAME).write_text(json_text(finding, run))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,7 +22,6 @@ from determined_amp.config.settings import ConfigError
 from determined_amp.local.folder import fresh_folder
 from determined_amp.search.board import Board
 from determined_amp.search.messages import Ended, Outcome, Validation
-from determined_amp.search.searcher import Work
 from determined_amp.search.study import (
     FILE_NAME,
     WORKERS_KEY,
@@ -30,6 +29,7 @@ from determined_amp.search.study import (
     describe,
     load_study,
 )
+from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_run import check
 from determined_amp.search.trials import SearchPlan, Trials
 from determined_amp.search.worker import Worker
@@ -84,7 +84,7 @@ def _run(folder: Path, workers: int) -> None:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
     board = Board(Console(), plan, folder)
-    if plan.work is Work.COMPARE:
+    if plan.kind is TrialKind.COMPARE:
         _keep_workers(study, workers)
         if workers > 1:
             board.warn_of_sharing(workers)

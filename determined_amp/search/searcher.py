@@ -129,36 +129,6 @@ def _rungs(count: int, divisor: float, max_time: int) -> tuple[int, ...]:
     return tuple(max(int(max_time / divisor ** (count - 1 - i)), 1) for i in range(count))
 
 
-class Work(enum.Enum):
-    """What a trial of a search does, by the module that its entrypoint runs."""
-
-    SCORE = "determined_amp.search.score_trial"
-    TRAIN = "determined_amp.search.train_trial"
-    COMPARE = "determined_amp.search.compare_trial"
-
-
-def read_work(search: Mapping[str, Any]) -> Work:
-    """What the `entrypoint` of a search runs.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
-    entrypoint = search.get("entrypoint")
-    words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
-    for work in Work:
-        if work.value in words:
-            return work
-    allowed = ", ".join(f"python3 -m {work.value}" for work in Work)
-    raise ConfigError(
-        "search",
-        [
-            f"entrypoint: got {entrypoint!r}; allowed: one that has {allowed}; "
-            "and hp_search/find_loss_scale.yaml is for a cluster: here, use "
-            "python -m determined_amp find CONFIG"
-        ],
-    )
-
-
 def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
     """The `searcher` section, or None if it added to `problems`."""
     if isinstance(raw, Mapping) and raw.get("bracket_rungs"):

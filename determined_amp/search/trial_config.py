@@ -24,7 +24,7 @@ from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.plan import WITHOUT_EFFECT, has_our_form, value_at
 from determined_amp.config.settings import ConfigError
-from determined_amp.search.searcher import Work
+from determined_amp.search.trial_kind import TrialKind
 
 EXAMPLE = "experiment_configs/mlp/amp.yaml"
 _LENGTH_UNITS = frozenset({"batches", "epochs"})
@@ -51,7 +51,7 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
     """
     changes = round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
-    if Work.COMPARE.value in str(search.get("entrypoint")):
+    if TrialKind.of(search) is TrialKind.COMPARE:
         _check_metric(search, base)
     seed = chosen_seed(sampled)
     changes.pop("seed", None)

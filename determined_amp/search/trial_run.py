@@ -32,8 +32,9 @@ from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 from determined_amp.search.messages import Ended, Job, Outcome, Validation, finite
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
-from determined_amp.search.searcher import Work, check_lengths, read_work
+from determined_amp.search.searcher import check_lengths
 from determined_amp.search.trial_config import compose
+from determined_amp.search.trial_kind import TrialKind
 
 GoOn = Callable[[Validation], bool]
 
@@ -89,7 +90,7 @@ def run(job: Job, go_on: GoOn) -> Ended:
 def _experiment(search: Mapping[str, Any], config: Mapping[str, Any]) -> Experiment[Any]:
     name = search["hyperparameters"]["experiment"]
     experiment = parse(config, f"{name} in the search {search.get('name', '')}".rstrip())
-    if read_work(search) is Work.SCORE:
+    if TrialKind.of(search) is TrialKind.SCORE:
         batches_to_score(experiment)
     else:
         check_lengths(experiment)
@@ -107,14 +108,14 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
     seed = {**(config.get("reproducibility") or {}), "experiment_seed": job.seed}
     config = {**config, "reproducibility": seed}
     experiment = _experiment(job.search, config)
-    if read_work(job.search) is Work.SCORE:
+    if TrialKind.of(job.search) is TrialKind.SCORE:
         _score(experiment, folder, go_on)
         return Outcome.COMPLETE
     return _train(job, experiment, resume, go_on)
 
 
 def _train(job: Job, experiment: Experiment[Any], resume: Resume | None, go_on: GoOn) -> Outcome:
-    measures = read_work(job.search) is Work.TRAIN
+    measures = TrialKind.of(job.search) is TrialKind.TRAIN
     with _nowhere() as console:
         relay = _Relay(experiment.name, console, go_on)
         train_here(

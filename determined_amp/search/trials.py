@@ -23,14 +23,15 @@ from determined_amp.search.searcher import (
     Bracket,
     Method,
     SearcherSettings,
-    Work,
     brackets,
     read_searcher,
-    read_work,
 )
 from determined_amp.search.space import Axis, Space, nest, read_space
 from determined_amp.search.study import trial_folder
 from determined_amp.search.trial_config import chosen_seed, round_init_scale
+from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
+
+_KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
 
 
 class SearchPlan:
@@ -53,14 +54,15 @@ class SearchPlan:
             problems.append(
                 f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
             )
-        if settings is None or problems:
+        kind = _kind_here(search, problems)
+        if settings is None or kind is None or problems:
             raise ConfigError("search", problems)
         self.search = search
+        self.kind: TrialKind = kind
         self.settings: SearcherSettings = settings
-        self.work: Work = read_work(search)
         self.seed: int = int(seed or 0)
         self.grid = self.space.grid() if grid else []
-        if self.work is Work.COMPARE:
+        if self.kind is TrialKind.COMPARE:
             self.grid = _by_turns(self.grid)
         self.brackets: list[Bracket] = (
             brackets(settings)
@@ -83,11 +85,24 @@ class SearchPlan:
 
         The platform, too, draws one per trial from `experiment_seed`, but other numbers.
         """
-        return self.seed if self.work is Work.SCORE else self.drawn(number, 1)
+        return self.seed if self.kind is TrialKind.SCORE else self.drawn(number, 1)
 
     def drawn(self, number: int, stream: int) -> int:
         """A 32-bit number that depends on the search's seed and the trial alone."""
         return int(np.random.SeedSequence((self.seed, number, stream)).generate_state(1)[0])
+
+
+def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
+    """What the trials of a search do, or None if it added to `problems`."""
+    kind = TrialKind.of(search)
+    if kind in _KINDS_HERE:
+        return kind
+    verbs = ", ".join(kind.value for kind in _KINDS_HERE)
+    problems.append(
+        f"entrypoint: got {search.get('entrypoint')!r}; allowed: python3 -m {ENTRYPOINT} and one "
+        f"of {verbs}; to find the loss scale here, use python -m determined_amp find CONFIG"
+    )
+    return None
 
 
 def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,7 +138,7 @@ class Trials:
     @property
     def compared(self) -> bool:
         """Whether trials are held against each other: in processes that nothing ran in before."""
-        return self._plan.work is Work.COMPARE
+        return self._plan.kind is TrialKind.COMPARE
 
     def next_job(self) -> tuple[int, Job] | None:
         """The number and the job of the trial to start next; None when there is none."""
