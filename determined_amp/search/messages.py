@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from determined_amp.search.trial_kind import TrialKind
+
 
 @dataclass(frozen=True)
 class Job:
     """One trial to run.
 
     Args:
-        search: The configuration of the search.
-        hyperparameters: What was sampled for this trial, and the constants.
-        seed: Of its parameters and the order of its data.
+        kind: What it does.
+        config: Its experiment configuration.
         folder: Its run folder; a trial that left a checkpoint there goes on from it.
     """
 
-    search: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any]
-    seed: int
+    kind: TrialKind
+    config: Mapping[str, Any]
     folder: Path
 
 

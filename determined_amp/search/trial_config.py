@@ -49,11 +49,11 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
         ConfigError: if the experiment is missing, outside the context, or itself a search, or the
             seed is none.
     """
-    changes = round_init_scale(sampled, search)
+    changes = _round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
     if TrialKind.of(search) is TrialKind.COMPARE:
         _check_metric(search, base)
-    seed = chosen_seed(sampled)
+    seed = _chosen_seed(sampled)
     changes.pop("seed", None)
     composed = {**search}
     if not has_our_form(base["hyperparameters"]):
@@ -137,7 +137,7 @@ def _fitting(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str
     return {**base, "amp": kept}
 
 
-def chosen_seed(sampled: Mapping[str, Any]) -> int | None:
+def _chosen_seed(sampled: Mapping[str, Any]) -> int | None:
     """The seed that a search gives to a trial; None if it leaves that to chance.
 
     Raises:
@@ -186,7 +186,7 @@ def _laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return merged
 
 
-def round_init_scale(
+def _round_init_scale(
     hyperparameters: Mapping[str, Any], search: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`hyperparameters` with a sampled scale made a power of two.

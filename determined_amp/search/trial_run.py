@@ -21,7 +21,7 @@ from rich.console import Console
 
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import Experiment, parse, read_yaml
+from determined_amp.config.experiment import Experiment, parse
 from determined_amp.local.alone import open_trial
 from determined_amp.local.context import prepare_nothing
 from determined_amp.local.display import Display
@@ -48,13 +48,16 @@ def share_machine(slot: int, workers: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
 
 
-def check(search: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Experiment[Any]:
+def check(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
     """The experiment of a trial, if it can be run.
 
     Raises:
         ConfigError: naming every mistake.
     """
-    return _experiment(search, compose(search, hyperparameters, Path.cwd()))
+    experiment = parse(compose(search, sampled, Path.cwd()), str(search.get("name", "search")))
+    scores = TrialKind.of(search) is TrialKind.SCORE
+    (batches_to_score if scores else check_lengths)(experiment)
+    return experiment
 
 
 def run(job: Job, go_on: GoOn) -> Ended:
@@ -87,44 +90,21 @@ def run(job: Job, go_on: GoOn) -> Ended:
     return Ended(outcome, training=finite(training[-1]) if training else None)
 
 
-def _experiment(search: Mapping[str, Any], config: Mapping[str, Any]) -> Experiment[Any]:
-    name = search["hyperparameters"]["experiment"]
-    experiment = parse(config, f"{name} in the search {search.get('name', '')}".rstrip())
-    if TrialKind.of(search) is TrialKind.SCORE:
-        batches_to_score(experiment)
-    else:
-        check_lengths(experiment)
-    return experiment
-
-
 def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
-    resume = _resume(folder)
-    # A trial that goes on is the one that was started, whatever became of its YAML since.
-    config = (
-        read_yaml(str(folder.config))
-        if resume
-        else compose(job.search, job.hyperparameters, Path.cwd())
-    )
-    seed = {**(config.get("reproducibility") or {}), "experiment_seed": job.seed}
-    config = {**config, "reproducibility": seed}
-    experiment = _experiment(job.search, config)
-    if TrialKind.of(job.search) is TrialKind.SCORE:
+    experiment = parse(job.config, str(job.config.get("name", "search")))
+    if job.kind is TrialKind.SCORE:
         _score(experiment, folder, go_on)
         return Outcome.COMPLETE
-    return _train(job, experiment, resume, go_on)
-
-
-def _train(job: Job, experiment: Experiment[Any], resume: Resume | None, go_on: GoOn) -> Outcome:
-    measures = TrialKind.of(job.search) is TrialKind.TRAIN
+    check_lengths(experiment)
     with _nowhere() as console:
         relay = _Relay(experiment.name, console, go_on)
         train_here(
             experiment,
-            lambda: RunFolder(job.folder),
-            resume,
+            lambda: folder,
+            _resume(folder),
             show=relay.until,
             # A comparison wants the memory of the training alone, and no twin beside it.
-            prepare=report_flushed_share if measures else prepare_nothing,
+            prepare=report_flushed_share if job.kind is TrialKind.TRAIN else prepare_nothing,
         )
     return relay.outcome()
 

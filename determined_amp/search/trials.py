@@ -16,7 +16,9 @@ import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
+from determined_amp.config.experiment import read_yaml
 from determined_amp.config.settings import ConfigError
+from determined_amp.local.folder import RunFolder
 from determined_amp.search.halving import RungPruner
 from determined_amp.search.messages import Ended, Job, Outcome, Validation
 from determined_amp.search.searcher import (
@@ -28,7 +30,7 @@ from determined_amp.search.searcher import (
 )
 from determined_amp.search.space import Axis, Space, nest, read_space
 from determined_amp.search.study import trial_folder
-from determined_amp.search.trial_config import chosen_seed, round_init_scale
+from determined_amp.search.trial_config import compose
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 
 _KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
@@ -60,7 +62,7 @@ class SearchPlan:
         self.search = search
         self.kind: TrialKind = kind
         self.settings: SearcherSettings = settings
-        self.seed: int = int(seed or 0)
+        self._seed: int = int(seed or 0)
         self.grid = self.space.grid() if grid else []
         if self.kind is TrialKind.COMPARE:
             self.grid = _by_turns(self.grid)
@@ -80,16 +82,28 @@ class SearchPlan:
         """Whether another trial takes the place of one that cannot train, as on the platform."""
         return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
 
-    def seed_of(self, number: int) -> int:
-        """The seed of a trial that is given none: its own if it trains, everybody's if scored.
+    def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
+        """The experiment configuration of a trial, its seed included.
 
-        The platform, too, draws one per trial from `experiment_seed`, but other numbers.
+        A trial that is given no seed gets its own if it trains, everybody's if it is scored. The
+        platform, too, draws one per trial from `experiment_seed`, but other numbers.
+
+        Args:
+            number: Of the trial.
+            sampled: A value for every hyperparameter of the search, nested.
+
+        Raises:
+            ConfigError: if the experiment cannot be used.
         """
-        return self.seed if self.kind is TrialKind.SCORE else self.drawn(number, 1)
+        config = compose(self.search, sampled, Path.cwd())
+        if sampled.get("seed") is None and self.kind is not TrialKind.SCORE:
+            seed = self.drawn(number, 1)
+            config["reproducibility"] = {**config["reproducibility"], "experiment_seed": seed}
+        return config
 
     def drawn(self, number: int, stream: int) -> int:
         """A 32-bit number that depends on the search's seed and the trial alone."""
-        return int(np.random.SeedSequence((self.seed, number, stream)).generate_state(1)[0])
+        return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
 
 
 def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
@@ -153,20 +167,18 @@ class Trials:
         return trial.number, self._job(trial)
 
     def _job(self, trial: optuna.Trial) -> Job:
-        plan = self._plan
+        plan, folder = self._plan, RunFolder(trial_folder(self._folder, trial.number))
         # A trial's values depend on its number alone: not on workers, nor on an interruption.
         draws = plan.drawn(trial.number, 0)
         self._study.sampler = optuna.samplers.RandomSampler(seed=draws)
         point = {axis.name: _suggest(trial, axis) for axis in plan.space.axes}
-        hyperparameters = plan.space.nested(point)
-        used = round_init_scale(hyperparameters, plan.search)
-        trial.set_user_attr("used", nest(plan.space.axes, used))
-        seed = chosen_seed(hyperparameters)
-        if seed is None:
-            seed = plan.seed_of(trial.number)
-        trial.set_user_attr("seed", seed)
-        folder = trial_folder(self._folder, trial.number)
-        return Job(plan.search, hyperparameters, seed, folder)
+        sampled = plan.space.nested(point)
+        # A trial that goes on is the one that was started, whatever became of its YAML since.
+        started = folder.config.exists()
+        config = read_yaml(str(folder.config)) if started else plan.compose(trial.number, sampled)
+        trial.set_user_attr("used", _used(plan.space, sampled, config))
+        trial.set_user_attr("seed", config["reproducibility"]["experiment_seed"])
+        return Job(plan.kind, config, folder.path)
 
     def _open_bracket(self) -> int | None:
         """The bracket of the next new trial; None if the search has all its trials."""
@@ -247,6 +259,14 @@ class Trials:
 
     def _running(self, number: int) -> optuna.Trial:
         return optuna.Trial(self._study, self._stored(number)._trial_id)
+
+
+def _used(space: Space, sampled: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The searched hyperparameters, nested, with the initial scale that was made of the sampled."""
+    used = nest(space.axes, sampled)
+    if any(axis.name == "amp.init_scale" for axis in space.axes):
+        used["amp"]["init_scale"] = config["hyperparameters"]["amp"]["init_scale"]
+    return used
 
 
 def _suggest(trial: optuna.Trial, axis: Axis) -> Any:
