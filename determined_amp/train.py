@@ -43,7 +43,6 @@ from determined_amp.local.context import Prepare, prepare_nothing, with_averagin
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.master import log_in
-from determined_amp.local.reports import Follower
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 
@@ -124,14 +123,8 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             )
         return RunFolder(Path(options.run_folder))
 
-    def follow(folder: RunFolder) -> Follower:
-        if session is None:
-            return Follower()
-        trial = DetachedTrial(session, folder, config.config)
-        print(f"shown at {trial.address}", flush=True)
-        return trial
-
-    train_here(config, choose_folder, resume, follow=follow)
+    listeners = [DetachedTrial(session, config.config)] if session is not None else []
+    train_here(config, choose_folder, resume, listeners=listeners)
     return 0
 
 

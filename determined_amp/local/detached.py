@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,39 +26,47 @@ from determined_amp.local.checkpoints import complete_checkpoints, read_metadata
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.master import MasterError
 from determined_amp.local.outbox import Outbox
-from determined_amp.local.reports import Follower
+from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.reports import RunListener
 
 logger = logging.getLogger(__name__)
 
 _State = bindings.trialv1State
 
 
-class DetachedTrial(Follower):
+class DetachedTrial(RunListener):
     """The experiment of one run folder on a master, found again by an id kept in the folder.
 
     Args:
         session: A login; see `determined_amp.local.master.log_in`.
-        folder: What to follow.
         config: The experiment configuration, for the WebUI to show.
-
-    Attributes:
-        address: Where the WebUI shows the run.
-
-    Raises:
-        MasterError: if the master refuses the experiment.
     """
 
-    def __init__(self, session: api.Session, folder: RunFolder, config: Mapping[str, Any]) -> None:
+    def __init__(self, session: api.Session, config: Mapping[str, Any]) -> None:
         self._session = session.with_retry(0)  # the outbox tries again, and says so once
+        self._config = config
+        self._outbox = Outbox(session.master, idle=self._live)
+        self._sending = ExitStack()
+        self._listed: set[str] = set()  # storage ids of the checkpoints that the master lists
+
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        """Make or find the experiment, print its address, and send what the master lacks.
+
+        Raises:
+            MasterError: if the master refuses the experiment.
+        """
+        master = self._session.master
         self._folder = folder
         self._id = _id_of(folder)
-        self._outbox = Outbox(session.master, idle=self._live)
-        self._listed: set[str] = set()  # storage ids of the checkpoints that the master lists
         try:
-            self._create(config)
+            self._create(self._config)
         except (errors.BadRequestException, OSError) as error:
-            raise MasterError(f"{session.master}: the experiment was refused: {error}") from error
-        self.address = f"{session.master}/det/experiments/{self._experiment}"
+            raise MasterError(f"{master}: the experiment was refused: {error}") from error
+        print(f"shown at {master}/det/experiments/{self._experiment}", flush=True)
+        lines = list(folder.read_metrics())
+        self._outbox.put(lambda: self._catch_up(lines))
+        self.on_checkpoints(complete_checkpoints(folder.checkpoints))
+        self._sending.enter_context(self._outbox.sending())
 
     def _create(self, config: Mapping[str, Any]) -> None:
         session, external_id = self._session, str(self._id)
@@ -86,31 +94,24 @@ class DetachedTrial(Follower):
         )
         self._storage = bindings.post_RunPrepareForReporting(session, body=prepare).storageId
 
-    @contextmanager
-    def following(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        lines = list(self._folder.read_metrics())
-        self._outbox.put(lambda: self._catch_up(lines))
-        self.saved(complete_checkpoints(self._folder.checkpoints))
-        with self._outbox.sending():
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        self._outbox.put(lambda: self._send_report(line))
+
+    def on_progress(self, share: float) -> None:
+        self._outbox.put(lambda: self._send_progress(share))
+
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        """Send how the run ended, and wait a while until the master has everything."""
+        state = _State.PAUSED if stopped else _State.COMPLETED
+        if error is not None:
             state = _State.ERROR
-            try:
-                yield
-                state = _State.PAUSED if stopped() else _State.COMPLETED
-            except BaseException as error:
-                self._outbox.put(partial(self._log, f"{type(error).__name__}: {error}"))
-                raise
-            finally:
-                self._outbox.put(lambda: self._live(state))
+            self._outbox.put(partial(self._log, f"{type(error).__name__}: {error}"))
+        self._outbox.put(lambda: self._live(state))
+        self._sending.close()
         if not self._outbox.all_delivered:
             logger.warning("%s lacks a part of this run; a resume sends it", self._session.master)
 
-    def reported(self, line: Mapping[str, Any]) -> None:
-        self._outbox.put(lambda: self._send_report(line))
-
-    def progressed(self, share: float) -> None:
-        self._outbox.put(lambda: self._send_progress(share))
-
-    def saved(self, checkpoints: Sequence[Path]) -> None:
+    def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
         # Read now: a file may have been pruned when its turn comes.
         present = {str(uuid.uuid5(self._id, path.name)): _described(path) for path in checkpoints}
         self._link(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+
+from determined_amp.local.folder import RunFolder
+from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.reports import RunListener
 
 # What a report line shows, in this order: name, and how its number is written.
 _SHOWN = {
@@ -50,24 +52,21 @@ _COUNTS = ("batches", "epochs")
 _MOST = 12
 
 
-class Display:
+class Display(RunListener):
     """Shows one run.
 
     Args:
         title: What is running.
-        console: Where to; None shows nothing, for the ranks that do not report.
+        console: Where to.
         metric: The searcher's; it is always shown.
-
-    Attributes:
-        console: The same.
     """
 
-    def __init__(self, title: str, console: Console | None, metric: str | None = None) -> None:
+    def __init__(self, title: str, console: Console, metric: str | None = None) -> None:
         self._title = title
         self._metric = metric
-        self.console = console or Console(quiet=True)
-        self._latest: dict[str, Any] = {}
-        self._of_training: dict[str, Any] = {}
+        self._console = console
+        self._latest: dict[str, float] = {}
+        self._of_training: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -75,48 +74,55 @@ class Display:
             TextColumn("batches"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=self.console,
+            console=console,
             transient=True,
         )
 
-    @contextmanager
-    def bar(self, first_batch: int, total_batches: int) -> Iterator[None]:
-        """Show a bar meanwhile."""
-        self._progress.add_task("training", completed=first_batch, total=total_batches)
-        with self._progress:
-            yield
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        self._folder = folder.path
 
-    def status(self, status: str) -> None:
+    def on_training(self, first_batch: int, total_batches: int) -> None:
+        """Show a bar until the run ends."""
+        self._progress.add_task("training", completed=first_batch, total=total_batches)
+        self._progress.start()
+
+    def on_status(self, status: str) -> None:
         """Say beside the bar what the trial is doing."""
         self._update(description=status)
 
-    def report(self, group: str, batches: int, metrics: Mapping[str, Any]) -> None:
+    def on_report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
+        group, batches, numbers = line["group"], line["batches"], _numbers(line)
         # A trial may give a training and a validation metric one name; the table is of the former.
         if group == "training":
-            self._of_training.update(metrics)
-        self._latest.update({**metrics, **self._of_training})
+            self._of_training.update(numbers)
+        self._latest.update({**numbers, **self._of_training})
         self._update(completed=batches)
-        numbers = _numbers(metrics)
         shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
         others = self._others(numbers, _SHOWN)
         shown += [f"{name} {numbers[name]:.4g}" for name in others]
-        line = f"{group[:5]} {batches:>6}  " + "  ".join(shown)
-        self.console.print(line, highlight=False, markup=False)
+        text = f"{group[:5]} {batches:>6}  " + "  ".join(shown)
+        self._console.print(text, highlight=False, markup=False)
 
-    def close(self, state: str, folder: Path) -> None:
-        """The table of a run that has ended."""
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        """Take the bar away; after a run without an error show its table."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+        if error is None:
+            self._show_table("stopped, can be resumed" if stopped else "completed")
+
+    def _show_table(self, state: str) -> None:
         table = Table(title=f"{self._title}: {state}", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
-        numbers = _numbers(self._latest)
+        numbers = self._latest
         for title, name, text in _CLOSING:
             if name in numbers:
                 table.add_row(title, text.format(numbers[name]))
         for name in self._others(numbers, [name for _, name, _ in _CLOSING]):
             table.add_row(escape(name), f"{numbers[name]:.4g}")
-        self.console.print(table)
-        self.console.print(f"run folder: {folder}", soft_wrap=True, highlight=False)
+        self._console.print(table)
+        self._console.print(f"run folder: {self._folder}", soft_wrap=True, highlight=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
         """What else is shown: the searcher's metric, and all of a trial with names of its own."""

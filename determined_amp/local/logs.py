@@ -12,16 +12,13 @@ from rich.logging import RichHandler
 
 
 @contextmanager
-def logging_to(path: Path, console: Console) -> Iterator[None]:
-    """Log to `path` meanwhile, and warnings, Python's own included, to `console`.
-
-    A quiet console belongs to a rank that does not report: it writes no file either.
-    """
+def logging_to(path: Path | None, console: Console) -> Iterator[None]:
+    """Log to `path` meanwhile, if one is given, and warnings, Python's included, to `console`."""
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
     handlers = [shown]
-    if not console.quiet:
+    if path is not None:
         written = logging.FileHandler(path)
         written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(written)

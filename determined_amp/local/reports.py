@@ -1,65 +1,77 @@
-"""Takes the place of the master for a local run: writes and shows what a trial reports."""
+"""Takes the place of the master for a local run: writes what a trial reports, tells listeners."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from determined import core
 
 from determined_amp.config.experiment import Experiment
-from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
+from determined_amp.local.processes import StopOnSignal
 
 
-class Follower:
-    """Is told what a run folder receives; this one makes nothing of it."""
+class RunListener:
+    """Is told what happens to a run on this machine; only in the process of the chief.
 
-    @contextmanager
-    def following(self, stopped: Callable[[], bool]) -> Iterator[None]:
-        """Follow meanwhile.
+    Every method does nothing here: a listener has those that it needs.
+    """
+
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        """The run folder is there, and the trial is about to be made.
 
         Args:
-            stopped: Whether the run was asked to stop, to be resumed later.
+            folder: Of the run.
+            stop: With `requested` set, the run stops at its next report, with a checkpoint.
         """
-        yield
 
-    def reported(self, line: Mapping[str, Any]) -> None:
-        """A line was added to `metrics.jsonl`."""
+    def on_training(self, first_batch: int, total_batches: int) -> None:
+        """The loop starts; of `total_batches`, `first_batch` are trained already."""
 
-    def progressed(self, share: float) -> None:
+    def on_status(self, status: str) -> None:
+        """The trial says what it is doing."""
+
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        """A line was added to `metrics.jsonl`: the metrics, their `group`, and `batches`."""
+
+    def on_progress(self, share: float) -> None:
         """This share of the run is done, 0 to 1."""
 
-    def saved(self, checkpoints: Sequence[Path]) -> None:
-        """These checkpoints are in the folder now."""
+    def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
+        """These checkpoints are in the folder now, oldest first."""
+
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        """The run has ended.
+
+        Args:
+            error: What ended it; None if nothing went wrong.
+            stopped: Whether it was asked to stop, to be resumed later.
+        """
 
 
 class LocalReports(core.DummyTrainContext):
-    """Determined's reporting interface, into a run folder and onto the terminal.
+    """Determined's reporting interface, into a run folder and to its listeners.
 
     Only the chief reports; give the other ranks a plain `core.DummyTrainContext`.
 
     Args:
         folder: Where `metrics.jsonl` and the event files go.
-        display: What the user sees.
         experiment: Says which validation metric is the best, and in which direction.
-        follower: Is told of everything.
+        listeners: Are told of everything.
     """
 
     def __init__(
         self,
         folder: RunFolder,
-        display: Display,
         experiment: Experiment[Any],
-        follower: Follower,
+        listeners: Sequence[RunListener],
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
         self._folder = folder
-        self._display = display
-        self._follower = follower
+        self._listeners = listeners
         self._metric = experiment.platform.searcher.metric
         self._smaller_is_better = experiment.platform.searcher.smaller_is_better
         self._best: tuple[float, int] | None = None  # value, batches
@@ -79,14 +91,17 @@ class LocalReports(core.DummyTrainContext):
         return self._last_validation
 
     def set_status(self, status: str) -> None:
-        self._display.status(status)
+        for listener in self._listeners:
+            listener.on_status(status)
 
     def report_progress(self, progress: float) -> None:
-        self._follower.progressed(progress)  # the display counts batches
+        for listener in self._listeners:
+            listener.on_progress(progress)
 
     def saved(self, checkpoints: Sequence[Path]) -> None:
         """These checkpoints are in the folder now."""
-        self._follower.saved(checkpoints)
+        for listener in self._listeners:
+            listener.on_checkpoints(checkpoints)
 
     def _report_trial_metrics(
         self,
@@ -98,8 +113,8 @@ class LocalReports(core.DummyTrainContext):
         numbers = {name: _number(value) for name, value in metrics.items()}
         line = {"group": "", **numbers} | {"group": group, "batches": steps_completed}
         self._folder.append_metrics(line)
-        self._follower.reported(line)
-        self._display.report(group, steps_completed, numbers)
+        for listener in self._listeners:
+            listener.on_report(line)
         if group == "validation":
             self._note_validation(steps_completed, numbers)
 

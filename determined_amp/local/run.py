@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal, process_group
-from determined_amp.local.reports import Follower, LocalReports
+from determined_amp.local.reports import LocalReports, RunListener
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LocalController(SafeController):
     Args:
         experiment: Gives the metric that ranks checkpoints.
         length: Of the whole run.
-        display: Is told it.
+        listeners: Are told it.
         first_batch: Batches trained before this process.
         fitted: What `Trainer.fit` passes.
     """
@@ -84,7 +84,7 @@ class LocalController(SafeController):
         self,
         experiment: Experiment[Any],
         length: Length,
-        display: Display,
+        listeners: Sequence[RunListener],
         first_batch: int,
         **fitted: Any,
     ) -> None:
@@ -96,13 +96,14 @@ class LocalController(SafeController):
         super().__init__(**fitted)
         self._metric = searcher.metric
         self._length = length
-        self._display = display
+        self._listeners = listeners
 
     def _run(self) -> None:
         assert self.context._epoch_len is not None
         total = self._length.in_batches(self.context._epoch_len)
-        with self._display.bar(self.start_from_batch, total):
-            super()._run()
+        for listener in self._listeners:
+            listener.on_training(self.start_from_batch, total)
+        super()._run()
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
         if self._metric not in val_metrics:
@@ -140,8 +141,8 @@ def train(
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
     *,
-    follow: Callable[[RunFolder], Follower] = lambda folder: Follower(),
-    show: Callable[[StopOnSignal], Display] | None = None,
+    listeners: Sequence[RunListener] = (),
+    show: bool = True,
     prepare: Prepare = prepare_nothing,
 ) -> RunFolder:
     """Train, or go on training, until the end or until a signal asks to stop.
@@ -150,8 +151,8 @@ def train(
         experiment: What to train.
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
-        follow: Makes what is told of everything the folder receives; called by the chief only.
-        show: Makes what is told of the run, and may ask it to stop; by default the terminal.
+        listeners: Are told what happens, by the chief only.
+        show: Whether the terminal shows the run.
         prepare: Called before the trial is made.
 
     Returns:
@@ -167,34 +168,50 @@ def train(
     with process_group() as processes, StopOnSignal(processes).listening() as stop:
         chief = processes.rank == 0
         folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
+        console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
-        display = Display(experiment.name, Console(quiet=not chief), metric)
-        if show is not None:
-            display = show(stop)
-        reports, follower = None, Follower()
+        display = [Display(experiment.name, console, metric)] if show else []
+        told = [*display, *listeners] if chief else []
+        reports = None
         if chief:
             folder.forget_metrics_after(first_batch)
             folder.describe(experiment)
-            follower = follow(folder)
-            reports = LocalReports(folder, display, experiment, follower)
+            reports = LocalReports(folder, experiment, told)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
             preempt=stop,
             train=reports or core.DummyTrainContext(folder.tensorboard),
         )
-        followed = follower.following(lambda: stop.requested)
-        with logging_to(folder.log, display.console), core_context, followed:
+        logged = logging_to(folder.log if chief else None, console)
+        with logged, core_context, _tell(told, folder, stop):
             context = trial_context(core_context, experiment, first_batch)
             prepare(context, experiment)
             trial = experiment.make(context)
-            with controlled_by(partial(LocalController, experiment, length, display, first_batch)):
+            with controlled_by(partial(LocalController, experiment, length, told, first_batch)):
                 start = resume.checkpoint if resume else None
                 # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
                 policy = CheckpointPolicy.ALL.value
                 fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
-        display.close("stopped, can be resumed" if stop.requested else "completed", folder.path)
         return folder
+
+
+@contextmanager
+def _tell(
+    listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
+) -> Iterator[None]:
+    """Tell listeners of start and end; the first to start is the last to end."""
+
+    def end(
+        listener: RunListener, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        listener.on_end(error, stopped=stop.requested)
+
+    with ExitStack() as started:
+        for listener in listeners:
+            listener.on_start(folder, stop)
+            started.push(partial(end, listener))
+        yield
 
 
 def _policy(experiment: Experiment[Any]) -> CheckpointPolicy:

@@ -24,10 +24,10 @@ from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.local.alone import open_trial
 from determined_amp.local.context import prepare_nothing
-from determined_amp.local.display import Display
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.reports import RunListener
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 from determined_amp.search.messages import Ended, Job, Outcome, Validation, finite
@@ -96,17 +96,17 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
         _score(experiment, folder, go_on)
         return Outcome.COMPLETE
     check_lengths(experiment)
-    with _nowhere() as console:
-        relay = _Relay(experiment.name, console, go_on)
-        train_here(
-            experiment,
-            lambda: folder,
-            _resume(folder),
-            show=relay.until,
-            # A comparison wants the memory of the training alone, and no twin beside it.
-            prepare=report_flushed_share if job.kind is TrialKind.TRAIN else prepare_nothing,
-        )
-    return relay.outcome()
+    listener = _AsksSearch(go_on)
+    train_here(
+        experiment,
+        lambda: folder,
+        _resume(folder),
+        listeners=[listener],
+        show=False,
+        # A comparison wants the memory of the training alone, and no twin beside it.
+        prepare=report_flushed_share if job.kind is TrialKind.TRAIN else prepare_nothing,
+    )
+    return listener.outcome
 
 
 def _resume(folder: RunFolder) -> Resume | None:
@@ -120,8 +120,7 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
     batches = batches_to_score(experiment)
     folder.describe(experiment)
     with (
-        _nowhere() as console,
-        logging_to(folder.log, console),
+        logging_to(folder.log, Console(quiet=True)),
         open_trial(experiment.config, experiment.name) as found,
     ):
         metrics = scored(found.trial, found.context, experiment, batches)
@@ -129,37 +128,33 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
     go_on(Validation(batches, finite(metrics)))
 
 
-class _Relay(Display):
-    """Hands the validations of a training trial on, and stops it when the search says so."""
+class _AsksSearch(RunListener):
+    """After every validation asks the search whether to go on, and stops the run if not.
 
-    def __init__(self, title: str, console: Console, go_on: GoOn) -> None:
-        super().__init__(title, console)
+    Args:
+        go_on: That question.
+
+    Attributes:
+        outcome: How the trial ended.
+    """
+
+    def __init__(self, go_on: GoOn) -> None:
         self._go_on = go_on
-        self._stop: StopOnSignal | None = None
-        self._by_search = False
+        self.outcome = Outcome.COMPLETE
 
-    def until(self, stop: StopOnSignal) -> _Relay:
-        """Use this to stop."""
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
-        return self
 
-    def report(self, group: str, batches: int, metrics: Mapping[str, Any]) -> None:
-        super().report(group, batches, metrics)
-        assert self._stop is not None
-        if group == "validation" and not self._go_on(Validation(batches, finite(metrics))):
-            self._by_search = self._stop.requested = True
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        if line["group"] != "validation":
+            return
+        if not self._go_on(Validation(line["batches"], finite(line))):
+            self.outcome = Outcome.STOPPED
+            self._stop.requested = True
 
-    def outcome(self) -> Outcome:
-        if self._by_search:
-            return Outcome.STOPPED
-        interrupted = self._stop is not None and self._stop.requested
-        return Outcome.INTERRUPTED if interrupted else Outcome.COMPLETE
-
-
-@contextmanager
-def _nowhere() -> Iterator[Console]:
-    with open(os.devnull, "w") as file:
-        yield Console(file=file)
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        if stopped and self.outcome is Outcome.COMPLETE:
+            self.outcome = Outcome.INTERRUPTED
 
 
 @contextmanager

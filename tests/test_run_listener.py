@@ -1,0 +1,91 @@
+"""What a listener of a local run is told, and that it can stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from determined_amp.config.experiment import parse, read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.local.folder import RunFolder
+from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.reports import RunListener
+from determined_amp.local.run import train
+from tests import training
+
+
+class Recorder(RunListener):
+    """Keeps what it is told; stops the run at the first validation if it is asked to."""
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self._stops = stops
+        self.told: list[tuple[Any, ...]] = []
+
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        self._stop = stop
+        self.told.append(("start", folder.path))
+
+    def on_training(self, first_batch: int, total_batches: int) -> None:
+        self.told.append(("training", first_batch, total_batches))
+
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        self.told.append(("report", line["group"], line["batches"]))
+        if line["group"] == "validation" and self._stops:
+            self._stop.requested = True
+
+    def on_progress(self, share: float) -> None:
+        self.told.append(("progress", share))
+
+    def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
+        self.told.append(("checkpoints", checkpoints[-1].name))
+
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        self.told.append(("end", error, stopped))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [tuple(rest) for what, *rest in self.told if what == kind]
+
+
+class Failing(RunListener):
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        raise ValueError("does not start")
+
+
+def run(folder: Path, *listeners: RunListener, show: bool = False) -> None:
+    path = str(training.ROOT / "experiment_configs/mlp/bf16.yaml")
+    experiment = parse(with_overrides(read_yaml(path), training.SMALL), path)
+    train(experiment, lambda: RunFolder(folder), None, listeners=listeners, show=show)
+
+
+def test_everything_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    run(tmp_path, recorder)
+    assert recorder.told[:2] == [("start", tmp_path), ("training", 0, 12)]
+    assert recorder.told[-1] == ("end", None, False)
+    lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
+    assert recorder.of("report") == lines
+    assert recorder.of("checkpoints")[-1] == ("batch-00000012",)
+    assert recorder.of("progress")[-1] == (1.0,)
+    assert capsys.readouterr().out == ""
+
+
+def test_listener_can_stop_the_run_which_keeps_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(stops=True)
+    run(tmp_path, recorder, show=True)
+    assert recorder.told[-1] == ("end", None, True)
+    assert recorder.of("report")[-1] == ("validation", 6)
+    assert recorder.of("checkpoints")[-1] == ("batch-00000006",)
+    assert "mlp-bf16: stopped, can be resumed" in capsys.readouterr().out
+
+
+def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+    before, after = Recorder(), Recorder()
+    with pytest.raises(ValueError, match="does not start") as raised:
+        run(tmp_path, before, Failing(), after)
+    assert before.told[-1] == ("end", raised.value, False)
+    assert after.told == []
