@@ -21,7 +21,7 @@ from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.precision.folders import read_search
 from determined_amp.search import local
 from determined_amp.search.board import Board
-from determined_amp.search.study import FILE_NAME, SearchStudy, StudyError, read_study
+from determined_amp.search.study import FILE_NAME, SearchStudy, StudyError, create_study, read_study
 from tests import searching, training
 from tests.mortal import ORDER
 
@@ -423,6 +423,14 @@ class TestForeignStudy:
         with pytest.raises(StudyError, match="no such table"):
             read_study(file)
         assert file.read_bytes() == before
+
+    def test_study_of_a_folder_with_an_odd_name_is_read(self, tmp_path: Path) -> None:
+        folder = tmp_path / "a b%20?mode=rw#"
+        folder.mkdir()
+        search = {"name": "odd", "searcher": {"metric": "loss"}}
+        create_study(folder, search)
+        assert read_study(folder).search == search
+        assert [path.name for path in folder.iterdir()] == [FILE_NAME]
 
     def test_another_optuna_study(self, tmp_path: Path) -> None:
         optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")

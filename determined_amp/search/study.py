@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from determined_amp.config.errors import UserError
 
@@ -107,7 +108,7 @@ def read_study(path: Path) -> SearchStudy:
         StudyError: if there is none.
     """
     file = path / FILE_NAME if path.is_dir() else path
-    return describe(load_study(file), file.parent)
+    return describe(_open_read_only(file), file.parent)
 
 
 def describe(study: optuna.study.Study, folder: Path) -> SearchStudy:
@@ -154,32 +155,41 @@ def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:
 
 
 def load_study(file: Path) -> optuna.study.Study:
-    """The study in an SQLite file.
+    """The study in an SQLite file, to go on with.
 
     Raises:
         StudyError: if it is none of ours; such a file is left untouched.
     """
+    name = _open_read_only(file).study_name
+    return optuna.load_study(study_name=name, storage=_storage(file))
+
+
+def _open_read_only(file: Path) -> optuna.study.Study:
     if not file.is_file():
         raise StudyError(f"{file}: there is no such file; a search leaves one in its folder")
-    # Optuna would create its tables in any database.
-    query = (
-        "SELECT study_name, value_json FROM studies "
-        "JOIN study_user_attributes USING (study_id) WHERE key = ?"
-    )
     try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as opened:
-            found = opened.execute(query, (_FORMAT_KEY,)).fetchall()
-    except sqlite3.Error as error:
-        raise StudyError(f"{file}: is not a study: {error}") from error
-    if [value for _, value in found] != [str(_FORMAT)]:
+        storage = _storage(file, read_only=True)
+        found = storage.get_all_studies()
+    except (OptunaError, SQLAlchemyError, RuntimeError) as error:  # the last: of another version
+        cause = error.__cause__ or error
+        raise StudyError(f"{file}: is not a study: {getattr(cause, 'orig', cause)}") from error
+    if [study.user_attrs.get(_FORMAT_KEY) for study in found] != [_FORMAT]:
         raise StudyError(
             f"{file}: is not a study that `python -m determined_amp search` of this version made"
         )
-    return optuna.load_study(study_name=found[0][0], storage=_storage(file))
+    return optuna.load_study(study_name=found[0].study_name, storage=storage)
 
 
-def _storage(file: Path) -> optuna.storages.RDBStorage:
-    # A dashboard that reads meanwhile may lock the file for a moment.
+def _storage(file: Path, *, read_only: bool = False) -> optuna.storages.RDBStorage:
+    """The database; Optuna would create its tables in any that is not opened read only."""
+    address = f"{file.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+
+    def connect() -> sqlite3.Connection:
+        # A dashboard that reads meanwhile may lock the file for a moment.
+        return sqlite3.connect(address, uri=True, timeout=60, check_same_thread=False)
+
     return optuna.storages.RDBStorage(
-        f"sqlite:///{file.absolute()}", engine_kwargs={"connect_args": {"timeout": 60}}
+        f"sqlite:///{file.name}",  # which, with a folder in it, may not have every character
+        engine_kwargs={"creator": connect},
+        skip_table_creation=read_only,
     )
