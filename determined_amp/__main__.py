@@ -12,7 +12,7 @@ _VERBS = {
     "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
     "audit": ("determined_amp.commands.audit", "what is one training batch really computed in?"),
     "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
-    "search": ("determined_amp.search.local", "run a search or a comparison without a cluster"),
+    "search": ("determined_amp.search.command", "run a search or a comparison without a cluster"),
     "report": ("determined_amp.commands.report", "draw and judge runs, searches and comparisons"),
 }
 

@@ -15,7 +15,7 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import Row, Search, flat
-from determined_amp.search.study import create_study
+from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.

@@ -9,9 +9,9 @@ import yaml
 
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.search import local
-from determined_amp.search.study import SearchStudy, read_study
-from determined_amp.search.trials import SearchPlan
+from determined_amp.search import command
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.study_file import SearchStudy, read_study
 from tests.training import ROOT, SMALL
 
 THREE_SCALES = (
@@ -58,7 +58,7 @@ def only_folder(directory: Path) -> Path:
 def run(directory: Path, search: str, *overrides: str, workers: int = 1) -> SearchStudy:
     """Search in this process and its workers; the current directory has to be `directory`."""
     path = write(directory, search, *overrides)
-    assert local.main([path.name, "--workers", str(workers)]) == 0
+    assert command.main([path.name, "--workers", str(workers)]) == 0
     return read_study(only_folder(directory))
 
 

@@ -99,6 +99,10 @@ def test_the_train_command_loads_nothing_that_an_extra_brings() -> None:
     assert loaded("import determined_amp.train") & EXTRAS == set()
 
 
+def test_the_verbs_of_a_cluster_load_nothing_that_an_extra_brings() -> None:
+    assert loaded("import determined_amp.search.on_cluster") & EXTRAS == set()
+
+
 def test_what_is_loaded_is_seen() -> None:
     assert loaded("import optuna") & EXTRAS >= {"optuna"}
 

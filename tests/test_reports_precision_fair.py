@@ -17,7 +17,7 @@ from determined_amp.reports.precision.folders import read_folder, read_search
 from determined_amp.reports.precision.run import State
 from determined_amp.reports.precision.words import sentences, table
 from determined_amp.reports.sources import ReportError
-from determined_amp.search.study import load_study
+from determined_amp.search.study_file import load_study
 from tests.precisions import CPU, GPU, found, write_run
 from tests.reporting import write_study
 

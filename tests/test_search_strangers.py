@@ -12,10 +12,11 @@ from determined_amp.config import experiment
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
-from determined_amp.search import local, trial_run
+from determined_amp.search import command
+from determined_amp.search.compose import compose
+from determined_amp.search.run_trial import check_trial
 from determined_amp.search.scale_metrics import batches_to_score
-from determined_amp.search.study import read_study
-from determined_amp.search.trial_config import compose
+from determined_amp.search.study_file import read_study
 from tests import searching, training
 
 STRANGER: dict[str, Any] = {
@@ -113,9 +114,9 @@ def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
     config = search("loss_scale_asha.yaml")
     given = {"experiment": "stranger.yaml", "amp": {"precision": "amp_fp16"}}
     lengths = config["hyperparameters"]["training"]
-    trial_run.check(config, {**given, "training": lengths})
+    check_trial(config, {**given, "training": lengths})
     with pytest.raises(ConfigError, match=r"max_length: is not searcher\.max_time"):
-        trial_run.check(config, given)
+        check_trial(config, given)
 
 
 def test_scoring_needs_a_section_amp() -> None:
@@ -135,7 +136,7 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
         "hyperparameters.amp.precision.vals=[fp32]",
     )
     Path("search.yaml").write_text(yaml.safe_dump(config))
-    assert local.main(["search.yaml"]) == 0
+    assert command.main(["search.yaml"]) == 0
     study = read_study(searching.only_folder(Path.cwd()))
     assert [trial.state for trial in study.trials] == ["complete", "complete"]
     assert [[batches for batches, _ in trial.history] for trial in study.trials] == [[4, 8]] * 2

@@ -12,7 +12,7 @@ from determined_amp.finder.find import look
 from determined_amp.local.alone import open_trial
 from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import Search, is_scale, nested
-from determined_amp.search.trial_config import compose
+from determined_amp.search.compose import compose
 
 # What the finder, too, needs of a configuration; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.config.errors import UserError
-from determined_amp.search.study import SearchTrial, StudyError, read_study
+from determined_amp.search.study_file import SearchTrial, StudyError, read_study
 
 SCALE = "init_scale"
 

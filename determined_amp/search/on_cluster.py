@@ -35,9 +35,9 @@ from determined_amp.finder.advice import FILE_NAME, Run, json_text, show, shown_
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.context import with_averaging
+from determined_amp.search.compose import compose
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
-from determined_amp.search.searcher import check_lengths
-from determined_amp.search.trial_config import compose
+from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import TrialKind
 from determined_amp.train import exit_status, train_on_cluster
 

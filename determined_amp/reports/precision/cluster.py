@@ -21,7 +21,7 @@ from determined_amp.reports.precision.run import (
 )
 from determined_amp.reports.precision.settings import SEED, of_experiment
 from determined_amp.reports.sources import ReportError
-from determined_amp.search.trial_config import compose
+from determined_amp.search.compose import compose
 
 if TYPE_CHECKING:
     from determined.experimental.client import Determined, Trial

@@ -40,7 +40,7 @@ from determined_amp.reports.precision.run import Reading
 from determined_amp.reports.precision.settings import TRIAL
 from determined_amp.reports.precision.words import markdown, sentences, setting, table
 from determined_amp.reports.sources import ReportError
-from determined_amp.search.study import FILE_NAME
+from determined_amp.search.study_file import FILE_NAME
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "

@@ -22,7 +22,7 @@ from determined_amp.reports.precision.run import (
 )
 from determined_amp.reports.precision.settings import SEED, by_name
 from determined_amp.reports.sources import ReportError
-from determined_amp.search.study import SearchTrial, StudyError, read_study
+from determined_amp.search.study_file import SearchTrial, StudyError, read_study
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
 

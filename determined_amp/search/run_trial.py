@@ -6,12 +6,14 @@ peak of the process so far; trials of a comparison do have a process of their ow
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import gc
-import os
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +32,70 @@ from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.reports import RunListener
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
-from determined_amp.search.messages import Ended, Job, Outcome, Validation, finite
+from determined_amp.search.compose import compose
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
-from determined_amp.search.searcher import check_lengths
-from determined_amp.search.trial_config import compose
+from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import TrialKind
 
+
+@dataclass(frozen=True)
+class Job:
+    """One trial to run.
+
+    Args:
+        kind: What it does.
+        config: Its experiment configuration.
+        folder: Its run folder; a trial that left a checkpoint there goes on from it.
+    """
+
+    kind: TrialKind
+    config: Mapping[str, Any]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A report of a running trial; answered with whether it is to go on.
+
+    Args:
+        batches: Batches trained before it.
+        metrics: By name; finite numbers only.
+    """
+
+    batches: int
+    metrics: Mapping[str, float]
+
+
+class Outcome(enum.Enum):
+    """How a trial ended: to its end, by early stopping, by a signal, or without a result."""
+
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    INVALID = "invalid"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The last word of a trial.
+
+    Args:
+        outcome: `INVALID` means that these hyperparameters cannot train.
+        training: The last training metrics.
+        reason: Why it is invalid or failed.
+    """
+
+    outcome: Outcome
+    training: Mapping[str, float] | None = None
+    reason: str | None = None
+
+
+# Is told of every validation of a running trial; whether the trial is to go on.
 GoOn = Callable[[Validation], bool]
 
 
-def share_machine(slot: int, workers: int) -> None:
-    """Take this process's part of the processors, and one GPU if there are several."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    if len(gpus) > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-
-
-def check(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
+def check_trial(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
     """The experiment of a trial, if it can be run.
 
     Raises:
@@ -60,7 +107,7 @@ def check(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[A
     return experiment
 
 
-def run(job: Job, go_on: GoOn) -> Ended:
+def run_trial(job: Job, go_on: GoOn) -> TrialResult:
     """Run one trial to its end, or until it is asked to stop.
 
     Args:
@@ -79,15 +126,15 @@ def run(job: Job, go_on: GoOn) -> Ended:
         except SystemExit as left:  # Determined's context makes one of an InvalidHP
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
-            return Ended(Outcome.INVALID, reason=str(left.__context__))
+            return TrialResult(Outcome.INVALID, reason=str(left.__context__))
         except UserError as error:
-            return Ended(Outcome.FAILED, reason=str(error))
+            return TrialResult(Outcome.FAILED, reason=str(error))
         except Exception as error:  # one trial may not end the search
             with folder.log.open("a") as log:
                 log.write(traceback.format_exc())
-            return Ended(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
+            return TrialResult(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
     training = [line for line in folder.read_metrics() if line["group"] == "training"]
-    return Ended(outcome, training=finite(training[-1]) if training else None)
+    return TrialResult(outcome, training=_finite(training[-1]) if training else None)
 
 
 def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
@@ -125,7 +172,7 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
     ):
         metrics = scored(found.trial, found.context, experiment, batches)
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
-    go_on(Validation(batches, finite(metrics)))
+    go_on(Validation(batches, _finite(metrics)))
 
 
 class _AsksSearch(RunListener):
@@ -148,7 +195,7 @@ class _AsksSearch(RunListener):
     def on_report(self, line: Mapping[str, Any]) -> None:
         if line["group"] != "validation":
             return
-        if not self._go_on(Validation(line["batches"], finite(line))):
+        if not self._go_on(Validation(line["batches"], _finite(line))):
             self.outcome = Outcome.STOPPED
             self._stop.requested = True
 
@@ -163,3 +210,12 @@ def _alone_in(folder: RunFolder) -> Iterator[None]:
     with (folder.path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a report: these can be compared, and stored in any database."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }

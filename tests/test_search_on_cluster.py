@@ -18,7 +18,7 @@ from determined.common import storage
 from determined_amp.local import alone
 from determined_amp.reports.forecast import Forecast
 from determined_amp.search import on_cluster
-from determined_amp.search.trials import SearchPlan
+from determined_amp.search.search_plan import SearchPlan
 from tests import searching
 
 

@@ -1,4 +1,4 @@
-"""The trials of a search without a cluster: which comes next, and what became of each.
+"""Which trial of a search comes next without a cluster, and what became of each.
 
 Optuna draws and stores them; the platform's rules say how many, and which trials are replaced.
 Only one process touches the study, so that the database needs no locks and no luck.
@@ -7,131 +7,26 @@ Only one process touches the study, so that the database needs no locks and no l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.config.experiment import read_yaml
-from determined_amp.config.settings import ConfigError
 from determined_amp.local.folder import RunFolder
-from determined_amp.search.halving import RungPruner
-from determined_amp.search.messages import Ended, Job, Outcome, Validation
-from determined_amp.search.searcher import (
-    Bracket,
-    Method,
-    SearcherSettings,
-    brackets,
-    read_searcher,
-)
-from determined_amp.search.space import Axis, Space, nest, read_space
-from determined_amp.search.study import trial_folder
-from determined_amp.search.trial_config import compose
-from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-
-_KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
+from determined_amp.search.asha import AshaPruner
+from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.searcher_settings import Method
+from determined_amp.search.space import Axis, Space, nest
+from determined_amp.search.study_file import trial_folder
+from determined_amp.search.trial_kind import TrialKind
 
 
-class SearchPlan:
-    """What a search YAML asks for.
-
-    Args:
-        search: Its content.
-
-    Raises:
-        ConfigError: naming every mistake in its searcher and its spaces.
-    """
-
-    def __init__(self, search: Mapping[str, Any]) -> None:
-        problems: list[str] = []
-        settings = read_searcher(search.get("searcher"), problems)
-        grid = settings is not None and settings.name is Method.GRID
-        self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
-        seed = (search.get("reproducibility") or {}).get("experiment_seed")
-        if not isinstance(seed, int) or seed < 0:
-            problems.append(
-                f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
-            )
-        kind = _kind_here(search, problems)
-        if settings is None or kind is None or problems:
-            raise ConfigError("search", problems)
-        self.search = search
-        self.kind: TrialKind = kind
-        self.settings: SearcherSettings = settings
-        self._seed: int = int(seed or 0)
-        self.grid = self.space.grid() if grid else []
-        if self.kind is TrialKind.COMPARE:
-            self.grid = _by_turns(self.grid)
-        self.brackets: list[Bracket] = (
-            brackets(settings)
-            if settings.name is Method.ADAPTIVE_ASHA
-            else [Bracket((), len(self.grid) or settings.max_trials or 1)]
-        )
-
-    @property
-    def total(self) -> int:
-        """The number of trials, invalid ones that are replaced left out."""
-        return sum(bracket.max_trials for bracket in self.brackets)
-
-    @property
-    def replaces_invalid(self) -> bool:
-        """Whether another trial takes the place of one that cannot train, as on the platform."""
-        return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
-
-    def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
-        """The experiment configuration of a trial, its seed included.
-
-        A trial that is given no seed gets its own if it trains, everybody's if it is scored. The
-        platform, too, draws one per trial from `experiment_seed`, but other numbers.
-
-        Args:
-            number: Of the trial.
-            sampled: A value for every hyperparameter of the search, nested.
-
-        Raises:
-            ConfigError: if the experiment cannot be used.
-        """
-        config = compose(self.search, sampled, Path.cwd())
-        if sampled.get("seed") is None and self.kind is not TrialKind.SCORE:
-            seed = self.drawn(number, 1)
-            config["reproducibility"] = {**config["reproducibility"], "experiment_seed": seed}
-        return config
-
-    def drawn(self, number: int, stream: int) -> int:
-        """A 32-bit number that depends on the search's seed and the trial alone."""
-        return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
-
-
-def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
-    """What the trials of a search do, or None if it added to `problems`."""
-    kind = TrialKind.of(search)
-    if kind in _KINDS_HERE:
-        return kind
-    verbs = ", ".join(kind.value for kind in _KINDS_HERE)
-    problems.append(
-        f"entrypoint: got {search.get('entrypoint')!r}; allowed: python3 -m {ENTRYPOINT} and one "
-        f"of {verbs}; to find the loss scale here, use python -m determined_amp find CONFIG"
-    )
-    return None
-
-
-def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seed by seed, every other one backwards, so that a drift of the machine hits all alike.
-
-    The platform would train one precision after the other.
-    """
-    by_seed: dict[Any, list[dict[str, Any]]] = {}
-    for point in points:
-        by_seed.setdefault(point.get("seed"), []).append(point)
-    turns = enumerate(by_seed.values())
-    return [point for i, turn in turns for point in (turn[::-1] if i % 2 else turn)]
-
-
-class Trials:
+class TrialQueue:
     """The trials of one search in its study.
 
     Args:
@@ -144,7 +39,7 @@ class Trials:
         self._plan = plan
         self._study = study
         self._folder = folder
-        study.pruner = RungPruner(plan.brackets, plan.settings.divisor)
+        study.pruner = AshaPruner(plan.brackets, plan.settings.divisor)
         for point in plan.grid[len(study.get_trials(deepcopy=False)) :]:
             study.enqueue_trial(point)
         self._lost = [trial.number for trial in self._with(TrialState.RUNNING)]
@@ -214,24 +109,24 @@ class Trials:
             return True
         return not trial.should_prune()
 
-    def ended(self, number: int, ended: Ended) -> None:
+    def ended(self, number: int, result: TrialResult) -> None:
         """Store how a trial ended; one that was interrupted stays open."""
-        if ended.outcome is Outcome.INTERRUPTED:
+        if result.outcome is Outcome.INTERRUPTED:
             self._lost.append(number)
             return
         trial = self._running(number)
-        if ended.training is not None:
-            trial.set_user_attr("training", dict(ended.training))
-        if ended.outcome is Outcome.STOPPED:
+        if result.training is not None:
+            trial.set_user_attr("training", dict(result.training))
+        if result.outcome is Outcome.STOPPED:
             self._study.tell(number, state=TrialState.PRUNED)
             return
         value = self._last_value(number)
-        if ended.outcome is Outcome.COMPLETE and value is not None:
+        if result.outcome is Outcome.COMPLETE and value is not None:
             self._study.tell(number, value)
             return
         metric = self._plan.settings.metric
-        trial.set_user_attr("reason", ended.reason or f"{metric} was not reported, or not finite")
-        trial.set_user_attr("invalid", ended.outcome is Outcome.INVALID)
+        trial.set_user_attr("reason", result.reason or f"{metric} was not reported, or not finite")
+        trial.set_user_attr("invalid", result.outcome is Outcome.INVALID)
         self._study.tell(number, state=TrialState.FAIL)
 
     def lost(self, number: int, status: int | None) -> None:
@@ -242,7 +137,7 @@ class Trials:
         allowed = int(self._plan.search.get("max_restarts", 5))
         if restarts > allowed:
             reason = f"its process died {restarts} times, the last time with status {status}"
-            self.ended(number, Ended(Outcome.FAILED, reason=reason))
+            self.ended(number, TrialResult(Outcome.FAILED, reason=reason))
         else:
             self._lost.append(number)
 

@@ -1,4 +1,4 @@
-"""The platform's asynchronous halving as an Optuna pruner."""
+"""The early stopping of `adaptive_asha`, as an Optuna pruner."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from determined_amp.search.searcher import Bracket
+from determined_amp.search.searcher_settings import Bracket
 
 
-class RungPruner(optuna.pruners.BasePruner):
+class AshaPruner(optuna.pruners.BasePruner):
     """Stops a trial that is not among the best at a rung, as `asha_stopping.go` of 0.38.1 does.
 
     At the first report at or after a rung, a trial goes on if fewer than max(1, n // divisor) of

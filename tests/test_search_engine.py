@@ -6,22 +6,24 @@ import fcntl
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import optuna
 import pytest
 import yaml
 
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.precision.folders import read_search
-from determined_amp.search import local
-from determined_amp.search.board import Board
-from determined_amp.search.study import FILE_NAME, SearchStudy, StudyError, create_study, read_study
+from determined_amp.search import command
+from determined_amp.search.search_display import SearchDisplay
+from determined_amp.search.study_file import (
+    SearchStudy,
+    StudyError,
+    read_study,
+)
 from tests import searching, training
 from tests.mortal import ORDER
 
@@ -189,7 +191,7 @@ class TestComparison:
         (run, *_) = read_search(folder).runs
         assert run.shares_device
         assert run.speed is None
-        assert local.main(["--resume", str(folder)]) == 2
+        assert command.main(["--resume", str(folder)]) == 2
         assert "began with 2" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
@@ -207,16 +209,6 @@ class TestComparison:
         assert {trial.state for trial in study.trials} == {"complete"}
         assert len({*(tmp_path / "pids").read_text().split()}) == processes
 
-    def test_metric_that_the_experiment_does_not_have_is_refused_at_once(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = searching.write(tmp_path, "compare_precisions.yaml", "searcher.metric=f1")
-        assert local.main([path.name]) == 2
-        said = capsys.readouterr().err
-        assert "got 'f1', but the experiment has 'validation_loss'" in said
-        assert '--config searcher.metric="validation_loss"' in said
-        assert not (tmp_path / "runs").exists()
-
     def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
         """Three failures alike end a search, but by turns no three are of one precision."""
         path = searching.write(
@@ -229,7 +221,7 @@ class TestComparison:
         base = tmp_path / "experiment.yaml"
         strict = ["hyperparameters.amp.max_consecutive_skips=3"]
         base.write_text(yaml.safe_dump(with_overrides(read_yaml(str(base)), strict)))
-        assert local.main([path.name]) == 0
+        assert command.main([path.name]) == 0
         study = read_study(searching.only_folder(tmp_path))
         by_turns = ["amp_fp16", "fp32", "fp32", "amp_fp16", "amp_fp16", "fp32"]
         assert [trial.params["amp.precision"] for trial in study.trials] == by_turns
@@ -272,7 +264,7 @@ def test_three_failures_alike_end_the_search(
         del config["searcher"][key]
     config["searcher"]["max_trials"] = 9
     path.write_text(yaml.safe_dump(config))
-    assert local.main([path.name]) == 2
+    assert command.main([path.name]) == 2
     assert "the last 3 trials failed alike: RuntimeError: as ordered" in capsys.readouterr().err
     study = read_study(searching.only_folder(tmp_path))
     assert [trial.state for trial in study.trials] == ["failed"] * 3
@@ -324,14 +316,14 @@ class TestKilledSearch:
 def test_signal_stops_the_search_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    update = Board.update
+    update = SearchDisplay.update
 
-    def update_then_interrupt(board: Board, study: SearchStudy) -> None:
+    def update_then_interrupt(board: SearchDisplay, study: SearchStudy) -> None:
         update(board, study)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as planted:
-        planted.setattr(Board, "update", update_then_interrupt)
+        planted.setattr(SearchDisplay, "update", update_then_interrupt)
         before = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
     shown = capsys.readouterr().out
     folder = searching.only_folder(tmp_path)
@@ -342,7 +334,7 @@ def test_signal_stops_the_search_until_it_is_resumed(
 
 def assert_goes_on(folder: Path, before: SearchStudy) -> None:
     """Resume: all points are there once, and what had ended is as it was."""
-    assert local.main(["--resume", str(folder)]) == 0
+    assert command.main(["--resume", str(folder)]) == 0
     after = read_study(folder)
     points = [trial.params["amp.init_scale"] for trial in before.trials]
     assert [trial.params["amp.init_scale"] for trial in after.trials] == points
@@ -351,88 +343,13 @@ def assert_goes_on(folder: Path, before: SearchStudy) -> None:
         assert trial.state != "complete" or after.trials[trial.number] == trial
 
 
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("override", "words"),
-        [
-            ("hyperparameters.experiment=no.yaml", "no.yaml is not a file in"),
-            ("hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
-            ("hyperparameters.amp.init_scal=3", "did you mean init_scale?"),
-            ("hyperparameters.amp.init_scale.count=null", "count: missing"),
-            ("searcher.metrics=x", "searcher.metrics: unknown key"),
-            ("reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
-            ("entrypoint=python3 -m determined_amp train", "entrypoint: got"),
-        ],
+def test_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    searching.run(
+        tmp_path, "loss_scale_random.yaml", "searcher.max_trials=1", *searching.THREE_SCALES[1:]
     )
-    def test_is_one_message_and_no_trial(
-        self, override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, override)
-        assert local.main([path.name]) == 2
-        shown = capsys.readouterr().err
-        assert words in shown
-        assert "Traceback" not in shown
-        assert not (tmp_path / "runs").exists()
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            [],
-            ["a.yaml", "--resume", "b"],
-            ["--resume", "b", "--config", "a=1"],
-            ["a", "--workers", "0"],
-        ],
-    )
-    def test_of_the_command_is_said(
-        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            local.main(arguments)
-        assert stopped.value.code == 2
-        assert "error: " in capsys.readouterr().err
-
-    def test_second_process_is_refused(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        searching.run(
-            tmp_path, "loss_scale_random.yaml", "searcher.max_trials=1", *searching.THREE_SCALES[1:]
-        )
-        folder = searching.only_folder(tmp_path)
-        with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            assert local.main(["--resume", str(folder)]) == 2
-        assert "another process is running this search" in capsys.readouterr().err
-        assert local.main(["--resume", str(folder)]) == 0
-
-
-class TestForeignStudy:
-    def test_missing(self, tmp_path: Path) -> None:
-        with pytest.raises(StudyError, match="there is no such file"):
-            read_study(tmp_path)
-
-    def test_not_a_database(self, tmp_path: Path) -> None:
-        (tmp_path / FILE_NAME).write_text("PK")
-        with pytest.raises(StudyError, match="is not a study: file is not a database"):
-            read_study(tmp_path)
-
-    def test_another_database_is_left_untouched(self, tmp_path: Path) -> None:
-        file = tmp_path / "other.db"
-        with sqlite3.connect(file) as other:
-            other.execute("CREATE TABLE mine (x)")
-        before = file.read_bytes()
-        with pytest.raises(StudyError, match="no such table"):
-            read_study(file)
-        assert file.read_bytes() == before
-
-    def test_study_of_a_folder_with_an_odd_name_is_read(self, tmp_path: Path) -> None:
-        folder = tmp_path / "a b%20?mode=rw#"
-        folder.mkdir()
-        search = {"name": "odd", "searcher": {"metric": "loss"}}
-        create_study(folder, search)
-        assert read_study(folder).search == search
-        assert [path.name for path in folder.iterdir()] == [FILE_NAME]
-
-    def test_another_optuna_study(self, tmp_path: Path) -> None:
-        optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")
-        with pytest.raises(StudyError, match="is not a study that"):
-            read_study(tmp_path / "other.db")
+    folder = searching.only_folder(tmp_path)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert command.main(["--resume", str(folder)]) == 2
+    assert "another process is running this search" in capsys.readouterr().err
+    assert command.main(["--resume", str(folder)]) == 0

@@ -10,9 +10,9 @@ import yaml
 
 from determined_amp.config import experiment
 from determined_amp.config.settings import ConfigError
-from determined_amp.search import trial_run
+from determined_amp.search.compose import compose
+from determined_amp.search.run_trial import check_trial
 from determined_amp.search.scale_metrics import batches_to_score
-from determined_amp.search.trial_config import compose
 from tests import searching
 from tests.test_configs import TRIALS, flat
 from tests.training import ROOT
@@ -100,43 +100,6 @@ class TestCompose:
             composed(tmp_path, {**SCORED, "seed": seed})
 
 
-class TestCheck:
-    """What `search.local` asks of the ends of every range before it starts a trial."""
-
-    def check(self, directory: Path, *overrides: str, **sampled: Any) -> None:
-        config = searching.load(directory, "loss_scale_grid.yaml", *overrides)
-        rest = {"training": config["hyperparameters"]["training"]}
-        trial_run.check(config, {**SCORED, **rest, **sampled})
-
-    @pytest.fixture(autouse=True)
-    def _there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-
-    def test_lets_a_sound_trial_pass(self, tmp_path: Path) -> None:
-        self.check(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("overrides", "sampled", "words"),
-        [
-            ((), {"amp": {"init_scal": 1.0}}, "did you mean init_scale?"),
-            ((), {"amp": {"init_scale": 0.25}}, "below min_scale"),
-            (
-                (),
-                {"amp": {"init_scale": 2.0, "precision": "amp_bf16"}},
-                "precision amp_bf16 does not scale the loss",
-            ),
-            ((), {"training": {"max_length": {"epochs": 1}}}, "got epochs; allowed where trials"),
-            (("resources.slots_per_trial=2",), {}, "slots_per_trial: got 2; allowed"),
-        ],
-    )
-    def test_names_what_cannot_be_scored(
-        self, overrides: Any, sampled: Any, words: str, tmp_path: Path
-    ) -> None:
-        with pytest.raises(ConfigError) as refused:
-            self.check(tmp_path, *overrides, **sampled)
-        assert words in str(refused.value)
-
-
 def test_searches_are_exactly_these() -> None:
     names = {path.name for path in (ROOT / "hp_search").glob("*.yaml")}
     assert {path.name for path in SEARCHES} == {
@@ -161,7 +124,7 @@ class TestEverySearch:
         probes = list(plan.space.probes())
         assert len(probes) >= 2
         for probe in probes:
-            found = trial_run.check(config, plan.space.nested(probe))
+            found = check_trial(config, plan.space.nested(probe))
             assert found.hparams.trial.startswith(f"trials.{trial}:")
 
     def test_header_gives_the_commands_of_this_file(self, path: Path) -> None:
@@ -208,7 +171,7 @@ class TestComparison:
             )
             path = ROOT / f"experiment_configs/{trial}/{name}.yaml"
             sibling = experiment.parse(yaml.safe_load(path.read_text()), str(path))
-            found = trial_run.check(config, point)
+            found = check_trial(config, point)
             assert (found.hparams, found.data) == (sibling.hparams, sibling.data)
             assert found.seed == point["seed"]
 
@@ -217,7 +180,7 @@ class TestComparison:
     ) -> None:
         config["hyperparameters"] |= {"seed": 1, "amp": {"precision": "fp32", "init_scale": 8.0}}
         with pytest.raises(ConfigError, match="precision fp32 does not scale the loss"):
-            trial_run.check(config, config["hyperparameters"])
+            check_trial(config, config["hyperparameters"])
 
 
 def test_header_of_the_comparison_gives_its_commands() -> None:

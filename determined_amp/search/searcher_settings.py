@@ -1,4 +1,4 @@
-"""The `searcher` section of a search, and the early stopping of `adaptive_asha`.
+"""The `searcher` section of a search, and the brackets that `adaptive_asha` makes of it.
 
 Brackets and rungs follow Determined 0.38.1 (`master/pkg/searcher/adaptive_asha.go`).
 """

@@ -1,39 +1,18 @@
-"""Warm processes that run the trials of a search, one after the other.
-
-Importing torch and what it brings along takes 8 s; a process forked from a server that has done so
-starts in 0.3 s. The server starts no thread and does not initialise CUDA, so forks can. This module
-imports nothing of that itself: whoever starts the server goes on meanwhile.
-"""
+"""The processes that run the trials of a search, one after the other."""
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
 import sys
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
-from determined_amp.search.messages import Ended, Job, Validation
+import torch
 
-_RUNNER = "determined_amp.search.trial_run"
-# Imported by the server. `_dynamo` comes with the first optimizer, tensorboard with the first
-# report, scikit-learn with the default data.
-_PRELOADED = [_RUNNER, "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets"]
+from determined_amp.search.run_trial import Job, TrialResult, Validation, run_trial
 
 _processes = multiprocessing.get_context("forkserver")
-
-
-def start_server() -> None:
-    """Let the server import, in the background.
-
-    What it imports asks whether there is a GPU, as Determined does. torch asks CUDA itself, and no
-    process forked from one that did can use a GPU; by this variable it asks the driver instead.
-    """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    _processes.set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
 
 
 class Worker:
@@ -56,10 +35,10 @@ class Worker:
         """Start a trial; its messages come over `connection`."""
         self.connection.send(job)
 
-    def receive(self) -> Validation | Ended | None:
+    def receive(self) -> Validation | TrialResult | None:
         """The next message; None if the process is gone."""
         try:
-            message: Validation | Ended = self.connection.recv()
+            message: Validation | TrialResult = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
         return message
@@ -84,8 +63,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     # Ctrl-C reaches every process of the terminal: the search decides what becomes of the trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(directory)  # the one of this moment; multiprocessing goes to the one of its import
-    runner = importlib.import_module(_RUNNER)
-    runner.share_machine(slot, workers)
+    _share_machine(slot, workers)
 
     def go_on(validation: Validation) -> bool:
         try:
@@ -99,8 +77,17 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
             job = connection.recv()
         except (EOFError, ConnectionError):
             return
-        ended = runner.run(job, go_on)
+        result = run_trial(job, go_on)
         try:
-            connection.send(ended)
+            connection.send(result)
         except ConnectionError:
             return
+
+
+def _share_machine(slot: int, workers: int) -> None:
+    """Take this process's part of the processors, and one GPU if there are several."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]

@@ -1,4 +1,4 @@
-"""A search without a cluster: its folder, its workers, and the loop between them."""
+"""Runs a search without a cluster: keeps workers busy, stores their reports, stops on a signal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.local.folder import fresh_folder
-from determined_amp.search.board import Board
-from determined_amp.search.messages import Ended, Outcome, Validation
-from determined_amp.search.study import (
+from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial
+from determined_amp.search.search_display import SearchDisplay
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.study_file import (
     FILE_NAME,
     WORKERS_KEY,
     create_study,
@@ -30,9 +31,8 @@ from determined_amp.search.study import (
     load_study,
 )
 from determined_amp.search.trial_kind import TrialKind
-from determined_amp.search.trial_run import check
-from determined_amp.search.trials import SearchPlan, Trials
-from determined_amp.search.worker import Worker
+from determined_amp.search.trial_queue import TrialQueue
+from determined_amp.search.workers import Worker
 from determined_amp.train import exit_status
 
 # Failures in a row for one reason that say that the others will fail, too.
@@ -43,7 +43,9 @@ class SearchError(UserError):
     """The search cannot go on."""
 
 
-def run(search: str | None, resume: Path | None, overrides: Sequence[str], workers: int) -> int:
+def run_search(
+    search: str | None, resume: Path | None, overrides: Sequence[str], workers: int
+) -> int:
     """Run a new search, or go on with one; the exit status."""
 
     def run_it() -> int:
@@ -75,7 +77,7 @@ def _check(config: Mapping[str, Any], source: str) -> None:
     try:
         space = SearchPlan(config).space
         for probe in space.probes():
-            check(config, space.nested(probe))
+            check_trial(config, space.nested(probe))
     except ConfigError as error:
         raise ConfigError(source, error.problems) from error
 
@@ -83,17 +85,17 @@ def _check(config: Mapping[str, Any], source: str) -> None:
 def _run(folder: Path, workers: int) -> None:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
-    board = Board(Console(), plan, folder)
+    display = SearchDisplay(Console(), plan, folder)
     if plan.kind is TrialKind.COMPARE:
         _keep_workers(study, workers)
         if workers > 1:
-            board.warn_of_sharing(workers)
-    loop = Loop(Trials(plan, study, folder), board, workers)
-    with board.bar(), loop.listening():
-        loop.run(lambda: board.update(describe(study, folder)))
-    board.close(describe(study, folder), stopped=loop.stopping)
-    if loop.hopeless:
-        raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {loop.hopeless}")
+            display.warn_of_sharing(workers)
+    engine = Engine(TrialQueue(plan, study, folder), display, workers)
+    with display.bar(), engine.listening():
+        engine.run(lambda: display.update(describe(study, folder)))
+    display.close(describe(study, folder), stopped=engine.stopping)
+    if engine.common_failure:
+        raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {engine.common_failure}")
 
 
 def _keep_workers(study: optuna.study.Study, workers: int) -> None:
@@ -106,7 +108,7 @@ def _keep_workers(study: optuna.study.Study, workers: int) -> None:
     study.set_user_attr(WORKERS_KEY, workers)
 
 
-class Loop:
+class Engine:
     """Keeps workers busy with trials until there are none left, or a signal says stop.
 
     The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint; a second
@@ -114,13 +116,13 @@ class Loop:
 
     Args:
         trials: Those of the search.
-        board: Is told of what happens.
+        display: Is told of what happens.
         workers: Trials at a time.
     """
 
-    def __init__(self, trials: Trials, board: Board, workers: int) -> None:
+    def __init__(self, trials: TrialQueue, display: SearchDisplay, workers: int) -> None:
         self._trials = trials
-        self._board = board
+        self._display = display
         self._workers = workers
         self._idle: list[Worker] = []
         self._busy: dict[Worker, int] = {}
@@ -133,7 +135,7 @@ class Loop:
         return self._signals > 0
 
     @property
-    def hopeless(self) -> str | None:
+    def common_failure(self) -> str | None:
         """Why the last trials failed, if all of them did for one reason."""
         alike = len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1
         return self._failures[0] if alike else None
@@ -174,7 +176,7 @@ class Loop:
                 worker.close()
 
     def _start_trials(self) -> None:
-        while len(self._busy) < self._workers and not self.stopping and self.hopeless is None:
+        while len(self._busy) < self._workers and not self.stopping and self.common_failure is None:
             found = self._trials.next_job()
             if found is None:
                 return
@@ -198,7 +200,7 @@ class Loop:
         if message is None:
             status = worker.close()
             if not self.stopping:
-                self._board.lost(number, status)
+                self._display.lost(number, status)
                 self._trials.lost(number, status)
             return
         if self._trials.compared:
@@ -208,9 +210,9 @@ class Loop:
         self._trials.ended(number, message)
         self._note(message)
 
-    def _note(self, ended: Ended) -> None:
-        if ended.outcome is Outcome.FAILED:
-            self._failures = [*self._failures, ended.reason or ""][-SAME_FAILURES:]
+    def _note(self, result: TrialResult) -> None:
+        if result.outcome is Outcome.FAILED:
+            self._failures = [*self._failures, result.reason or ""][-SAME_FAILURES:]
         else:
             self._failures = []
 

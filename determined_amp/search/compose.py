@@ -1,4 +1,4 @@
-"""The experiment that one trial of a search trains, from the search's YAML and what was sampled.
+"""Composes the experiment of one trial from the YAML of its search and what was sampled.
 
 A search names the experiment it searches over in one key, `hyperparameters.experiment`, and beside
 it holds only what it samples or changes. Its `hyperparameters` and `data` are laid over those of

@@ -20,9 +20,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from determined_amp.search.study import FILE_NAME, SearchStudy, SearchTrial
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
 from determined_amp.search.trial_kind import TrialKind
-from determined_amp.search.trials import SearchPlan
 
 # Beside the searcher's metric, if a trial has them: name, title, and how the number is written.
 _DIAGNOSIS = (
@@ -37,7 +37,7 @@ _ENDED = ("complete", "stopped", "failed")
 _MOST_ROWS = 30
 
 
-class Board:
+class SearchDisplay:
     """Shows one search.
 
     Args:

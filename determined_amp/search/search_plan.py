@@ -1,0 +1,118 @@
+"""What the YAML of a search asks for: its searcher and space, the kind and the seeds of trials."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from determined_amp.config.settings import ConfigError
+from determined_amp.search.compose import compose
+from determined_amp.search.searcher_settings import (
+    Bracket,
+    Method,
+    SearcherSettings,
+    brackets,
+    read_searcher,
+)
+from determined_amp.search.space import Space, read_space
+from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
+
+_KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
+
+
+class SearchPlan:
+    """What a search YAML asks for.
+
+    Args:
+        search: Its content.
+
+    Raises:
+        ConfigError: naming every mistake in its searcher and its spaces.
+    """
+
+    def __init__(self, search: Mapping[str, Any]) -> None:
+        problems: list[str] = []
+        settings = read_searcher(search.get("searcher"), problems)
+        grid = settings is not None and settings.name is Method.GRID
+        self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
+        seed = (search.get("reproducibility") or {}).get("experiment_seed")
+        if not isinstance(seed, int) or seed < 0:
+            problems.append(
+                f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
+            )
+        kind = _kind_here(search, problems)
+        if settings is None or kind is None or problems:
+            raise ConfigError("search", problems)
+        self.search = search
+        self.kind: TrialKind = kind
+        self.settings: SearcherSettings = settings
+        self._seed: int = int(seed or 0)
+        self.grid = self.space.grid() if grid else []
+        if self.kind is TrialKind.COMPARE:
+            self.grid = _by_turns(self.grid)
+        self.brackets: list[Bracket] = (
+            brackets(settings)
+            if settings.name is Method.ADAPTIVE_ASHA
+            else [Bracket((), len(self.grid) or settings.max_trials or 1)]
+        )
+
+    @property
+    def total(self) -> int:
+        """The number of trials, invalid ones that are replaced left out."""
+        return sum(bracket.max_trials for bracket in self.brackets)
+
+    @property
+    def replaces_invalid(self) -> bool:
+        """Whether another trial takes the place of one that cannot train, as on the platform."""
+        return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
+
+    def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
+        """The experiment configuration of a trial, its seed included.
+
+        A trial that is given no seed gets its own if it trains, everybody's if it is scored. The
+        platform, too, draws one per trial from `experiment_seed`, but other numbers.
+
+        Args:
+            number: Of the trial.
+            sampled: A value for every hyperparameter of the search, nested.
+
+        Raises:
+            ConfigError: if the experiment cannot be used.
+        """
+        config = compose(self.search, sampled, Path.cwd())
+        if sampled.get("seed") is None and self.kind is not TrialKind.SCORE:
+            seed = self.drawn(number, 1)
+            config["reproducibility"] = {**config["reproducibility"], "experiment_seed": seed}
+        return config
+
+    def drawn(self, number: int, stream: int) -> int:
+        """A 32-bit number that depends on the search's seed and the trial alone."""
+        return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
+
+
+def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
+    """What the trials of a search do, or None if it added to `problems`."""
+    kind = TrialKind.of(search)
+    if kind in _KINDS_HERE:
+        return kind
+    verbs = ", ".join(kind.value for kind in _KINDS_HERE)
+    problems.append(
+        f"entrypoint: got {search.get('entrypoint')!r}; allowed: python3 -m {ENTRYPOINT} and one "
+        f"of {verbs}; to find the loss scale here, use python -m determined_amp find CONFIG"
+    )
+    return None
+
+
+def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Seed by seed, every other one backwards, so that a drift of the machine hits all alike.
+
+    The platform would train one precision after the other.
+    """
+    by_seed: dict[Any, list[dict[str, Any]]] = {}
+    for point in points:
+        by_seed.setdefault(point.get("seed"), []).append(point)
+    turns = enumerate(by_seed.values())
+    return [point for i, turn in turns for point in (turn[::-1] if i % 2 else turn)]

@@ -1,0 +1,73 @@
+"""Every mistake in the command or the YAML of a search is one message, before a trial starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from determined_amp.search import command
+from tests import searching
+
+GRID, COMPARISON = "loss_scale_grid.yaml", "compare_precisions.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("search", "override", "words"),
+    [
+        (GRID, "hyperparameters.experiment=no.yaml", "no.yaml is not a file in"),
+        (GRID, "hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
+        (GRID, "hyperparameters.amp.init_scal=3", "did you mean init_scale?"),
+        (GRID, "hyperparameters.amp.init_scale.count=null", "count: missing"),
+        (GRID, "hyperparameters.amp.precision=amp_bf16", "amp_bf16 does not scale the loss"),
+        (GRID, "hyperparameters.training.max_length={epochs: 1}", "got epochs; allowed where"),
+        (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
+        (GRID, "searcher.metrics=x", "searcher.metrics: unknown key"),
+        (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
+        (GRID, "entrypoint=python3 -m determined_amp train", "entrypoint: got"),
+        ("find_loss_scale.yaml", "a=1", "use python -m determined_amp find CONFIG"),
+        (
+            COMPARISON,
+            "searcher.metric=f1",
+            "got 'f1', but the experiment has 'validation_loss'; allowed: the same, by "
+            '--config searcher.metric="validation_loss"',
+        ),
+    ],
+)
+def test_mistake_in_a_search_is_one_message_and_no_trial(
+    search: str,
+    override: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = searching.write(tmp_path, search, override)
+    assert command.main([path.name]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give either a search YAML, or --resume FOLDER"),
+        (["a.yaml", "--resume", "b"], "give either a search YAML, or --resume FOLDER"),
+        (["--resume", "b", "--config", "a=1"], "leave --config out"),
+        (["a", "--workers", "0"], "got 0; allowed: an integer >= 1"),
+    ],
+)
+def test_mistake_in_the_command_is_one_message(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+    assert words in line

@@ -1,0 +1,44 @@
+"""A file is read as a study only if a search made it, and any other is left as it was."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import optuna
+import pytest
+
+from determined_amp.search.study_file import FILE_NAME, StudyError, create_study, read_study
+
+
+class TestForeignStudy:
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(StudyError, match="there is no such file"):
+            read_study(tmp_path)
+
+    def test_not_a_database(self, tmp_path: Path) -> None:
+        (tmp_path / FILE_NAME).write_text("PK")
+        with pytest.raises(StudyError, match="is not a study: file is not a database"):
+            read_study(tmp_path)
+
+    def test_another_database_is_left_untouched(self, tmp_path: Path) -> None:
+        file = tmp_path / "other.db"
+        with sqlite3.connect(file) as other:
+            other.execute("CREATE TABLE mine (x)")
+        before = file.read_bytes()
+        with pytest.raises(StudyError, match="no such table"):
+            read_study(file)
+        assert file.read_bytes() == before
+
+    def test_study_of_a_folder_with_an_odd_name_is_read(self, tmp_path: Path) -> None:
+        folder = tmp_path / "a b%20?mode=rw#"
+        folder.mkdir()
+        search = {"name": "odd", "searcher": {"metric": "loss"}}
+        create_study(folder, search)
+        assert read_study(folder).search == search
+        assert [path.name for path in folder.iterdir()] == [FILE_NAME]
+
+    def test_another_optuna_study(self, tmp_path: Path) -> None:
+        optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")
+        with pytest.raises(StudyError, match="is not a study that"):
+            read_study(tmp_path / "other.db")
