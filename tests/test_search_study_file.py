@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -11,7 +13,7 @@ import pytest
 from determined_amp.search.study_file import FILE_NAME, StudyError, create_study, read_study
 
 
-class TestForeignStudy:
+class TestLoadStudy:
     def test_missing(self, tmp_path: Path) -> None:
         with pytest.raises(StudyError, match="there is no such file"):
             read_study(tmp_path)
@@ -42,3 +44,18 @@ class TestForeignStudy:
         optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")
         with pytest.raises(StudyError, match="is not a study that"):
             read_study(tmp_path / "other.db")
+
+    def test_study_whose_writer_was_killed_in_a_transaction_is_read(self, tmp_path: Path) -> None:
+        """Such a file has a hot journal, which nobody who may only read can roll back."""
+        search = {"name": "killed", "searcher": {"metric": "loss"}}
+        create_study(tmp_path, search)
+        write = (
+            "import os, sqlite3; study = sqlite3.connect('study.db'); "
+            "study.execute('PRAGMA cache_size = 2'); study.execute('CREATE TABLE big (x)'); "
+            "study.executemany('INSERT INTO big VALUES (?)', [('x' * 4000,)] * 200); os._exit(9)"
+        )
+        assert (
+            subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=False).returncode == 9
+        )
+        assert (tmp_path / f"{FILE_NAME}-journal").stat().st_size > 0
+        assert read_study(tmp_path).search == search

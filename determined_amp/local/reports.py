@@ -15,9 +15,9 @@ from determined_amp.local.processes import StopOnSignal
 
 
 class RunListener:
-    """Is told what happens to a run on this machine; only in the process of the chief.
+    """Is told what happens to a run on this machine, in the process of its chief.
 
-    Every method does nothing here: a listener has those that it needs.
+    By default nothing is done with it; a listener overrides the methods that it needs.
     """
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:

@@ -143,7 +143,7 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
         _score(experiment, folder, go_on)
         return Outcome.COMPLETE
     check_lengths(experiment)
-    listener = _AsksSearch(go_on)
+    listener = _SearchListener(go_on)
     train_here(
         experiment,
         lambda: folder,
@@ -175,7 +175,7 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
     go_on(Validation(batches, _finite(metrics)))
 
 
-class _AsksSearch(RunListener):
+class _SearchListener(RunListener):
     """After every validation asks the search whether to go on, and stops the run if not.
 
     Args:

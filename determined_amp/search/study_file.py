@@ -102,13 +102,13 @@ class SearchStudy:
 
 
 def read_study(path: Path) -> SearchStudy:
-    """The search in a search folder, or in its `study.db`; nothing is written.
+    """The search in a search folder, or in its `study.db`.
 
     Raises:
         StudyError: if there is none.
     """
     file = path / FILE_NAME if path.is_dir() else path
-    return describe(_open_read_only(file), file.parent)
+    return describe(load_study(file), file.parent)
 
 
 def describe(study: optuna.study.Study, folder: Path) -> SearchStudy:
@@ -145,7 +145,7 @@ def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:
     """A new study in a search folder."""
     smaller = search["searcher"].get("smaller_is_better", True)
     study = optuna.create_study(
-        storage=_storage(folder / FILE_NAME),
+        storage=_storage(folder / FILE_NAME, create=True),
         study_name=str(search.get("name", "search")),
         direction="minimize" if smaller else "maximize",
     )
@@ -155,20 +155,15 @@ def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:
 
 
 def load_study(file: Path) -> optuna.study.Study:
-    """The study in an SQLite file, to go on with.
+    """The study in an SQLite file.
 
     Raises:
         StudyError: if it is none of ours; such a file is left untouched.
     """
-    name = _open_read_only(file).study_name
-    return optuna.load_study(study_name=name, storage=_storage(file))
-
-
-def _open_read_only(file: Path) -> optuna.study.Study:
     if not file.is_file():
         raise StudyError(f"{file}: there is no such file; a search leaves one in its folder")
     try:
-        storage = _storage(file, read_only=True)
+        storage = _storage(file)
         found = storage.get_all_studies()
     except (OptunaError, SQLAlchemyError, RuntimeError) as error:  # the last: of another version
         cause = error.__cause__ or error
@@ -180,16 +175,16 @@ def _open_read_only(file: Path) -> optuna.study.Study:
     return optuna.load_study(study_name=found[0].study_name, storage=storage)
 
 
-def _storage(file: Path, *, read_only: bool = False) -> optuna.storages.RDBStorage:
-    """The database; Optuna would create its tables in any that is not opened read only."""
-    address = f"{file.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+def _storage(file: Path, *, create: bool = False) -> optuna.storages.RDBStorage:
+    # SQLite undoes what a killed process left half done; opened read only, it could not.
+    address = f"{file.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
 
     def connect() -> sqlite3.Connection:
         # A dashboard that reads meanwhile may lock the file for a moment.
         return sqlite3.connect(address, uri=True, timeout=60, check_same_thread=False)
 
     return optuna.storages.RDBStorage(
-        f"sqlite:///{file.name}",  # which, with a folder in it, may not have every character
+        f"sqlite:///{file.name}",  # not the path: a URL gives some characters a meaning
         engine_kwargs={"creator": connect},
-        skip_table_creation=read_only,
+        skip_table_creation=not create,
     )

@@ -157,7 +157,7 @@ class TrialQueue:
 
 
 def _used(space: Space, sampled: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The searched hyperparameters, nested, with the initial scale that was made of the sampled."""
+    """The searched hyperparameters, nested; the initial scale is the one that the trial uses."""
     used = nest(space.axes, sampled)
     if any(axis.name == "amp.init_scale" for axis in space.axes):
         used["amp"]["init_scale"] = config["hyperparameters"]["amp"]["init_scale"]
