@@ -100,17 +100,6 @@ class TestCompose:
             composed(tmp_path, {**SCORED, "seed": seed})
 
 
-def test_searches_are_exactly_these() -> None:
-    names = {path.name for path in (ROOT / "hp_search").glob("*.yaml")}
-    assert {path.name for path in SEARCHES} == {
-        "loss_scale_asha.yaml",
-        "loss_scale_grid.yaml",
-        "loss_scale_random.yaml",
-    }
-    others = {"find_loss_scale.yaml", COMPARISON.name}
-    assert names - {path.name for path in SEARCHES} == others
-
-
 @pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.stem)
 class TestEverySearch:
     @pytest.mark.parametrize("trial", TRIALS)
