@@ -182,15 +182,16 @@ def test_mistake_is_said_so_that_it_is_not_retried(
     assert "no retry can help: search: 1 problem" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [[], ["evaluate"], ["train", "score"]])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [([], "missing"), (["evaluate"], "got 'evaluate'"), (["train", "score"], "got 'train score'")],
+)
 def test_unknown_verb_is_one_line_with_the_allowed_ones(
-    given: list[str], capsys: pytest.CaptureFixture[str]
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert on_cluster.main(given) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(
-        f"got {' '.join(given) or 'no verb'}; allowed: one of train, compare, score, find"
-    )
+    assert line.endswith(f"on_cluster: {said}; allowed: train, compare, score, find")
 
 
 def test_outside_a_cluster_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ def train(
         experiment: What to train.
         choose_folder: Makes or names the run folder; called by the chief only.
         resume: Where to go on from.
-        listeners: Are told what happens, by the chief only.
+        listeners: Are told what happens to the run, by the chief only.
         show: Whether the terminal shows the run.
         prepare: Called before the trial is made.
 

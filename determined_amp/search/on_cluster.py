@@ -38,7 +38,7 @@ from determined_amp.local.context import with_averaging
 from determined_amp.search.compose import compose
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
 from determined_amp.search.searcher_settings import check_lengths
-from determined_amp.search.trial_kind import TrialKind
+from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 from determined_amp.train import exit_status, train_on_cluster
 
 
@@ -51,10 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: Sequence[str]) -> int:
     kind = next((kind for kind in TrialKind if [kind.value] == list(given)), None)
     if kind is None:
-        raise UserError(
-            f"got {' '.join(given) or 'no verb'}; allowed: one of "
-            f"{', '.join(kind.value for kind in TrialKind)}"
-        )
+        said = f"got {' '.join(given)!r}" if given else "missing"
+        allowed = ", ".join(kind.value for kind in TrialKind)
+        raise UserError(f"verb of {ENTRYPOINT}: {said}; allowed: {allowed}")
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         print(
