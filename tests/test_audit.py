@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from determined_amp.audit import (
     Audit,
     AuditError,
+    AuditMetrics,
     ProductCount,
     audited,
     batch,
@@ -458,6 +459,25 @@ def test_metrics_are_in_the_first_report_alone(
     assert metrics is not None
     metrics.reset()
     assert metrics.cross_slot_reduce([{}, {}]) == {}
+
+
+def test_metrics_are_reported_once_and_those_of_the_chief() -> None:
+    context: Any = SimpleNamespace(wrap_reducer=lambda *given, **named: None)
+    metrics = AuditMetrics(context)
+    assert metrics.per_slot_reduce() == {}
+    metrics.add(
+        Audit(Precision.AMP_FP16, {("mm", torch.float16): 3 * 10**9}, 5, 2**21, "off", False)
+    )
+    chief = metrics.per_slot_reduce()
+    assert chief == {
+        "audit_share": 1.0,
+        "audit_gflops": 3.0,
+        "audit_casts": 5.0,
+        "audit_cast_mib": 2.0,
+    }
+    assert metrics.cross_slot_reduce([chief, {"audit_share": 0.5}]) == chief
+    metrics.reset()
+    assert metrics.per_slot_reduce() == {}
 
 
 # Names that GPUs from Volta to Blackwell reported in public profiles, cut short.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from determined import pytorch
+from determined import core, pytorch
 
 from determined_amp import train
 from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
@@ -175,7 +177,168 @@ class TestPortability:
         assert training.digest(trial.model.state_dict()) == training.digest(saved)
 
 
+class Validations:
+    """As much of `LocalReports` as checkpoints use: the best one is after `best` batches."""
+
+    def __init__(self, best: int = 0) -> None:
+        self.best = best
+        self.told: list[list[str]] = []
+
+    def is_best(self, batches: int) -> bool:
+        return batches == self.best
+
+    def saved(self, checkpoints: list[Path]) -> None:
+        self.told.append([path.name for path in checkpoints])
+
+
+def saving_in(folder: Path, validations: Validations | None = None) -> LocalCheckpoints:
+    reports: Any = validations or Validations()
+    return LocalCheckpoints(core.DummyDistributedContext(), folder, reports)
+
+
+def save(checkpoints: LocalCheckpoints, batches: int, content: str = "") -> None:
+    with checkpoints.store_path({"steps_completed": batches}) as (path, _):
+        (path / "code").mkdir()
+        (path / "code" / "trial.py").write_text("# a trial")
+        with zipfile.ZipFile(path / "state_dict.pth", "w") as weights:
+            weights.writestr("content", content)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the disk is asked for, in order, by name."""
+    events: list[str] = []
+    opened: dict[int, str] = {}
+    opens, rename, remove = os.open, Path.rename, shutil.rmtree
+
+    def open_file(path: Any, *options: Any, **named: Any) -> int:
+        descriptor = opens(path, *options, **named)
+        opened[descriptor] = Path(path).name
+        return descriptor
+
+    def rename_file(path: Path, to: Path) -> Path:
+        events.append(f"rename {path.name} {to.name}")
+        return rename(path, to)
+
+    def remove_folder(path: Path, **options: Any) -> None:
+        if path.exists():
+            events.append(f"remove {path.name}")
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(f"sync {opened[descriptor]}"))
+    monkeypatch.setattr(Path, "rename", rename_file)
+    monkeypatch.setattr(shutil, "rmtree", remove_folder)
+    return events
+
+
+class TestDisk:
+    def test_has_everything_before_the_rename_says_so(
+        self, tmp_path: Path, done: list[str]
+    ) -> None:
+        save(saving_in(tmp_path), 4)
+        files = ["trial.py", "state_dict.pth", "metadata.json"]
+        partial = ".batch-00000004.partial"
+        assert sorted(done[:5]) == sorted(f"sync {name}" for name in [*files, "code", partial])
+        assert done[4:] == [
+            f"sync {partial}",
+            f"rename {partial} batch-00000004",
+            f"sync {tmp_path.name}",
+        ]
+
+    def test_keeps_the_old_one_until_the_new_one_is_in_place(
+        self, tmp_path: Path, done: list[str]
+    ) -> None:
+        checkpoints = saving_in(tmp_path)
+        save(checkpoints, 4, "old")
+        done.clear()
+        save(checkpoints, 4, "new")
+        assert [event for event in done if not event.startswith("sync")] == [
+            "rename batch-00000004 .batch-00000004.replaced",
+            "rename .batch-00000004.partial batch-00000004",
+            "remove .batch-00000004.replaced",
+        ]
+        assert done[-2] == f"sync {tmp_path.name}"
+        with zipfile.ZipFile(tmp_path / "batch-00000004" / "state_dict.pth") as weights:
+            assert weights.read("content") == b"new"
+
+    def test_drops_a_checkpoint_by_its_name_first(self, tmp_path: Path, done: list[str]) -> None:
+        """Half of a removed one must not look like a whole one."""
+        checkpoints = saving_in(tmp_path)
+        save(checkpoints, 4)
+        save(checkpoints, 8)
+        assert done[-2:] == [
+            "rename batch-00000004 .batch-00000004.deleted",
+            "remove .batch-00000004.deleted",
+        ]
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OSError(28, "No space left on device"),
+            RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos"),
+            RuntimeError("basic_ios::clear: iostream error"),
+        ],
+        ids=["of the system", "of torch", "of its stream"],
+    )
+    def test_that_is_full_is_one_clear_error(self, tmp_path: Path, error: Exception) -> None:
+        checkpoints = saving_in(tmp_path)
+        save(checkpoints, 4)
+        told = "batch-00000008: could not be saved: .*the checkpoints before it are intact"
+        with (
+            pytest.raises(CheckpointError, match=told),
+            checkpoints.store_path({"steps_completed": 8}),
+        ):
+            raise error
+        assert [path.name for path in tmp_path.iterdir()] == ["batch-00000004"]
+
+    @pytest.mark.parametrize("error", [RuntimeError("of the trial"), KeyboardInterrupt()])
+    def test_is_not_blamed_for_any_other_error(self, tmp_path: Path, error: BaseException) -> None:
+        checkpoints = saving_in(tmp_path)
+        with pytest.raises(type(error)) as raised, checkpoints.store_path({"steps_completed": 8}):
+            raise error
+        assert raised.value is error
+        assert not list(tmp_path.iterdir())
+
+    def test_that_lost_the_end_of_the_weights_is_noticed(self, tmp_path: Path) -> None:
+        """Of torch, which does not look at whether its last flush fails."""
+        checkpoints = saving_in(tmp_path)
+        with (
+            pytest.raises(CheckpointError, match="could not be saved"),
+            checkpoints.store_path({"steps_completed": 8}) as (path, _),
+        ):
+            (path / "state_dict.pth").write_bytes(b"PK")
+        assert not list(tmp_path.iterdir())
+
+
 class TestSaving:
+    def test_keeps_the_newest_of_the_best_and_tells_what_is_there(self, tmp_path: Path) -> None:
+        validations = Validations()
+        checkpoints = saving_in(tmp_path, validations)
+        for batches, best in ((2, 0), (4, 4), (6, 4), (8, 8), (10, 8), (12, 8)):
+            validations.best = best
+            save(checkpoints, batches)
+        assert [[int(name[-2:]) for name in names] for names in validations.told] == [
+            [2],
+            [4],
+            [4, 6],
+            [8],
+            [8, 10],
+            [8, 12],
+        ]
+        kept = complete_checkpoints(tmp_path)
+        assert [read_metadata(path)["best"] for path in kept] == [True, False]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in kept]
+
+    def test_leaves_what_another_process_is_saving_to_it(self, tmp_path: Path) -> None:
+        """Who only reads a checkpoint takes nothing away; who goes on with the run cleans up."""
+        partial = tmp_path / ".batch-00000004.partial"
+        partial.mkdir()
+        LocalCheckpoints(core.DummyDistributedContext(), tmp_path, None)
+        assert partial.exists()
+        saving_in(tmp_path)
+        assert not partial.exists()
+
     def test_keeps_the_newest_and_the_best(self, finished: Path) -> None:
         """Checkpoints come after 4, 6, 8 and 12 batches; the best validation is after 6 or 12."""
         losses = {

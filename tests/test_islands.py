@@ -161,6 +161,17 @@ class TestInputs:
         assert [value.dtype for value in cast] == [torch.float32] * 7
         assert nested["pair"].a is x  # the caller's containers are not changed
 
+    @DTYPES
+    @pytest.mark.parametrize("kind", [list, tuple, Pair._make])
+    def test_are_cast_beside_what_needs_no_cast(
+        self, keeps: Keeps, kind: Callable[[Any], Any], dtype: torch.dtype
+    ) -> None:
+        half, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
+        keeps(kind([half, mask]), kind([mask, half]), {"mask": mask, "x": half})
+        first, second, named = keeps.args
+        assert first[0].dtype == second[1].dtype == named["x"].dtype == torch.float32
+        assert first[1] is second[0] is named["mask"] is mask
+
     def test_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""
         cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from determined import core
 
+from determined_amp.local.processes import StopOnSignal, process_group
 from tests import training
 
 
@@ -74,3 +79,41 @@ def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
     """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
     assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
     assert not (folder / "odd" / "metrics.jsonl").read_text()
+
+
+class TestStop:
+    @pytest.mark.parametrize("of_the_chief", [False, True])
+    def test_is_when_the_chief_says_so(self, *, of_the_chief: bool) -> None:
+        """Ranks that stop at different batches wait for each other forever."""
+        processes: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda mine: of_the_chief)
+        stop = StopOnSignal(processes)
+        stop.requested = not of_the_chief
+        assert stop.should_preempt() is of_the_chief
+
+    def test_is_told_by_the_chief(self) -> None:
+        told: list[bool] = []
+        processes: Any = SimpleNamespace(rank=0, size=2, broadcast=told.append)
+        stop = StopOnSignal(processes)
+        stop.should_preempt()
+        stop.requested = True
+        stop.should_preempt()
+        assert told == [False, True]
+
+    def test_takes_a_checkpoint_however_often_it_is_terminated(self) -> None:
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+
+    def test_is_at_once_at_the_second_interrupt(self) -> None:
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert stop.should_preempt() is True
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with process_group() as processes:
+        assert isinstance(processes, core.DummyDistributedContext)

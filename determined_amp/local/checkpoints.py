@@ -26,7 +26,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     Args:
         distributed: The processes of this run.
         folder: Where the checkpoints are.
-        reports: Knows which validation was the best; None on ranks that do not save.
+        reports: Knows which validation was the best; None where nothing is saved.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         super().__init__(distributed, storage.SharedFSStorageManager(str(folder)))
         self._folder = folder
         self._reports = reports
-        if distributed.rank == 0:
+        if reports is not None:
             for leftover in folder.glob(".batch-*"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
 
