@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,24 @@ FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, m
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
-def guard(settings: AmpSettings = FP16, searcher: str = "single") -> Guard:
+def guard(
+    settings: AmpSettings = FP16,
+    searcher: str | None = "single",
+    *,
+    replay: Any = lambda: None,
+    models: Sequence[nn.Module] = (),
+    optimizers: int = 0,
+) -> Guard:
     context: Any = Context()
+    for _ in range(optimizers):
+        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     context.distributed.allgather = lambda value: [value]
-    context._exp_conf = {"searcher": {"name": searcher, "metric": "validation_loss"}}
-    return Guard(context, MixedPrecision(context, settings), lambda: None)
+    context._exp_conf = {"searcher": {"metric": "validation_loss"}}
+    if searcher is not None:
+        context._exp_conf["searcher"]["name"] = searcher
+    amp = MixedPrecision(context, settings)
+    context.models = models
+    return Guard(context, amp, replay)
 
 
 def judge(guard: Guard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16) -> None:
@@ -64,8 +78,9 @@ class TestTrouble:
         self, steps: StepReport, loss_scale: float, words: str
     ) -> None:
         with pytest.raises(GuardError, match=words) as ended:
-            judge(guard(), steps, loss_scale=loss_scale)
+            judge(guard(searcher=None), steps, loss_scale=loss_scale)
         assert ended.value.state_is_good
+        assert "optimizer : " not in str(ended.value)
 
     @pytest.mark.parametrize(
         "steps",
@@ -78,6 +93,40 @@ class TestTrouble:
     )
     def test_edge_is_not_trouble(self, steps: StepReport) -> None:
         judge(guard(), steps)
+
+    def test_share_of_the_steps_since_the_last_look_is_what_counts(self) -> None:
+        watched = guard()
+        judge(watched, counted(100, 0))
+        judge(watched, counted(150, 50))  # half of a hundred, the most that is allowed
+        with pytest.raises(GuardError, match="51% of the optimizer steps"):
+            judge(watched, counted(199, 101))
+
+    def test_skips_after_steps_without_any_are_no_start(self) -> None:
+        watched = guard()
+        judge(watched, counted(100, 0))
+        with pytest.raises(GuardError, match="60% of the optimizer steps"):
+            judge(watched, counted(104, 6))
+
+    def test_start_goes_on_after_a_checkpoint_without_an_applied_step(self) -> None:
+        watched = guard(optimizers=1)
+        (gradients,) = watched._amp.metrics.all()
+        gradients.counts.load_state_dict({"attempted": 3, "applied": 0, "last_applied": 0})
+        watched.on_training_start()
+        judge(watched, counted(4, 9))
+
+    @pytest.mark.parametrize("optimizers", [1, 2])
+    def test_share_counts_from_the_checkpoint_that_the_run_goes_on_from(
+        self, optimizers: int
+    ) -> None:
+        """Its skips are no start at which the scale finds its level, and are not counted again."""
+        watched = guard(optimizers=optimizers)
+        for gradients in watched._amp.metrics.all():
+            gradients.counts.load_state_dict({"attempted": 64, "applied": 4, "last_applied": 4})
+        watched.on_training_start()
+        names = [""] if optimizers == 1 else ["_0", "_1"]
+        for name in names:
+            with pytest.raises(GuardError, match="60% of the optimizer steps"):
+                judge(watched, counted(8, 66, name=name))
 
     def test_scale_at_its_floor_is_no_trouble_while_steps_are_applied(self) -> None:
         judge(guard(), loss_scale=2.0)
@@ -110,6 +159,8 @@ class TestTrouble:
         watched.on_training_workload_end({"loss": 1.0}, {})
         with pytest.raises(GuardError, match="the training loss is inf"):
             watched.on_training_workload_end({"loss": math.inf}, {})
+        watched._amp.metrics.latest = Report(1.0, 1.0, (SOUND,))
+        watched.on_training_workload_end({"loss": math.inf}, {})
 
     def test_of_a_run_that_is_not_watched_is_none(self) -> None:
         watched = guard()
@@ -121,18 +172,105 @@ class TestTrouble:
         judge(guard(settings), counted(100, 9, 9))
         assert "9 optimizer steps in a row" in caplog.text
 
-    def test_fails_a_searchs_trial_and_not_the_search(self) -> None:
+    def test_of_two_kinds_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
+        judge(guard(settings), counted(100, 9, 9), loss_scale=2.0)
+        assert "at its floor 2 and steps still overflow" in caplog.text
+        assert "in a row" not in caplog.text
+
+    @pytest.mark.parametrize("weight", [math.nan, math.inf])
+    def test_parameter_that_is_not_finite_is_trouble_where_no_loss_is_reported(
+        self, weight: float
+    ) -> None:
+        model = nn.Linear(1, 2)
+        watched = guard(AmpSettings(Precision.AMP_BF16), models=[nn.Linear(1, 1), model])
+        watched._amp.metrics.latest = Report(None, 1.0, (SOUND,))
+        watched.on_training_workload_end({}, {})
+        torch.nn.init.constant_(model.bias, weight)
+        with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
+            watched.on_training_workload_end({}, {})
+
+    def test_before_the_first_report_is_none(self) -> None:
+        guard().on_training_workload_end({"loss": math.nan, "lr_drift_steps": 1}, {})
+
+    def test_fails_a_searchs_trial_and_not_the_search(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with pytest.raises(det.InvalidHP, match="in a row"):
             judge(guard(searcher="random"), counted(100, 9, 9))
+        assert "9 optimizer steps in a row" in caplog.text  # InvalidHP itself is not shown
+
+
+class TestCause:
+    def test_is_what_the_newest_batch_shows(self) -> None:
+        batch = torch.tensor([1.0, math.nan])
+        watched = guard(replay=lambda: ((batch,), lambda: None))
+        with pytest.raises(GuardError, match=r"Cause: .*not finite in samples \[1\]"):
+            judge(watched, counted(100, 9, 9))
+
+    def test_that_is_not_found_is_said(self) -> None:
+        with pytest.raises(GuardError, match=r"in a row .*\. The newest batch alone is finite"):
+            judge(guard(), counted(100, 9, 9))
+
+    def test_is_the_first_that_any_rank_knows(self) -> None:
+        watched = guard()
+        ranks: Any = watched._context.distributed
+        ranks.allgather = lambda value: [value, "of rank 1", "of rank 2"]
+        with pytest.raises(GuardError, match=r"Cause: of rank 1$"):
+            judge(watched, counted(100, 9, 9))
+
+    def test_that_cannot_be_looked_for_does_not_hide_the_failure(self) -> None:
+        watched = guard(replay=lambda: ((), lambda: 1 / 0))
+        told = "9 optimizer steps .* Cause: not found: .* raised ZeroDivisionError: division by"
+        with pytest.raises(GuardError, match=told):
+            judge(watched, counted(100, 9, 9))
+
+    def test_looks_at_parameters_of_optimizers_that_are_in_no_model(self) -> None:
+        """Their gradients of the batch that is trained again do not stay."""
+        watched = guard(optimizers=1)
+        (weight,) = watched._context.optimizers[0].param_groups[0]["params"]
+        weight.grad = torch.ones(1)
+        watched._replay = lambda: ((), lambda: weight.grad.fill_(7.0))
+        with pytest.raises(GuardError):
+            judge(watched, counted(100, 9, 9))
+        assert weight.grad.item() == 1
+
+
+class TestDrift:
+    def test_of_a_scheduler_on_skipped_steps_is_said_once(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        watched = guard()
+        watched._amp.metrics.latest = Report(1.0, 4.0, (SOUND,))
+        watched.on_training_workload_end({}, {})
+        for drift in (0, 3, 5):
+            watched.on_training_workload_end({"lr_drift_steps_1": drift, "other": 9}, {})
+        assert "moved on 3 skipped steps" in caplog.text
+        assert caplog.text.count("skipped steps") == 1
 
 
 class TestValidation:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_metric_that_is_not_finite_never_reaches_asha(self, value: float) -> None:
+    @pytest.mark.parametrize("searcher", ["adaptive_asha", "async_halving"])
+    def test_metric_that_is_not_finite_never_reaches_asha(
+        self, searcher: str, value: float
+    ) -> None:
         """Determined 0.38.1's master ends the whole search on it."""
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
         with pytest.raises(det.InvalidHP, match="validation_loss is"):
-            guard(settings, "adaptive_asha").on_validation_end({"validation_loss": value})
+            guard(settings, searcher).on_validation_end({"validation_loss": value})
+
+    def test_metric_that_is_not_finite_is_only_said_to_a_random_search(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
+        guard(settings, "random").on_validation_end({"validation_loss": math.nan})
+        assert "validation_loss is nan. The newest batch" in caplog.text
+
+    def test_of_a_run_that_is_not_watched_is_left_alone(self) -> None:
+        watched = guard()
+        watched._amp.watched = False
+        watched.on_validation_end({"validation_loss": math.nan})
 
     def test_finite_metric_passes(self) -> None:
         guard().on_validation_end({"validation_loss": 1.0})
@@ -147,6 +285,19 @@ class TestValidation:
 
 
 class TestRunningStatistics:
+    @pytest.mark.parametrize("when", ["report", "validation"])
+    def test_poisoned_ones_are_put_back_at_every_report_and_validation(self, when: str) -> None:
+        model = nn.BatchNorm1d(2)
+        watched = guard(models=[model])
+        mean = model.get_buffer("running_mean").fill_(3.0)
+        watched.on_training_start()
+        mean[1] = math.nan
+        if when == "report":
+            watched.on_training_workload_end({}, {})
+        else:
+            watched.on_validation_start()
+        assert mean.tolist() == [3.0, 3.0]
+
     def test_poisoned_ones_go_back_to_the_last_report(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

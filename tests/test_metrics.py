@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import resource
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,13 @@ from determined_amp.amp.metrics import (
     Stopwatch,
     TrainingMetrics,
     forget_peak_memory,
+    peak_memory_mib,
     timed,
 )
+from determined_amp.amp.metrics import gradients_of as gradients_that_are_dense
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp import AmpSettings, Precision
+from tests.fake_cuda import Syncs
 
 
 class Processes:
@@ -91,7 +96,168 @@ def having(*gradients: torch.Tensor) -> list[nn.Parameter]:
     return made
 
 
+class Clock:
+    """Stands where one puts it; seconds."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the metrics take the time by."""
+    made = Clock()
+    monkeypatch.setattr("determined_amp.amp.metrics.time", made)
+    return made
+
+
+def warmed_up(slots: int = 1) -> TrainingMetrics:
+    """After the last batch that is not timed."""
+    metrics = training_metrics(slots)
+    for _ in range(WARMUP_BATCHES):
+        metrics.add(torch.tensor(1.0), 8)
+    return metrics
+
+
 class TestTrainingMetrics:
+    def test_sum_of_losses_keeps_no_graph(self) -> None:
+        metrics = training_metrics()
+        for weight in (1, 2):
+            metrics.add(torch.tensor(1.0, requires_grad=True), weight)
+        assert not metrics._loss_sum.total().requires_grad
+        assert not any(waiting.requires_grad for waiting in metrics._loss_sum._waiting)
+
+    def test_report_is_of_its_own_batches_alone(self) -> None:
+        """A step with norm 2 and a gradient of 2^10; two with norm 6 and one of 2; then none."""
+        metrics = training_metrics()
+        gradients = gradients_of(metrics)
+        gradients.look(having(torch.full((1,), 2.0**10)))
+        gradients.add_norm(torch.tensor(2.0))
+        gradients.counts.count(torch.tensor(0.0))
+        first = report_of(metrics)
+        assert first["grad_norm"] == 2
+        assert first["headroom_bits"] == pytest.approx(math.log2(65504) - 10)
+        metrics.reset()
+        gradients.counts.attempted = 0  # looked at on every tenth step
+        gradients.look(having(torch.full((1,), 2.0)))
+        gradients.counts.attempted = 1
+        for found_inf in (1.0, 0.0):
+            gradients.add_norm(torch.tensor(6.0 if found_inf == 0 else math.nan))
+            gradients.counts.count(torch.tensor(found_inf))
+        second = report_of(metrics)
+        assert second["grad_norm"] == 6
+        assert second["skip_ratio"] == 0.5
+        assert second["headroom_bits"] == pytest.approx(math.log2(65504) - 1)
+        assert metrics.latest is not None
+        assert metrics.latest.steps == (StepReport("", 2, 1, 0, new_applied=1, new_attempted=2),)
+        metrics.reset()
+        third = report_of(metrics)
+        assert not {"grad_norm", "skip_ratio", "headroom_bits", "loss"} & third.keys()
+        assert (third["applied_steps"], third["skipped_steps"]) == (2, 1)
+
+    def test_consecutive_skips_are_those_since_the_newest_applied_step(self) -> None:
+        metrics = training_metrics()
+        for found_inf in (1.0, 0.0, 1.0, 1.0):
+            gradients_of(metrics).counts.count(torch.tensor(found_inf))
+        assert report_of(metrics)["consecutive_skips"] == 2
+
+    def test_drift_is_reported_of_optimizers_whose_schedule_moves_on_skips(self) -> None:
+        metrics = training_metrics(optimizers=2)
+        for gradients in metrics.all():
+            gradients.counts.count(torch.tensor(1.0))
+        assert not [name for name in report_of(metrics) if "drift" in name]
+        metrics.drifting = frozenset(metrics._optimizers[1:])
+        report = report_of(metrics)
+        assert report["lr_drift_steps_1"] == 1
+        assert "lr_drift_steps_0" not in report
+
+    def test_steps_of_the_first_optimizer_can_be_asked_for_before_it_is_there(self) -> None:
+        context: Any = Context()
+        metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
+        before = metrics.first_counts
+        for _ in range(2):
+            context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+        second, first = (metrics.of(context.optimizers[index]).counts for index in (1, 0))
+        assert first is before is metrics.first_counts
+        assert second is not before
+        assert [gradients.counts for gradients in metrics.all()] == [first, second]
+
+    def test_scales_are_those_of_now_and_of_the_newest_step(self) -> None:
+        context: Any = Context()
+        scales = (torch.tensor(2.0), torch.tensor(4.0))
+        metrics = TrainingMetrics(context, lambda: scales, scaled=True)
+        assert report_of(metrics)["loss_scale_log2"] == 1
+        assert metrics.latest == Report(None, 4.0, ())
+
+    def test_scale_of_zero_has_no_logarithm(self) -> None:
+        context: Any = Context()
+        metrics = TrainingMetrics(context, lambda: (torch.zeros(()),) * 2, scaled=True)
+        assert report_of(metrics)["loss_scale_log2"] == -math.inf
+
+    def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
+        """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""
+        metrics = warmed_up()
+        for now in (1.0, 4.0):
+            clock.now = now
+            metrics.waited(0.5)
+            metrics.add(torch.tensor(1.0), 8)
+        report = report_of(metrics)
+        assert (report["samples_per_second"], report["data_wait_share"]) == (4, 0.25)
+        metrics.reset()
+        clock.now = 7.0
+        metrics.waited(1.5)
+        metrics.add(torch.tensor(1.0), 6)
+        report = report_of(metrics)
+        assert (report["samples_per_second"], report["data_wait_share"]) == (2, 0.5)
+        metrics.reset()
+        clock.now = 8.0
+        assert not {"samples_per_second", "data_wait_share"} & report_of(metrics).keys()
+        metrics.add(torch.tensor(1.0), 3)
+        report = report_of(metrics)
+        assert report["samples_per_second"] == 3
+        assert "data_wait_share" not in report
+
+    def test_reset_while_the_process_warms_up_starts_no_clock(self) -> None:
+        metrics = training_metrics()
+        for _ in range(WARMUP_BATCHES - 1):
+            metrics.add(torch.tensor(1.0), 8)
+        metrics.reset()
+        metrics.add(torch.tensor(1.0), 8)
+        assert "samples_per_second" not in report_of(metrics)
+        metrics.reset()
+        metrics.add(torch.tensor(1.0), 8)
+        assert report_of(metrics)["samples_per_second"] > 0
+
+    @pytest.mark.parametrize(("waits", "share"), [((0.25, 0.5), 0.5), ((None, 0.25), 0.25)])
+    def test_slots_add_up_their_speed_and_report_their_largest_wait_and_memory(
+        self, waits: tuple[float | None, ...], share: float
+    ) -> None:
+        metrics = training_metrics(slots=2)
+        slots = [
+            {
+                **metrics.per_slot_reduce(),
+                "samples_per_second": 10.0 * number,
+                "data_wait_share": waits[number - 1],
+                "peak_memory_mib": 300.0 / number,
+                "peak_reserved_memory_mib": 500.0 * number,
+            }
+            for number in (1, 2)
+        ]
+        report = metrics.cross_slot_reduce(slots)
+        assert report["samples_per_second"] == 30
+        assert report["data_wait_share"] == share
+        assert report["peak_memory_mib"] == 300
+        assert report["peak_reserved_memory_mib"] == 1000
+        slots[1]["data_wait_share"] = 1.5  # a batch that was asked for before the clock started
+        assert metrics.cross_slot_reduce(slots)["data_wait_share"] == 1
+
+    def test_memory_of_a_cpu_is_no_reserved_one(self) -> None:
+        report = report_of(training_metrics())
+        assert report["peak_memory_mib"] > 0
+        assert "peak_reserved_memory_mib" not in report
+
     def test_loss_is_the_mean_over_samples(self) -> None:
         """(3 * 1 + 1 * 5) / 4 = 2, where the mean over batches would be 3."""
         metrics = training_metrics()
@@ -229,6 +395,19 @@ class TestTrainingMetrics:
         report = report_of(metrics)
         assert report["headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
 
+    def test_headroom_of_parameters_without_a_dense_gradient_is_not_reported(self) -> None:
+        metrics = training_metrics()
+        sparse = torch.ones(2, 2).to_sparse()
+        idle, embedding, dense = nn.Parameter(torch.ones(1)), *having(sparse, torch.ones(2))
+        assert gradients_that_are_dense([idle, embedding, dense]) == [dense.grad]
+        gradients_of(metrics).look([idle, embedding])
+        assert "headroom_bits" not in report_of(metrics)
+
+    def test_headroom_of_gradients_that_are_all_zero_is_not_reported(self) -> None:
+        metrics = training_metrics()
+        gradients_of(metrics).look(having(torch.zeros(3)))
+        assert "headroom_bits" not in report_of(metrics)
+
     def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
         metrics = training_metrics()
         gradients = gradients_of(metrics)
@@ -296,6 +475,36 @@ class TestTimedLoader:
         assert len(waits) == 6
         assert min(waits) >= 0
 
+    def test_tells_the_seconds_that_a_batch_took_to_come(self, clock: Clock) -> None:
+        class Slow:
+            batch_size = 7
+
+            def __len__(self) -> int:
+                return 2
+
+            def __iter__(self) -> Any:
+                clock.now += 100.0  # the workers start
+                return self.batches()
+
+            def batches(self) -> Any:
+                for seconds in (1.0, 2.0):
+                    clock.now += seconds
+                    yield seconds
+
+        waits: list[float] = []
+        loader = SimpleNamespace(get_data_loader=lambda **options: Slow())
+        slow = timed(loader, waits.append).get_data_loader(repeat=True)
+        batches = iter(slow)
+        assert clock.now == 100
+        for _ in batches:
+            clock.now += 50.0  # the batch is trained
+        assert waits == [1, 2]
+        assert (len(slow), slow.batch_size) == (2, 7)
+
+    def test_of_a_validation_is_not_timed(self) -> None:
+        loader = timed(self.Loader(), print)
+        assert loader.get_data_loader(repeat=False) == [0, 1, 2]
+
     def test_of_somebody_else_is_left_as_it_is(self) -> None:
         waits: list[float] = []
         loader = [0, 1, 2]
@@ -312,14 +521,53 @@ def test_peak_of_a_gpu_alone_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [torch.device("cuda")]
 
 
-def test_stopwatch_runs_from_start_to_stop() -> None:
+def test_peak_memory_is_that_of_the_process_or_of_torch_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    assert peak_memory_mib(torch.device("cpu")) == {"peak_memory_mib": pytest.approx(resident, 0.1)}
+    gpu = torch.device("cuda", 1)
+    for name, mib in (("allocated", 3), ("reserved", 5)):
+        held = {gpu: mib * 2**20}
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", held.__getitem__)
+    assert peak_memory_mib(gpu) == {"peak_memory_mib": 3.0, "peak_reserved_memory_mib": 5.0}
+
+
+def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
     stopwatch = Stopwatch(torch.device("cpu"))
-    assert stopwatch.seconds() == 0
+    assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
+    clock.now = 5.0
     stopwatch.start()
-    assert stopwatch.running
-    assert stopwatch.seconds() > 0
+    clock.now = 7.0
+    assert (stopwatch.running, stopwatch.seconds()) == (True, 2)
     stopwatch.stop()
-    assert stopwatch.seconds() == 0
+    assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
+
+
+def test_stopwatch_of_a_gpu_asks_its_events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know the milliseconds between two, once the later one has been waited for."""
+
+    class Event:
+        waited_for = False
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock.now
+
+        def synchronize(self) -> None:
+            self.waited_for = True
+
+        def elapsed_time(self, later: Event) -> float:
+            assert later.waited_for
+            return 1000.0 * (later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stopwatch = Stopwatch(torch.device("cuda"))
+    stopwatch.start()
+    clock.now = 3.0
+    assert stopwatch.seconds() == 3
 
 
 class TestDeviceSum:
@@ -342,6 +590,13 @@ class TestDeviceSum:
             total.add(torch.tensor(value))
         assert total.total().item() == 2**24 + 1
 
+    def test_leaves_the_device_alone_until_there_is_a_handful(self) -> None:
+        total, value = DeviceSum(torch.device("cpu")), torch.ones(())
+        with Syncs("cpu") as syncs, syncs.during("adds"):
+            for _ in range(DeviceSum._HANDFUL):
+                total.add(value)
+        assert not syncs.calls["adds"]
+
     def test_keeps_a_bounded_number_of_tensors(self) -> None:
         total = DeviceSum(torch.device("cpu"))
         values = [torch.ones(()) for _ in range(1000)]
@@ -352,7 +607,10 @@ class TestDeviceSum:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
-        finite, plain = (DeviceSum(torch.device("cpu"), finite_only=only) for only in (True, False))
+        finite, plain = (
+            DeviceSum(torch.device("cpu"), finite_only=True),
+            DeviceSum(torch.device("cpu")),
+        )
         for value in (1.0, bad, 2.0):
             finite.add(torch.tensor(value))
             plain.add(torch.tensor(value))

@@ -1,15 +1,214 @@
-"""`amp.scaler`: counts of applied and skipped steps, on the host and on the device."""
+"""`amp.scaler`: who was stepped and who skipped; counts on the host and on the device."""
 
 from __future__ import annotations
 
+import math
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from determined_amp.amp.scaler import StepCounts
+from determined_amp.amp.scaler import ObservedScaler, StepCounts
+from determined_amp.config.amp import AmpSettings, Precision
+from determined_amp.config.settings import ConfigError
 from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")
 NEVER = 10**9
+
+
+class Fused(torch.optim.SGD):
+    """Is called on a skip, too, and reads on the device that it is one, as torch's fused ones."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
+
+    def step(self, closure: Any = None) -> Any:
+        (weight,) = self.param_groups[0]["params"]
+        weight.data.sub_(torch.where(self.found_inf > 0, 0.0, weight.grad / self.grad_scale))
+
+
+class Stepped:
+    """A weight of 1, moved at rate 1 by a scaler whose first scale is 4."""
+
+    def __init__(self, optimizer_class: Any = torch.optim.SGD, **settings: float) -> None:
+        given: dict[str, Any] = {"init_scale": 4.0, **settings}
+        self.scaler = ObservedScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
+        self.optimizer = self.another(optimizer_class)
+
+    def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
+        """One more optimizer, with a weight of its own."""
+        made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
+        made.register_step_pre_hook(lambda *call: setattr(self.scaler, "moved", True))
+        return made
+
+    def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
+        weight: nn.Parameter = (optimizer or self.optimizer).param_groups[0]["params"][0]
+        weight.grad = self.scaler.scale(torch.full((1,), gradient))
+        return weight
+
+    def step(self, gradient: float, optimizer: Any = None) -> float:
+        """The weight after a step."""
+        weight = self.backward(gradient, optimizer)
+        self.scaler.step(optimizer or self.optimizer)
+        return weight.item()
+
+    def step_and_update(self, gradient: float) -> float:
+        """The scale after a step and an update."""
+        self.step(gradient)
+        self.scaler.stepped.clear()
+        self.scaler.update()
+        return float(self.scaler.get_scale())
+
+
+class TestSettings:
+    def test_left_out_are_torchs(self) -> None:
+        ours = ObservedScaler(AmpSettings(Precision.AMP_FP16), "cpu")
+        theirs = torch.amp.GradScaler("cpu")
+        assert ours.state_dict() == theirs.state_dict() != {}
+
+    def test_given_are_the_scalers(self) -> None:
+        given = AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7)
+        assert ObservedScaler(given, "cpu").state_dict() == {
+            "scale": 8.0,
+            "growth_factor": 3.0,
+            "backoff_factor": 0.25,
+            "growth_interval": 7,
+            "_growth_tracker": 0,
+        }
+
+
+class TestStep:
+    @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
+    def test_that_is_applied_or_skipped_is_noted(self, optimizer_class: Any) -> None:
+        made = Stepped(optimizer_class)
+        assert made.step(0.25) == 0.75
+        noted = made.scaler.stepped.pop(made.optimizer)
+        assert noted == 0
+        assert isinstance(noted, torch.Tensor) is (optimizer_class is Fused)
+        made.scaler.update()
+        assert made.step(math.inf) == 0.75
+        assert made.scaler.stepped == {made.optimizer: 1}
+
+    def test_that_skips_on_any_of_several_devices_is_noted(self) -> None:
+        made = Stepped(Fused)
+        state = made.scaler._per_optimizer_states[id(made.optimizer)]
+        for found in ([0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 1.0]):
+            state["found_inf_per_device"] = dict(enumerate(map(torch.tensor, found)))
+            assert bool(made.scaler._found_inf(made.optimizer)) is any(found)
+
+    def test_is_under_way_only_meanwhile(self) -> None:
+        made = Stepped()
+        seen = []
+        made.optimizer.register_step_pre_hook(lambda *call: seen.append(made.scaler.stepping))
+        assert made.scaler.stepping is False
+        made.step(1.0)
+        assert made.scaler.stepping is False
+        assert seen == [True]
+
+    def test_that_fails_is_not_under_way_any_more_and_not_noted(self) -> None:
+        made = Stepped()
+        made.optimizer.register_step_pre_hook(lambda *call: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.step(1.0)
+        assert made.scaler.stepping is False
+        assert made.scaler.stepped == {}
+
+    @pytest.mark.parametrize("name", ["step", "unscale_"])
+    def test_of_an_optimizer_that_was_stepped_is_refused_until_an_update(self, name: str) -> None:
+        made = Stepped()
+        made.step(1.0)
+        again = getattr(made.scaler, name)
+        with pytest.raises(
+            ConfigError, match=r"the trial: .*\s+- train_batch: steps an optimizer twice"
+        ):
+            again(made.optimizer)
+        made.scaler.stepped.clear()
+        made.scaler.update()
+        again(made.optimizer)
+
+    def test_that_clips_without_unscaling_first_is_refused(self) -> None:
+        made = Stepped()
+        made.scaler.clips = True
+        made.backward(1.0)
+        with pytest.raises(ConfigError, match="clips gradients that may still be scaled"):
+            made.scaler.step(made.optimizer)
+        made.scaler.unscale_(made.optimizer)
+        assert made.scaler.unscaled == {made.optimizer}
+        made.scaler.step(made.optimizer)
+        made.scaler.stepped.clear()
+        made.scaler.update()
+        with pytest.raises(ConfigError, match="clips gradients"):
+            made.step(1.0)
+
+    def test_begins_without_anything_noted(self) -> None:
+        scaler = Stepped().scaler
+        assert (scaler.clips, scaler.stepping, scaler.moved) == (False, False, False)
+        assert (scaler.has_scaled, scaler.updated) == (False, False)
+
+
+class TestUpdate:
+    def test_ends_what_scale_and_step_began(self) -> None:
+        made = Stepped()
+        made.step(1.0)
+        assert (made.scaler.has_scaled, made.scaler.updated) == (True, False)
+        made.scaler.update()
+        assert (made.scaler.has_scaled, made.scaler.updated) == (False, True)
+        made.scaler.stepped.clear()
+        made.step(1.0)
+        assert (made.scaler.has_scaled, made.scaler.updated) == (True, False)
+
+    def test_takes_the_scale_no_further_than_its_floor(self) -> None:
+        made = Stepped(min_scale=1.5)
+        assert [made.step_and_update(math.inf) for _ in range(3)] == [2.0, 1.5, 1.5]
+        made.scaler.update(8.0)
+        assert made.scaler.get_scale() == 8
+        made.scaler.update(torch.tensor(1.0))
+        assert made.scaler.get_scale() == 1.5
+
+    def test_keeps_the_scale_of_the_newest_step(self) -> None:
+        made, one = Stepped(growth_interval=1), torch.ones(())
+        assert made.scaler.scale_of_newest_step(one) == 4
+        used = []
+        for gradient in (1.0, math.inf, 1.0):
+            made.step_and_update(gradient)
+            used.append(
+                (float(made.scaler.scale_of_newest_step(one)), float(made.scaler.times(one)))
+            )
+        assert used == [(4, 8), (8, 4), (4, 8)]
+
+    @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
+    def test_leaves_each_of_several_optimizers_what_it_found(self, optimizer_class: Any) -> None:
+        """That of torch adds up what all of them found, in the tensor of the first."""
+        made = Stepped(optimizer_class)
+        other = made.another(optimizer_class)
+        made.step(1.0)
+        made.step(math.inf, other)
+        made.scaler.update()
+        assert made.scaler.stepped == {made.optimizer: 0, other: 1}
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.TF32, Precision.AMP_BF16])
+def test_without_a_scale_everything_passes_through(precision: Precision) -> None:
+    made = Stepped()
+    made.scaler = scaler = ObservedScaler(AmpSettings(precision), "cpu")
+    one = torch.ones(())
+    assert scaler.scale(one) is one
+    assert scaler.has_scaled
+    weight = made.backward(0.25)
+    scaler.unscale_(made.optimizer)
+    assert scaler.step(made.optimizer, lambda: 7.0) == 7
+    assert scaler.stepped == {made.optimizer: False}
+    assert (scaler.unscaled, weight.item()) == (set(), 0.75)
+    scaler.update()
+    assert (scaler.updated, scaler.has_scaled) == (True, False)
+    assert scaler.times(one) == scaler.scale_of_newest_step(one) == 1
+    scaler.stepped.clear()
+    assert scaler.step(made.optimizer, closure=lambda: 8.0) == 8
+    assert scaler.state_dict() == {}
 
 
 def counted(skips: list[bool], *, on_host: bool, ask_every: int) -> StepCounts:
@@ -73,3 +272,55 @@ def test_counting_waits_for_nothing(steps: int) -> None:
     with syncs, syncs.during("control"):
         assert (int(applied), int(skips)) == (steps, 0)
     assert syncs.waits["control"] == {"read": 2}
+
+
+def test_counting_keeps_a_bounded_number_of_tensors() -> None:
+    counts = StepCounts(CPU, can_skip=True)
+    found = [torch.zeros(()) for _ in range(1000)]
+    references = [weakref.ref(value) for value in found]
+    while found:
+        counts.count(found.pop())
+    assert sum(reference() is not None for reference in references) < 64
+
+
+@pytest.mark.parametrize("can_skip", [False, True])
+def test_before_the_first_step_it_counts_as_applied_where_none_can_be_skipped(
+    *, can_skip: bool
+) -> None:
+    counts = StepCounts(CPU, can_skip=can_skip)
+    assert bool(counts.last_step_applied) is not can_skip
+    assert (int(counts.applied), int(counts.consecutive_skips())) == (0, 0)
+    assert (counts.attempted, counts.applied_on_host) == (0, 0)
+
+
+def test_counts_that_a_checkpoint_brought_are_the_hosts_too() -> None:
+    counts = StepCounts(CPU, can_skip=False)
+    counts.load_state_dict({"attempted": 5, "applied": 4, "last_applied": 3})
+    assert (counts.applied_on_host, int(counts.applied), int(counts.consecutive_skips())) == (
+        4,
+        4,
+        2,
+    )
+    counts.count(True)
+    assert (counts.attempted, int(counts.applied), int(counts.consecutive_skips())) == (6, 4, 3)
+
+
+def test_counting_leaves_the_device_alone_until_somebody_asks() -> None:
+    """Three kernels for one step, or for 64 of them."""
+    counts, applied = StepCounts(CPU, can_skip=True), torch.zeros(())
+    with Syncs("cpu") as syncs, syncs.during("steps"):
+        for _ in range(StepCounts._HANDFUL - 1):
+            counts.count(applied)
+    assert not syncs.calls["steps"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_counts_are_whole_numbers_on_the_device_of_the_parameters(steps: int) -> None:
+    device = torch.device("meta")
+    counts = StepCounts(device, can_skip=True)
+    for _ in range(steps):
+        counts.count(torch.zeros((), device=device))
+    whole = (counts.applied, counts.consecutive_skips())
+    assert {(count.dtype, count.device) for count in whole} == {(torch.int64, device)}
+    last = counts.last_step_applied
+    assert (last.dtype, last.device) == (torch.bool, device)

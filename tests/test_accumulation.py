@@ -1,0 +1,86 @@
+"""`amp.accumulation`: one division and one exchange of gradients for a window of batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from determined_amp.amp.accumulation import average_at_once, share_gradients_once
+from tests.fake_cuda import Syncs
+from tests.test_metrics import having
+
+
+class Exchanging(DistributedDataParallel):
+    """Notes in every forward whether the backward after it exchanges gradients; needs no ranks."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.require_backward_grad_sync = True
+        self.noted: list[bool] = []
+
+    def forward(self, *inputs: Any, **named: Any) -> None:
+        self.noted.append(self.require_backward_grad_sync)
+
+
+class TestAverage:
+    @pytest.fixture
+    def context(self) -> Any:
+        made: Any = SimpleNamespace()
+        average_at_once(made)
+        return made
+
+    def test_is_one_kernel_for_all_parameters(self, context: Any) -> None:
+        parameters = [
+            *having(torch.tensor([4.0, 8.0]), torch.tensor(6.0)),
+            nn.Parameter(torch.ones(1)),
+        ]
+        with Syncs("cpu") as syncs, syncs.during("average"):
+            context._average_gradients(parameters=iter(parameters), divisor=2)
+        assert syncs.calls["average"] == {"_foreach_div_": 1}
+        gradients = [p.grad.tolist() for p in parameters if p.grad is not None]
+        assert gradients == [[2.0, 4.0], 3.0]
+
+    def test_of_sparse_gradients_is_the_same(self, context: Any) -> None:
+        dense, sparse = having(torch.tensor([4.0, 8.0]), torch.eye(2).to_sparse())
+        context._average_gradients([dense, sparse], 2)
+        assert dense.grad is not None
+        assert dense.grad.tolist() == [2.0, 4.0]
+        assert sparse.grad is not None
+        assert sparse.grad.is_sparse
+        assert sparse.grad.to_dense().tolist() == [[0.5, 0.0], [0.0, 0.5]]
+
+    @pytest.mark.parametrize("divisor", [1, 2])
+    def test_of_one_batch_or_of_no_gradient_costs_nothing(self, context: Any, divisor: int) -> None:
+        parameters = having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]
+        with Syncs("cpu") as syncs, syncs.during("average"):
+            context._average_gradients(parameters, divisor)
+        assert not syncs.calls["average"]
+
+
+class TestExchange:
+    def test_is_after_the_last_batch_of_a_window_alone(self) -> None:
+        model, batches = Exchanging(), iter(range(4))
+        context: Any = SimpleNamespace(
+            models=[nn.Linear(1, 1), model], current_train_batch=lambda: next(batches)
+        )
+        (handle,) = share_gradients_once(context, lambda batch: batch % 2 == 1)
+        for _ in range(4):
+            model()
+        assert model.noted == [False, True, False, True]
+        handle.remove()
+        model()  # and asks for no fifth batch
+
+    def test_is_not_asked_about_where_no_backward_follows(self) -> None:
+        """As in a validation, which may come in the middle of a window."""
+        model, context = Exchanging(), SimpleNamespace(current_train_batch=lambda: 1 / 0)
+        made: Any = context
+        made.models = [model]
+        share_gradients_once(made, lambda batch: False)
+        with torch.no_grad():
+            model()
+        assert model.noted == [True]
