@@ -1,16 +1,20 @@
-"""Small trials looked at as the finder does, for the tests of `hp_search`."""
+"""Small trials looked at as the finder does, and gradients made by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from determined import pytorch
 
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.checkpoint import patched
 from determined_amp.finder.frozen import FrozenBatch, in_training
+from determined_amp.finder.histogram import BINS, Histogram
+from determined_amp.finder.passes import Prediction
+from determined_amp.finder.recorder import Source
 from determined_amp.local.alone import open_trial
 
 T = TypeVar("T")
@@ -67,3 +71,17 @@ def train(trial: SmallTrial, steps: int) -> None:
 
     with patched(trial, "train_batch", train_until):
         pytorch.Trainer(trial, trial.context).fit(max_length=pytorch.Batch(2**20))
+
+
+def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 0.0) -> Prediction:
+    """Of one tensor in each module."""
+    tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
+    return Prediction(tensors, largest)
+
+
+def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
+    """So many values of each power of two."""
+    counts = np.zeros(BINS, dtype=np.int64)
+    for power, count in values_by_log2.items():
+        counts[2 * (power + 127)] = count
+    return Histogram(counts)

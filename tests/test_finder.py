@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -28,12 +27,19 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import Run, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
-from determined_amp.finder.histogram import BINS, OVERFLOW_LOG2, Histogram
+from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
-from determined_amp.finder.recorder import Source
 from determined_amp.finder.verdict import Finding, Verdict, _islands, find
 from determined_amp.local.alone import open_trial
-from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
+from tests.loss_scale import (
+    ALL,
+    Context,
+    Trial,
+    config,
+    looked_at,
+    prediction_of,
+    skipped_steps,
+)
 from tests.training import ROOT, SMALL, run_small
 
 Batches = Sequence[FrozenBatch]
@@ -305,19 +311,6 @@ class TestIslands:
         found = finding(DeepPlain)
         run = Run("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
         assert yaml_changes(found, run)["fp32_modules"] == ["^0$", f"^{found.islands[0]}$"]
-
-
-def prediction_of(modules: Mapping[str, Mapping[int, int]]) -> Prediction:
-    """Of one tensor in each module."""
-    tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
-    return Prediction(tensors, 0.0)
-
-
-def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
-    counts = np.zeros(BINS, dtype=np.int64)
-    for power, count in values_by_log2.items():
-        counts[2 * (power + 127)] = count
-    return Histogram(counts)
 
 
 class TestNothingToFind:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from determined import pytorch
 from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
+from determined_amp.amp.checkpoint import patched
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.frozen import (
     FrozenBatch,
+    Gradients,
     LossScaleError,
     float16_as,
     in_training,
@@ -115,7 +118,49 @@ def _another_context(context: Context) -> Context:
     )
 
 
+class Doubled(FrozenBatch):
+    """The loss is 2 w; whoever made it goes on using loss and gradient after the backward."""
+
+    samples = 1
+
+    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
+        (weight,) = self._models[0].parameters()
+        loss = weight.sum() * 2.0 * scale
+        loss.backward()  # type: ignore[no-untyped-call]
+        after_backward(loss)
+        assert weight.grad is not None
+        weight.grad.zero_()
+        self.batch.append(loss)
+
+
 class TestGradients:
+    def test_are_copies_and_keep_no_graph(self) -> None:
+        losses: list[torch.Tensor] = []
+        batch = Doubled([nn.Linear(1, 1, bias=False)], losses)
+        seen = [batch.backward(None, scale) for scale in (0, 3)]
+        assert [found.parameters[0].item() for found in seen] == [2, 16]
+        assert all(found.are_finite and found.loss_is_finite for found in seen)
+        kept: list[torch.Tensor] = []
+
+        def is_finite(loss: torch.Tensor) -> torch.Tensor:
+            kept.append(loss)
+            return torch.ones(1)
+
+        with patched(torch, "isfinite", is_finite):
+            batch.backward(None)
+        assert [loss.requires_grad for loss in kept] == [False]
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_are_finite_if_all_of_them_are(self, value: float) -> None:
+        sound, bad = torch.ones(2), torch.tensor([1.0, value])
+        assert Gradients(loss_is_finite=True, parameters=(sound, sound)).are_finite
+        assert not Gradients(loss_is_finite=True, parameters=(sound, bad)).are_finite
+        assert not Gradients(loss_is_finite=True, parameters=(bad, sound)).are_finite
+
+    def test_that_no_parameter_got_are_an_error(self) -> None:
+        with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
+            _ = Gradients(loss_is_finite=True, parameters=()).are_finite
+
     def test_scale_moves_the_exponent_only(self) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             plain = batches[0].backward(torch.bfloat16, 0).parameters

@@ -12,12 +12,136 @@ import torch
 from torch import nn
 
 from benchmarks.small_trials import Float16Loss, SmallTrial, SummedLoss, TinyLoss
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder import score as scoring
+from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
+from determined_amp.finder.passes import Observation
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
-from tests.loss_scale import Context, Trial, looked_at
+from tests.loss_scale import Context, Trial, looked_at, prediction_of
 
 Batches = Sequence[FrozenBatch]
+
+
+class Exact:
+    """A batch with these float32 gradients, and others in float16."""
+
+    def __init__(self, exact: list[list[float]], scaled: list[list[float]]) -> None:
+        self._exact, self._scaled = exact, scaled
+
+    def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
+        assert (dtype, scale_log2) in ((None, 0), (torch.float16, 4))
+        values = self._exact if dtype is None else self._scaled
+        made = tuple(torch.tensor(value) * 2.0**scale_log2 for value in values)
+        return Gradients(loss_is_finite=True, parameters=made)
+
+
+class TestTerms:
+    """Passes and gradients made by hand; the largest 16-bit gradient is 65520 / 2^6."""
+
+    @pytest.fixture
+    def observed(self, monkeypatch: pytest.MonkeyPatch) -> dict[float, Observation]:
+        """What is observed at these scales; every other one overflows."""
+        seen: dict[float, Observation] = {}
+
+        def observe(context: Any, batches: Any, scale_log2: float, given: Any) -> Observation:
+            overflow = Observation(scale_log2, True, True, 0.25, -math.inf)
+            return seen.get(scale_log2, overflow)
+
+        prediction = prediction_of({"a": {9: 1}}, largest=65520 / 2**6)
+        monkeypatch.setattr(scoring, "predict", lambda *given: prediction)
+        monkeypatch.setattr(scoring, "observe", observe)
+        monkeypatch.setattr(scoring, "cause_of", lambda context, batches: "the cause")
+        return seen
+
+    @staticmethod
+    def of(scale_log2: float, *batches: Exact, other_slots: Sequence[float] = ()) -> Score:
+        context: Any = type("Context", (), {})()
+        context.distributed = type("Slots", (), {})()
+        context.distributed.allgather = lambda mine: [mine, *other_slots]
+        made: Any = batches
+        return score_batches(context, made, scale_log2)
+
+    def test_error_is_the_mean_over_tensors_batches_and_slots(
+        self, observed: dict[float, Observation]
+    ) -> None:
+        """Half of (3, 4) is lost, then all of it and more; a gradient of 0 has no error."""
+        observed[4] = Observation(4, True, False, 0.125, 1.5)
+        half = Exact([[3.0, 4.0], [0.0]], [[3.0, 1.5], [0.0]])
+        all_of_it = Exact([[3.0, 4.0]], [[-30.0, -40.0]])
+        assert self.of(4, half).gradient_error == 0.25
+        assert self.of(4, half, all_of_it).gradient_error == 0.625
+        found = self.of(4, half, all_of_it, other_slots=[0.25])
+        assert found == Score(0.4375, 0.4375, 1.5, 0.125, 0.0, 0.0)
+
+    @pytest.mark.parametrize(("headroom", "score"), [(1.5, 0.0), (3.5, 0.002), (0.5, 0.001)])
+    def test_room_counts_a_thousandth_a_bit_from_one_and_a_half(
+        self, observed: dict[float, Observation], headroom: float, score: float
+    ) -> None:
+        observed[4] = Observation(4, True, False, 0.0, headroom)
+        found = self.of(4, Exact([[1.0]], [[1.0]]))
+        assert found.loss_scale_score == pytest.approx(score)
+        assert found.headroom_bits == headroom
+
+    def test_room_is_the_predicted_one_where_none_was_seen(
+        self, observed: dict[float, Observation]
+    ) -> None:
+        """All is flushed, or an infinity reached no parameter: 6 bits less the scale's 4."""
+        observed[4] = Observation(4, True, False, 1.0, -math.inf)
+        assert self.of(4, Exact([[1.0]], [[0.0]])).headroom_bits == 2
+
+    @pytest.mark.parametrize(
+        ("scale", "works_at", "halvings"),
+        [(16, 6, 10), (6.5, 5.5, 1), (8.25, 5.25, 3), (6, 5, 1), (16, 4, 12)],
+    )
+    def test_halvings_are_those_until_nothing_overflows(
+        self, observed: dict[float, Observation], scale: float, works_at: float, halvings: int
+    ) -> None:
+        """From the whole number that bfloat16 predicts on, at least one."""
+        observed[0] = Observation(0, True, False, 0.0, 6.0)
+        observed[works_at] = Observation(works_at, True, False, 0.0, 0.5)
+        assert self.of(scale) == Score(
+            loss_scale_score=1.0 + 0.01 * halvings,
+            gradient_error=1.0,
+            headroom_bits=min(6 - scale, 0.0),
+            flushed_share=0.25,
+            overflow=1.0,
+            halvings=halvings,
+        )
+
+    def test_of_a_forward_that_overflows_are_none(self, observed: dict[float, Observation]) -> None:
+        observed[0] = Observation(0, False, False, 0.0, 0.0)
+        with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
+            self.of(16)
+
+    @pytest.mark.parametrize("left", [0.01, 0.0099])
+    def test_of_scales_that_leave_nothing_are_none(
+        self, observed: dict[float, Observation], left: float
+    ) -> None:
+        observed[0] = Observation(0, True, True, 0.0, 0.0)
+        observed[-9] = Observation(-9, True, False, 0.0, 0.0, values_left=left)
+        if left == 0.01:
+            assert self.of(4).halvings == 13
+        else:
+            with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
+                self.of(4)
+
+    def test_of_a_trial_that_cannot_run_in_float32_are_none(
+        self, observed: dict[float, Observation]
+    ) -> None:
+        class Half(Exact):
+            def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
+                raise self.error
+
+            error: Exception = RuntimeError("expected Half")
+
+        observed[4] = Observation(4, True, False, 0.0, 1.5)
+        batch = Half([], [])
+        told = "cannot run in float32, which gradient_error is measured against: expected Half. Wr"
+        with pytest.raises(LossScaleError, match=told):
+            self.of(4, batch)
+        batch.error = LossScaleError("a sentence")
+        with pytest.raises(LossScaleError, match=r"^a sentence$"):
+            self.of(4, batch)
 
 
 def scores(trial: Trial, scales: Sequence[int]) -> dict[int, Score]:

@@ -1,0 +1,168 @@
+"""`finder.verdict`: what predictions and passes mean, with both of them made by hand.
+
+float16 flushes 2^-25 to 0 and rounds 2^16 to infinity: for gradients from 2^a to 2^b the scales
+from 2^(-24 - a) to 2^(15 - b) are safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from determined_amp.finder import verdict
+from determined_amp.finder.passes import Observation, Prediction
+from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
+from determined_amp.finder.verdict import Finding, Verdict, _islands, _judge, find
+from tests.loss_scale import prediction_of
+
+CONTEXT: Any = object()
+BATCHES: Any = object()
+
+
+def found(
+    monkeypatch: pytest.MonkeyPatch,
+    prediction: Prediction,
+    overflows: Callable[[float], bool],
+    *,
+    loss_is_finite: bool = True,
+) -> Finding:
+    """The finding where float16 overflows at these scales."""
+
+    def observe(context: Any, batches: Any, scale_log2: float, given: Prediction) -> Observation:
+        assert (context, batches, given) == (CONTEXT, BATCHES, prediction)
+        finite = loss_is_finite and scale_log2 == 0
+        return Observation(scale_log2, finite, overflows(scale_log2), 0.0, 0.0)
+
+    made = {"predict": prediction, "cause_of": "the cause"}
+    for name, result in made.items():
+        of_these = {(CONTEXT, BATCHES): result}
+        monkeypatch.setattr(verdict, name, lambda *given, of_these=of_these: of_these[given])
+    monkeypatch.setattr(verdict, "observe", observe)
+    finding = find(CONTEXT, BATCHES)
+    assert finding.prediction is prediction
+    return finding
+
+
+class TestFind:
+    def test_chooses_one_bit_below_the_largest_scale(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12)
+        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 11)
+        assert finding.window_bits == 39
+        assert [seen.scale_log2 for seen in finding.verified] == [11]
+        assert finding.verdict is Verdict.SCALE
+        assert (finding.islands, finding.cause) == ((), "")
+
+    @pytest.mark.parametrize(("faintest", "choice"), [(-36, 12), (-35, 11)])
+    def test_chooses_the_largest_where_no_other_is_safe(
+        self, faintest: int, choice: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prediction = prediction_of({"loud": {3: 1}, "faint": {faintest: 1}})
+        finding = found(monkeypatch, prediction, lambda scale: False)
+        assert (finding.low_log2, finding.top_log2) == (-24 - faintest, 12)
+        assert finding.choice_log2 == choice
+
+    def test_names_islands_where_no_scale_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
+        finding = found(monkeypatch, prediction, lambda scale: False)
+        assert (finding.verdict, finding.islands) == (Verdict.ISLANDS, ("loud",))
+        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
+
+    def test_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
+        assert (finding.top_log2, finding.choice_log2) == (8, 8)
+        assert [seen.scale_log2 for seen in finding.verified] == [11, 10, 9, 8]
+
+    @pytest.mark.parametrize("bits", [24, 25])
+    def test_gives_up_after_24_bits(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 11 - bits)
+        assert len(finding.verified) == 25
+        if bits == 24:
+            assert (finding.verdict, finding.choice_log2) == (Verdict.SCALE, 11 - bits)
+        else:
+            assert (finding.verdict, finding.choice_log2) == (Verdict.FORWARD_OVERFLOW, None)
+            assert finding.cause == "the cause"
+
+    def test_gives_up_at_once_where_the_loss_overflows_without_a_scale(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prediction = prediction_of({"a": {3: 1}})
+        finding = found(monkeypatch, prediction, lambda scale: True, loss_is_finite=False)
+        assert (finding.verdict, len(finding.verified)) == (Verdict.FORWARD_OVERFLOW, 1)
+        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, None)
+
+
+@pytest.mark.parametrize(
+    ("low", "top", "expected"),
+    [
+        (16, 16, Verdict.DEFAULT),
+        (-3, 16, Verdict.DEFAULT),
+        (16, 20, Verdict.DEFAULT),
+        (17, 20, Verdict.SCALE),
+        (10, 15, Verdict.SCALE),
+        (10, 10, Verdict.SCALE),
+        (17, 16, Verdict.BF16),
+    ],
+)
+def test_verdict_is_that_of_the_window(low: int, top: int, expected: Verdict) -> None:
+    assert _judge(prediction_of({"a": {0: 1}}), low, top) == (expected, ())
+
+
+def test_verdict_is_for_islands_where_they_leave_a_window() -> None:
+    modules = {"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}}
+    assert _judge(prediction_of(modules), 1, 0) == (Verdict.ISLANDS, ("loud",))
+
+
+class TestIslands:
+    @pytest.mark.parametrize(("faintest", "expected"), [(-38, ("loud",)), (-39, ("faint",))])
+    def test_leave_a_window_of_one_power_of_two_at_least(
+        self, faintest: int, expected: tuple[str, ...]
+    ) -> None:
+        """Without the loud module, gradients of 2^1 and 2^-38 leave 2^14 alone."""
+        modules = {"loud": {4: 1}, "a": {1: 1}, "b": {-20: 1}, "faint": {faintest: 1}}
+        assert _islands(prediction_of(modules)) == expected
+
+    @pytest.mark.parametrize(("loud", "quiet"), [(1, 2), (2, 3), (3, 4)])
+    def test_are_three_at_most_and_fewer_than_the_others(self, loud: int, quiet: int) -> None:
+        modules = {f"loud {i}": {30 + i: 1} for i in range(loud)}
+        others = {f"quiet {i}": {-30: 1} for i in range(quiet)}
+        islands = _islands(prediction_of({**modules, **others}))
+        assert set(islands) == set(modules)
+        assert islands == tuple(sorted(modules, reverse=True))  # the loudest first
+        del others["quiet 0"]
+        assert _islands(prediction_of({**modules, **others})) != islands
+
+    def test_of_more_than_three_modules_are_none(self) -> None:
+        modules = {f"loud {i}": {30: 1} for i in range(4)}
+        others = {f"quiet {i}": {-30: 1} for i in range(9)}
+        assert _islands(prediction_of({**modules, **others})) == ()
+
+    def test_begin_with_the_loudest_also_where_that_is_1(self) -> None:
+        modules = {"one": {0: 1}, "loud": {1: 1}, **{name: {-39: 1} for name in "abcde"}}
+        assert _islands(prediction_of(modules)) == ("loud",)
+
+    def test_are_the_fewest(self) -> None:
+        """Two loud ones, or one faint one."""
+        modules = {"loud": {20: 1}, "louder": {21: 1}, "faint": {-30: 1}}
+        others = {name: {0: 1} for name in "abcd"}
+        assert _islands(prediction_of({**modules, **others})) == ("faint",)
+
+    @pytest.mark.parametrize("name", [OUTSIDE, WHOLE_MODEL])
+    def test_are_modules_that_can_be_named(self, name: str) -> None:
+        others = {other: {-30: 1} for other in "abcd"}
+        assert _islands(prediction_of({name: {30: 1}, **others})) == ()
+
+
+def finding_of(prediction: Prediction, low: int = 0, top: int = 10) -> Finding:
+    return Finding(Verdict.SCALE, prediction, top - 1, low, top, ())
+
+
+@pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])
+def test_every_bit_above_the_window_is_a_skipped_step(init: float, skips: int) -> None:
+    assert finding_of(prediction_of({})).expected_skips(init) == skips
+
+
+def test_modules_whose_gradients_are_all_zero_are_hidden() -> None:
+    prediction = prediction_of({"a": {-127: 3}, "b": {0: 1}, "c": {}})
+    assert finding_of(prediction).hidden_modules == ("a", "c")
