@@ -13,7 +13,7 @@ RUN = $(ENV)/bin/python
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard report compare test test-oldest test-cluster lint format tensorboard clean
+.PHONY: help run search dashboard report compare test test-oldest test-cluster mutants lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +45,11 @@ test-oldest: ## the same with torch 2.3, the level of Determined's default task 
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
 	@$(RUN) -m pytest -m cluster -v -rs tests/test_cluster.py
+
+mutants: $(ENV)/ready ## plant faults in a module, and list those that its tests miss: MODULE=... [TESTS=...]
+	@test -n "$(MODULE)" || { echo "no module: make mutants MODULE=determined_amp/amp/scaler.py" >&2; exit 2; }
+	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) --group mutants
+	@WORKERS=$(WORKERS) $(RUN) -m tests.mutants $(MODULE) $(TESTS)
 
 lint: $(ENV)/ready ## ruff and mypy, strict, tests included
 	@$(ENV)/bin/ruff format --check .

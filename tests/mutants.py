@@ -1,0 +1,106 @@
+"""Plants faults in one module, one at a time, and lists those that its tests do not notice.
+
+`make mutants MODULE=determined_amp/amp/scaler.py` starts this. mutmut makes the faults and runs the
+tests, in a copy of the checkout: the source stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_SETTINGS = """\
+[mutmut]
+source_paths = determined_amp
+only_mutate = {module}
+pytest_add_cli_args_test_selection =
+{tests}
+pytest_add_cli_args =
+    -x
+    -p
+    no:cacheprovider
+also_copy =
+{folders}
+use_git_change_detection = 0
+track_dependencies = 0
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
+    parser.add_argument("module", help="such as determined_amp/amp/scaler.py")
+    parser.add_argument("tests", nargs="*", help="by default tests/test_NAME.py of the module")
+    options = parser.parse_args(arguments)
+    tests = options.tests or [f"tests/test_{Path(options.module).stem}.py"]
+    for path in (options.module, *(test.partition("::")[0] for test in tests)):
+        if not (ROOT / path).is_file():
+            print(
+                f"{path}: no such file; allowed: make mutants MODULE=determined_amp/ROOM/NAME.py, "
+                "with TESTS='tests/test_A.py tests/test_B.py' where tests/test_NAME.py is missing",
+                file=sys.stderr,
+            )
+            return 2
+    with tempfile.TemporaryDirectory() as folder:
+        return _plant(Path(folder), options.module, tests)
+
+
+def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
+    _copy_checkout(folder)
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    lists = {
+        "tests": tests,
+        "folders": [f for f in folders if f not in ("determined_amp", "tests")],
+    }
+    indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
+    (folder / "setup.cfg").write_text(_SETTINGS.format(module=module, **indented))
+    status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"))
+    if status:
+        return status
+    survivors = 0
+    for line in _said(folder, "results").splitlines():
+        name, _, verdict = line.strip().partition(": ")
+        if verdict in ("survived", "no tests"):
+            survivors += 1
+            print(f"\n{verdict}: {name}\n{_changed(_said(folder, 'show', name))}")
+    (results,) = (folder / "mutants" / "determined_amp").rglob(f"{Path(module).name}.meta")
+    planted = len(json.loads(results.read_text())["exit_code_by_key"])
+    print(f"\n{module}: {planted - survivors} of {planted} faults are noticed by {' '.join(tests)}")
+    return 0
+
+
+def _copy_checkout(folder: Path) -> None:
+    """What git knows or does not ignore, as it is now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():  # not one that was deleted
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def _changed(difference: str) -> str:
+    lines = difference.splitlines()
+    return "\n".join(x for x in lines if x[:1] in ("-", "+") and x[:3] not in ("---", "+++"))
+
+
+def _mutmut(folder: Path, *arguments: str) -> int:
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    return subprocess.run(command, check=False, cwd=folder).returncode
+
+
+def _said(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
