@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import determined as det
 import pytest
 import yaml
 from determined import core
 
 from determined_amp import train
 from determined_amp.config import experiment
-from determined_amp.local.folder import RunFolder
+from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal
 from tests import training
+from trials.mlp import MLPTrial
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,7 @@ class TestRunFolder:
             "tensorboard",
             "checkpoints",
             "log.txt",
+            "ended.json",
         }
 
     def test_is_not_used_for_another_run(
@@ -86,6 +91,103 @@ class TestRunFolder:
 
     def test_two_runs_of_one_second_get_two_folders(self, tmp_path: Path) -> None:
         assert RunFolder.new(tmp_path, "x").path != RunFolder.new(tmp_path, "x").path
+
+
+class TestRecordOfTheEnd:
+    """`ended.json`, by real runs of 12 batches. `test_resume` kills one: it has no record."""
+
+    def planted(self, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+        """Do that in the fifth batch."""
+        original = MLPTrial.train_batch
+
+        def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+            if batch_idx == 4:
+                do()
+            return original(trial, batch, epoch_idx, batch_idx)
+
+        monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
+
+    def test_completed(self, folder: Path) -> None:
+        assert read_end(folder) == End("completed", "", 12)
+        assert json.loads((folder / "ended.json").read_text()) == {
+            "state": "completed",
+            "reason": "",
+            "batches": 12,
+        }
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+    def test_stopped_by_a_signal_and_removed_by_the_resume(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    ) -> None:
+        """The batch of the signal is trained, and so is the next, which is followed by a report."""
+        with monkeypatch.context() as patch:
+            self.planted(patch, lambda: signal.raise_signal(number))
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("stopped", f"stopped by {number.name}", 6)
+        seen: list[End | None] = []
+        with monkeypatch.context() as patch:
+            original = MLPTrial.__init__
+
+            def look(trial: MLPTrial, context: Any) -> None:
+                seen.append(read_end(tmp_path))
+                original(trial, context)
+
+            patch.setattr(MLPTrial, "__init__", look)
+            training.resume(tmp_path)
+        assert seen == [None]
+        assert read_end(tmp_path) == End("completed", "", 12)
+
+    def test_stopped_by_an_impatient_user(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two SIGINT end the run at once, in the middle of its fifth batch."""
+
+        def interrupt() -> None:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+        self.planted(monkeypatch, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("stopped", "stopped by SIGINT", 4)
+
+    def test_failed_by_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail() -> None:
+            raise RuntimeError("no memory left\nand much more to say")
+
+        self.planted(monkeypatch, fail)
+        with pytest.raises(RuntimeError, match="no memory left"):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("failed", "RuntimeError: no memory left", 4)
+
+    def test_failed_by_hyperparameters_that_cannot_train(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Determined ends the process then, by an exception without a word."""
+
+        def refuse() -> None:
+            raise det.InvalidHP("too wide")
+
+        self.planted(monkeypatch, refuse)
+        with pytest.raises(SystemExit):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("failed", "InvalidHP: too wide", 4)
+
+    def test_failed_by_the_guard(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
+        arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
+        assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 2
+        end = read_end(tmp_path)
+        assert end is not None
+        assert end.state == "failed"
+        assert end.reason in capsys.readouterr().err
+        assert end.batches == training.metrics(tmp_path)[-1]["batches"]
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "completed", "reason": ""}'])
+    def test_damaged_is_an_error(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "ended.json").write_text(text)
+        with pytest.raises(ValueError, match=r"ended\.json|Expecting value"):
+            read_end(tmp_path)
 
 
 class TestRunInsideTheRepository:

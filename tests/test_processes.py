@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from determined import core
 
+from determined_amp.local.folder import End, read_end
 from determined_amp.local.processes import StopOnSignal, process_group
 from tests import training
 
@@ -79,6 +80,14 @@ def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
     """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
     assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
     assert not (folder / "odd" / "metrics.jsonl").read_text()
+    end = read_end(folder / "odd")
+    assert end is not None
+    assert end.state == "failed"
+    assert end.reason in (folder / "output").read_text()
+
+
+def test_end_of_a_run_of_two_ranks_is_recorded(folder: Path) -> None:
+    assert read_end(folder / "two") == End("completed", "", 12)
 
 
 class TestStop:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from determined_amp.local.folder import read_end
 from tests import training
 from trials.mlp import MLPTrial
 
@@ -161,5 +162,7 @@ def test_stopped_process_loses_nothing_but_time(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == (-9 if number is signal.SIGKILL else 0), output
     assert not (folder / "checkpoints" / "batch-00000240").exists(), "it ended before the signal"
+    end = read_end(folder)
+    assert (None if end is None else end.state) == (None if number is signal.SIGKILL else "stopped")
     training.resume(folder)
     assert training.digest(training.checkpoint(folder, 240)) == long

@@ -7,6 +7,7 @@ metrics.jsonl      one report per line
 tensorboard/       event files
 checkpoints/       the newest and the best one
 log.txt            what Determined logs
+ended.json         how the run ended; absent while it runs and after a kill
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ import yaml
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.config.experiment import Experiment
 
+_END = "ended.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a run ended.
+
+    Args:
+        state: `completed`, `stopped` (it can be resumed) or `failed`.
+        reason: Which signal stopped it, or the error it failed by; empty if it completed.
+        batches: Batches trained up to the last report, those before a resume included.
+    """
+
+    state: str
+    reason: str
+    batches: int
+
 
 class RunFolder:
     """Paths and files of one run.
@@ -47,6 +65,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
+        self.end = path / _END
         self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
@@ -57,9 +76,7 @@ class RunFolder:
     def describe(self, experiment: Experiment[Any]) -> None:
         """Write what was run and on what."""
         # A resume writes it again, and needs it the next time: never half of it.
-        partial = self.config.with_suffix(".partial")
-        partial.write_text(yaml.safe_dump(dict(experiment.config), sort_keys=False))
-        os.replace(partial, self.config)
+        _replace(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
         text = yaml.safe_dump(resolved(experiment), sort_keys=False)
         (self.path / "resolved.yaml").write_text(text)
         made_with = json.dumps(environment(), indent=2)
@@ -77,9 +94,37 @@ class RunFolder:
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of batches that a resumed run is going to train again."""
         kept = [line for line in self.read_metrics() if line["batches"] <= batches]
-        partial = self.metrics.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(partial, self.metrics)
+        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def record_end(self, end: End) -> None:
+        """Write how the run ended."""
+        _replace(self.end, json.dumps(dataclasses.asdict(end), indent=2) + "\n")
+
+    def forget_end(self) -> None:
+        """The run begins, or goes on."""
+        self.end.unlink(missing_ok=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a process killed meanwhile leaves the old one or the new one."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def read_end(folder: Path) -> End | None:
+    """How the run in a folder ended; None while it runs, and if it was killed.
+
+    Raises:
+        ValueError: if the record is damaged.
+    """
+    try:
+        record = json.loads((folder / _END).read_text())
+        return End(str(record["state"]), str(record["reason"]), int(record["batches"]))
+    except FileNotFoundError:
+        return None
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder / _END}: is not a record of how a run ended") from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -54,12 +54,19 @@ class StopOnSignal(core.DummyPreemptContext):
 
     Args:
         processes: The processes of this run.
+
+    Attributes:
+        requested: Whether somebody wants the run to stop; set it to stop the run.
+        obeyed: Whether the run was told so. A run that was not completes.
+        reason: Who asked.
     """
 
     def __init__(self, processes: core.DistributedContext) -> None:
         super().__init__(processes)
         self._processes = processes
         self.requested = False
+        self.obeyed = False
+        self.reason = "asked to stop"
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -73,9 +80,11 @@ class StopOnSignal(core.DummyPreemptContext):
                 signal.signal(number, handler)
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        return bool(self._processes.broadcast(self.requested))
+        self.obeyed = bool(self._processes.broadcast(self.requested))
+        return self.obeyed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.reason = f"stopped by {signal.Signals(number).name}"
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from determined_amp.amp.checkpoint import (
     controlled_by,
     patched,
 )
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
@@ -30,10 +32,12 @@ from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 from determined_amp.local.context import Prepare, prepare_nothing, trial_context
 from determined_amp.local.display import Display
-from determined_amp.local.folder import RunFolder
+from determined_amp.local.folder import End, RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.reports import LocalReports, RunListener
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,38 @@ class Resume:
                 f"{folder}: no checkpoint to resume from; start a new run instead"
             )
         return Resume(saved[-1].name, int(read_metadata(saved[-1])["steps_completed"]))
+
+
+class EndRecorder(RunListener):
+    """Records in the run folder how the run ended, unless the process is killed.
+
+    Args:
+        batches: Trained before this process.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        self._folder, self._stop = folder, stop
+        folder.forget_end()
+
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        self._batches = line["batches"]
+
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        state, reason = "completed", ""
+        if isinstance(error, KeyboardInterrupt) or (stopped and error is None):
+            state, reason = "stopped", self._stop.reason
+        elif isinstance(error, UserError):
+            state, reason = "failed", str(error)
+        elif error is not None:
+            state = "failed"
+            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        try:
+            self._folder.record_end(End(state, reason, self._batches))
+        except OSError as lost:  # the disk may be full, and the run have failed by that
+            logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
 
 
 class LocalController(SafeController):
@@ -171,7 +207,7 @@ def train(
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
-        told = [*display, *listeners] if chief else []
+        told = [EndRecorder(first_batch), *display, *listeners] if chief else []
         reports = None
         if chief:
             folder.forget_metrics_after(first_batch)
@@ -205,7 +241,7 @@ def _tell(
     def end(
         listener: RunListener, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        listener.on_end(error, stopped=stop.requested)
+        listener.on_end(error, stopped=stop.obeyed)
 
     with ExitStack() as started:
         for listener in listeners:
