@@ -17,16 +17,14 @@ from determined_amp.reports.precision.run import Reading
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
 RESOLVED: dict[str, Any] = {
-    "platform": {
-        "searcher": {"metric": "validation_loss", "smaller_is_better": True, "name": "single"},
-        "reproducibility": {"experiment_seed": 0},
-        "name": "a-name",
-        "resources": {"slots_per_trial": 1},
-        "profiling": {"enabled": False},
-        "checkpoint_policy": "best",
-    },
-    "data": {"dataset": "digits", "samples": 1280},
-    "hparams": {
+    "searcher": {"metric": "validation_loss", "smaller_is_better": True, "name": "single"},
+    "reproducibility": {"experiment_seed": 0},
+    "name": "a-name",
+    "resources": {"slots_per_trial": 1},
+    "profiling": {"enabled": False},
+    "checkpoint_policy": "best",
+    "data": {"dataset": "digits", "classes": 10},
+    "hyperparameters": {
         "trial": "trials.mlp:MLPTrial",
         "global_batch_size": 64,
         "learning_rate": 0.001,
@@ -86,7 +84,7 @@ def write_run(
         audit_share: Of the first report.
     """
     folder.mkdir(parents=True)
-    changes = {"hparams.amp.precision": precision, "platform.reproducibility.experiment_seed": seed}
+    changes = {"hyperparameters.amp.precision": precision, "reproducibility.experiment_seed": seed}
     resolved = changed(RESOLVED, {**changes, **settings})
     (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved))
     (folder / "environment.json").write_text(json.dumps({**made_on(device), **environment}))

@@ -137,3 +137,13 @@ class TestEveryFile:
         (policy,) = load(path)["log_policies"]
         assert policy["action"] == "cancel_retries"
         assert "no retry can help: " in policy["pattern"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_file_with_its_defaults_filled_in_is_the_same_experiment(path: Path) -> None:
+    given = experiment.parse(load(path), path.name)
+    again = experiment.parse(given.resolved(), path.name)
+    assert (again.hparams, again.data) == (given.hparams, given.data)
+    assert (again.plan, again.amp, again.platform) == (given.plan, given.amp, given.platform)
+    assert again.resolved() == given.resolved()
+    assert flat(load(path)).items() <= flat(given.resolved()).items()

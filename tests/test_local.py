@@ -54,9 +54,20 @@ class TestRunFolder:
         assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
 
     def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
-        resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
-        assert resolved["hparams"]["amp"]["growth_interval"] == 2000
-        assert resolved["hparams"]["amp"]["precision"] == "amp_bf16"
+        """`bf16.yaml` gives neither, and a loss scale would be an error in it."""
+        hyperparameters = yaml.safe_load((folder / "resolved.yaml").read_text())["hyperparameters"]
+        assert hyperparameters["amp"]["set_backends"] is True
+        assert "init_scale" not in hyperparameters["amp"]
+
+    @pytest.mark.parametrize("name", ["bf16", "amp"])
+    def test_resolved_config_trains_the_same_again(self, tmp_path: Path, name: str) -> None:
+        first = training.run_small(f"mlp/{name}.yaml", tmp_path / "first")
+        again = tmp_path / "again"
+        assert train.main([str(first / "resolved.yaml"), "--run-folder", str(again)]) == 0
+        assert training.same_numbers(again) == training.same_numbers(first)
+        ends = (training.checkpoint(path, 12) for path in (first, again))
+        assert len({training.digest(end) for end in ends}) == 1
+        assert (again / "resolved.yaml").read_text() == (first / "resolved.yaml").read_text()
 
     def test_environment_names_versions_and_device(self, folder: Path) -> None:
         environment = json.loads((folder / "environment.json").read_text())

@@ -32,13 +32,21 @@ class TestDifferences:
     @pytest.mark.parametrize(
         ("name", "value", "shown"),
         [
-            ("hparams.learning_rate", 0.01, "hyperparameters.learning_rate: 0.001 in"),
-            ("hparams.global_batch_size", 32, "hyperparameters.global_batch_size: 64 in"),
-            ("hparams.amp.fp32_modules", ["^head$"], r"hyperparameters.amp.fp32_modules: not set"),
-            ("hparams.trial", "trials.resnet50:ResNet50Trial", "hyperparameters.trial: trials.mlp"),
-            ("data.samples", 640, "data.samples: 1280 in"),
-            ("platform.resources.slots_per_trial", 2, "resources.slots_per_trial: 1 in"),
-            ("platform.searcher.metric", "x", "searcher.metric: validation_loss in"),
+            ("hyperparameters.learning_rate", 0.01, "hyperparameters.learning_rate: 0.001 in"),
+            ("hyperparameters.global_batch_size", 32, "hyperparameters.global_batch_size: 64 in"),
+            (
+                "hyperparameters.amp.fp32_modules",
+                ["^head$"],
+                r"hyperparameters.amp.fp32_modules: not set",
+            ),
+            (
+                "hyperparameters.trial",
+                "trials.resnet50:ResNet50Trial",
+                "hyperparameters.trial: trials.mlp",
+            ),
+            ("data.classes", 100, "data.classes: 10 in"),
+            ("resources.slots_per_trial", 2, "resources.slots_per_trial: 1 in"),
+            ("searcher.metric", "x", "searcher.metric: validation_loss in"),
         ],
     )
     def test_of_anything_else_is_an_error(
@@ -56,9 +64,9 @@ class TestDifferences:
     @pytest.mark.parametrize(
         "settings",
         [
-            {"platform.name": "another"},
-            {"platform.searcher.name": "grid"},
-            *({f"hparams.amp.{key}": 8.0} for key in SCALER_KEYS),
+            {"name": "another"},
+            {"searcher.name": "grid"},
+            *({f"hyperparameters.amp.{key}": 8.0} for key in SCALER_KEYS),
         ],
     )
     def test_of_names_and_scaler_are_none(
@@ -70,7 +78,7 @@ class TestDifferences:
 
     def test_within_a_precision_are_told(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
-        low = {"hparams.amp.init_scale": 8.0}
+        low = {"hyperparameters.amp.init_scale": 8.0}
         folders = [
             write_run(tmp_path / "b", "amp_fp16", 1),
             write_run(tmp_path / "c", "amp_fp16", 2, settings=low),
@@ -82,7 +90,7 @@ class TestDifferences:
         assert "differ in" not in told(found(one, folders[0]))
 
     def test_of_length_is_an_error(self, tmp_path: Path) -> None:
-        shorter = {"hparams.training.max_length.batches": 90}
+        shorter = {"hyperparameters.training.max_length.batches": 90}
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 1, settings=shorter)
         with pytest.raises(ReportError, match=r"max_length.batches: 100 in .*; 90 in "):
@@ -115,7 +123,7 @@ class TestDifferences:
             found(one, halved)
 
     def test_all_are_named_at_once_and_runs_by_the_value(self, tmp_path: Path) -> None:
-        changes = {"hparams.learning_rate": 0.01, "data.samples": 1}
+        changes = {"hyperparameters.learning_rate": 0.01, "data.classes": 1}
         folders = [write_run(tmp_path / str(seed), "fp32", seed) for seed in (1, 2, 3)]
         other = write_run(tmp_path / "b", "amp_fp16", 1, settings=changes)
         with pytest.raises(ReportError, match="2 problems") as caught:
@@ -273,7 +281,7 @@ class TestEnd:
         assert run.reason == "60 of 100 batches: it is running, or was stopped or killed"
 
     def test_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
-        length = {"hparams.training.max_length": {"batches": None, "epochs": 5}}
+        length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
         folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
         assert read_folder(folder).state is State.UNFINISHED
         lines = (folder / "metrics.jsonl").read_text()
@@ -302,7 +310,7 @@ class TestEnd:
     def test_before_the_last_batch_is_left_out_and_named(self, tmp_path: Path) -> None:
         """Its settings count for nothing."""
         one, other = (write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16"))
-        changes = {"hparams.learning_rate": 1.0}
+        changes = {"hyperparameters.learning_rate": 1.0}
         half = write_run(tmp_path / "half", "amp_bf16", 1, last_batch=60, settings=changes)
         findings = found(one, other, half)
         assert [summary.name for summary in findings.summaries] == ["fp32", "amp_fp16"]

@@ -182,7 +182,7 @@ class TestMetric:
         assert claims(comparison)[2].judgement is Judgement.UNMEASURED
 
     def test_searcher_knows_the_direction_of_its_metric(self, tmp_path: Path) -> None:
-        upwards = {"platform.searcher.smaller_is_better": False}
+        upwards = {"searcher.smaller_is_better": False}
         folders = [write_run(tmp_path / p, p, 1, settings=upwards) for p in ("fp32", "amp_fp16")]
         assert not found(*folders, metric="validation_loss").smaller_is_better
 

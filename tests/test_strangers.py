@@ -286,9 +286,43 @@ class TestTraining:
 
     def test_resolved_configuration_has_the_defaults(self, folder: Path) -> None:
         resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
-        assert resolved["hparams"]["training"]["max_length"] == {"batches": 12, "epochs": None}
-        assert resolved["hparams"]["lr"] == 0.1
-        assert "amp" not in resolved["hparams"]
+        assert resolved == {
+            **LEGACY,
+            "searcher": {**LEGACY["searcher"], "smaller_is_better": True},
+            "perform_initial_validation": False,
+            "optimizations": {"aggregation_frequency": 1, "average_aggregated_gradients": True},
+            "reproducibility": {"experiment_seed": 0},
+            "resources": {"slots_per_trial": 1},
+            "profiling": {"enabled": False},
+            "checkpoint_policy": "best",
+            "data": {},
+        }
+
+    def test_resolved_configuration_trains_the_same_again(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        again = run(tmp_path, str(folder / "resolved.yaml"))
+        assert training.same_numbers(again) == training.same_numbers(folder)
+        ends = (training.checkpoint(path, 12) for path in (folder, again))
+        assert len({training.digest(end) for end in ends}) == 1
+        assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
+
+    def test_resolved_configuration_keeps_all_of_determineds_form(self) -> None:
+        """What is not its default, lengths in samples, and the precision of an `amp` section."""
+        given = parse(
+            "searcher.max_length={records: 70}",
+            "min_validation_period={epochs: 1}",
+            "hyperparameters.global_batch_size=8",
+            "hyperparameters.amp={precision: amp_bf16}",
+            "optimizations={aggregation_frequency: 3, average_aggregated_gradients: false}",
+            "perform_initial_validation=true",
+            "resources={slots_per_trial: 2, resource_pool: mine}",
+        )
+        again = experiment.parse(given.resolved(), "test")
+        assert given.training.max_length == Length(batches=8)
+        assert (again.plan, again.platform, again.amp) == (given.plan, given.platform, given.amp)
+        assert again.resolved() == given.resolved()
+        assert given.resolved()["resources"] == {"slots_per_trial": 2, "resource_pool": "mine"}
 
     def test_resumed_is_the_undisturbed_to_the_bit(self, folder: Path, tmp_path: Path) -> None:
         """Its scheduler halves the rate every second batch, and dropout draws from the state."""
@@ -316,6 +350,14 @@ class TestTraining:
         path = tmp_path / "ours.yaml"
         path.write_text(yaml.safe_dump(ours))
         found = run(tmp_path / "run", str(path))
+        resolved = yaml.safe_load((found / "resolved.yaml").read_text())
+        assert resolved["hyperparameters"]["training"]["reporting_period"]["batches"] == 100
+        assert resolved["hyperparameters"]["aggregation_frequency"] == 1
+        again = experiment.parse(resolved, "resolved.yaml")
+        assert (again.resolved(), again.training) == (
+            resolved,
+            experiment.parse(ours, "test").training,
+        )
         ends = [training.checkpoint(each, 12) for each in (folder, found)]
         assert training.digest(ends[0]) == training.digest(ends[1])
 

@@ -68,6 +68,15 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def same_numbers(folder: Path) -> list[dict[str, Any]]:
+    """The reports of a run without what differs from run to run: speed, time and memory."""
+    measured = {"samples_per_second", "data_wait_share", "peak_memory_mib"}
+    return [
+        {name: value for name, value in line.items() if name not in measured}
+        for line in metrics(folder)
+    ]
+
+
 def digest(state: Any) -> str:
     """One hash of everything in a checkpoint: weights, optimizer, scaler, counts, random state."""
     found = hashlib.sha256()

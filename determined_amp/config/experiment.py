@@ -26,8 +26,15 @@ from determined import pytorch
 from determined_amp.config.amp import AmpSettings
 from determined_amp.config.factory import Factory, load_factory, make_trial
 from determined_amp.config.overrides import NOT_YAML
-from determined_amp.config.plan import Plan, has_our_form, keys_without_effect, read_plan, value_at
-from determined_amp.config.settings import ConfigError, is_settings_class, read, setting
+from determined_amp.config.plan import (
+    Plan,
+    has_our_form,
+    in_determineds_form,
+    keys_without_effect,
+    read_plan,
+    value_at,
+)
+from determined_amp.config.settings import ConfigError, is_settings_class, plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
 
 H_co = TypeVar("H_co", covariant=True)
@@ -160,9 +167,31 @@ class Experiment(Generic[H_co]):
             )
         return self.training.max_length
 
+    def resolved(self) -> dict[str, Any]:
+        """The configuration with every default filled in; it trains the same again."""
+        own = dict(self.hyperparameters) if self.hparams is None else plain(self.hparams)
+        sections = plain(self.platform)
+        if self.hparams is None and has_our_form(own):
+            own["training"] = plain(self.training)
+            own["aggregation_frequency"] = self.aggregation_frequency
+        elif self.hparams is None:
+            sections = _merged(sections, in_determineds_form(self.plan))
+        if self.amp is not None:
+            own["amp"] = plain(self.amp)
+        made = _merged(self.config, sections)
+        return {**made, "data": plain(self.data), "hyperparameters": own}
+
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
         """The trial, in a context that was made for this experiment."""
         return make_trial(self.factory, context)
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with some keys and keys of sections replaced."""
+    made = copy.deepcopy(dict(config))
+    for key, value in changes.items():
+        made[key] = {**(made.get(key) or {}), **value} if isinstance(value, Mapping) else value
+    return made
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.config.settings import read, setting
+from determined_amp.config.settings import plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
 
 _UNITS = ("batches", "records", "epochs")
@@ -167,6 +167,26 @@ def _read_determineds(
         keys.optimizations.average_aggregated_gradients,
         keys.perform_initial_validation,
     )
+
+
+def in_determineds_form(plan: Plan) -> dict[str, Any]:
+    """The keys of a configuration that `read_plan` reads this plan from."""
+    training = plan.training
+    return {
+        "searcher": {"max_length": _in_its_unit(training.max_length)},
+        "min_validation_period": _in_its_unit(training.validation_period) or {"batches": 0},
+        "min_checkpoint_period": _in_its_unit(training.checkpoint_period) or {"batches": 0},
+        "scheduling_unit": training.reporting_period.batches,
+        "perform_initial_validation": plan.initial_validation,
+        "optimizations": {
+            "aggregation_frequency": plan.aggregation_frequency,
+            "average_aggregated_gradients": plan.average_aggregated_gradients,
+        },
+    }
+
+
+def _in_its_unit(length: Length | None) -> dict[str, int] | None:
+    return {unit: count for unit, count in plain(length).items() if count} if length else None
 
 
 def _max_length(

@@ -148,6 +148,25 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
     return made
 
 
+def plain(value: Any) -> Any:
+    """Settings as the types YAML has: the opposite of `read`.
+
+    Left out is what means nothing beside the other settings, and could not be read again.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, _CanContradict):
+            given = frozenset(name for name, held in values.items() if held is not None)
+            for key, _ in value.contradictions(given):
+                values.pop(key, None)
+        return {name: plain(held) for name, held in values.items()}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 

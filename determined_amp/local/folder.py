@@ -1,7 +1,7 @@
 """The folder that a local run leaves behind.
 
 config.yaml        the configuration as it was given, with the trial and the seed written down
-resolved.yaml      the same with every default filled in
+resolved.yaml      the same with every default filled in: it trains the same again
 environment.json   versions, device, commit, command, date
 metrics.jsonl      one report per line
 tensorboard/       event files
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import enum
 import importlib.metadata
 import json
 import os
@@ -77,7 +76,7 @@ class RunFolder:
         """Write what was run and on what."""
         # A resume writes it again, and needs it the next time: never half of it.
         _replace(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
-        text = yaml.safe_dump(resolved(experiment), sort_keys=False)
+        text = yaml.safe_dump(experiment.resolved(), sort_keys=False)
         (self.path / "resolved.yaml").write_text(text)
         made_with = json.dumps(environment(), indent=2)
         (self.path / "environment.json").write_text(made_with + "\n")
@@ -186,34 +185,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def resolved(experiment: Experiment[Any]) -> dict[str, Any]:
-    """An experiment with every default filled in, in the types YAML has."""
-    hparams = experiment.hparams
-    if hparams is None:  # of a trial without a class of its own
-        hparams = {
-            "global_batch_size": None,
-            **experiment.hyperparameters,
-            "trial": experiment.trial,
-            "aggregation_frequency": experiment.aggregation_frequency,
-            "training": experiment.training,
-        }
-        if experiment.amp is not None:
-            hparams["amp"] = experiment.amp
-    return {
-        "platform": plain(experiment.platform),
-        "data": plain(experiment.data),
-        "hparams": plain(hparams),
-    }
-
-
-def plain(value: Any) -> Any:
-    """Settings as the types YAML has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from determined_amp.config.amp import Precision
-from determined_amp.config.experiment import Experiment
-from determined_amp.local.folder import resolved
+from determined_amp.config.experiment import Experiment, Platform
+from determined_amp.config.plan import read_plan
+from determined_amp.config.settings import ConfigError, plain, read
 from determined_amp.reports.sources import flat
 
 AMP = "hyperparameters.amp"
@@ -21,28 +22,32 @@ TRIAL = "hyperparameters.trial"
 ACCURACY = "validation_accuracy"
 GUARD = tuple(f"{AMP}.{key}" for key in ("min_scale", "max_consecutive_skips", "max_skip_ratio"))
 
-# Of what comes from a file: the rest is only compared.
-_NEEDED = (BATCH_SIZE, SEED, METRIC, SMALLER_IS_BETTER, TRIAL, *GUARD)
-
-# What a resolved configuration calls otherwise, beside the sections of the platform.
-_SECTIONS = {"data": "data", "hparams": "hyperparameters"}
-
 
 def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a `resolved.yaml`.
+    """The content of a `resolved.yaml`, in our form whichever it has.
 
     Raises:
         LookupError, TypeError, AttributeError, ValueError: if it is something else.
     """
-    sections = {name: resolved[section] for section, name in _SECTIONS.items()}
-    settings = flat({**resolved["platform"], **sections})
+    problems: list[str] = []
+    given = resolved["hyperparameters"]
+    plan = read_plan(resolved, given, problems)
+    platform = read(Platform, resolved, "", problems, strict=False)
+    if plan is None or platform is None or plan.training.max_length is None:
+        raise ConfigError("resolved.yaml", problems or [f"{LENGTH}: missing"])
+    hyperparameters = {
+        "trial": resolved.get("entrypoint"),
+        "global_batch_size": None,
+        **given,
+        "aggregation_frequency": plan.aggregation_frequency,
+        "training": plain(plan.training),
+    }
+    sections = {"data": resolved["data"], "hyperparameters": hyperparameters}
+    settings = flat({**plain(platform), **sections})
     Precision(settings[PRECISION])
-    missing = [name for name in _NEEDED if name not in settings]
-    if missing or all(settings.get(f"{LENGTH}.{unit}") is None for unit in LENGTH_UNITS):
-        raise KeyError(*missing or [LENGTH])
     return settings
 
 
 def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
     """The same of a configuration that was parsed."""
-    return by_name(resolved(experiment))
+    return by_name(experiment.resolved())
