@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
+from determined_amp.local.master import MasterError
 from determined_amp.reports.cluster import read_experiment, read_finding
 from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import ReportError
@@ -107,12 +108,21 @@ def test_unknown_experiment_is_a_sentence(master: Master) -> None:
 
 def test_wrong_password_is_a_sentence(master: Master) -> None:
     master.password = "another"
-    with pytest.raises(ReportError, match=r"does not let us in.*det user login"):
+    with pytest.raises(MasterError, match=r"the login was refused.* user login"):
         read_experiment(7)
 
 
 def test_what_is_no_master_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master, "answer", lambda path, query: (200, "<html>hello</html>"))
+    with pytest.raises(MasterError, match="what answers there is not a Determined master"):
+        read_experiment(7)
+
+
+def test_answer_that_is_no_experiment_is_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment: dict[str, Any] = {"experiment": {}}
+    monkeypatch.setattr(master, "_experiment", lambda: {"": experiment})
     with pytest.raises(ReportError, match="gave no experiment 7"):
         read_experiment(7)
 
@@ -125,5 +135,5 @@ def test_no_master_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
-    with pytest.raises(ReportError, match="no master answers at DET_MASTER"):
+    with pytest.raises(MasterError, match=r"http://127\.0\.0\.1:9: no master answers there"):
         read_experiment(7)

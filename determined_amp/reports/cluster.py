@@ -78,7 +78,7 @@ def _read(determined: Determined, number: int, origin: str) -> Search:
             training=training.get(trial.id, nothing)[1],
         )
         rows.append(row)
-    return table(origin, experiment.config or {}, rows, {"master": determined._master})
+    return table(origin, experiment.config or {}, rows, {"master": determined._session.master})
 
 
 def _last(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from determined.common.api import bindings, errors
 
+from determined_amp.local.master import log_in
 from determined_amp.reports.sources import ReportError
 
 if TYPE_CHECKING:
@@ -34,41 +35,29 @@ def asking_for(number: int) -> Iterator[tuple[Determined, str]]:
     """The master that `DET_MASTER` names, and what to call its experiment `number`.
 
     Raises:
-        ReportError: for whatever goes wrong meanwhile: there is no such master, login or
-            experiment.
+        MasterError: if there is no such master, or it does not let us in.
+        ReportError: for whatever goes wrong meanwhile: there is no such experiment.
     """
-    master = os.environ.get(MASTER)
-    if not master:
+    address = os.environ.get(MASTER)
+    if not address:
         raise ReportError(
             f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
             "of the master, or give the folder of a local search"
         )
+    session = log_in(address)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
+        from determined.experimental.client import Determined  # noqa: PLC0415
     try:
-        yield _connected(master), f"experiment {number} on {master}"
-    except ReportError:
-        raise
+        yield Determined._from_session(session), f"experiment {number} on {session.master}"
     except errors.NotFoundException as error:
-        raise ReportError(f"{master} has no experiment {number}: {error}") from error
-    except (errors.UnauthenticatedException, errors.ForbiddenException, EOFError) as error:
-        raise ReportError(
-            f"{master} does not let us in: {error}. Log in with `det user login`, or set DET_USER "
-            "and DET_PASS"
-        ) from error
-    except errors.MasterNotFoundException as error:
-        raise ReportError(f"no master answers at {MASTER}={master}: {error}") from error
+        raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
     except (
         errors.BadRequestException,
         errors.BadResponseException,
         bindings.APIHttpError,
-        OSError,  # of requests: TLS
-        KeyError,  # what answers is no master
+        OSError,
+        KeyError,
         ValueError,
     ) as error:
-        raise ReportError(f"{master} gave no experiment {number}: {error}") from error
-
-
-def _connected(master: str) -> Determined:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
-        from determined.experimental.client import Determined  # noqa: PLC0415
-    return Determined(master)
+        raise ReportError(f"{session.master} gave no experiment {number}: {error}") from error
