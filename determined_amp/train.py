@@ -15,21 +15,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import determined as det
 from determined import pytorch
 
-from determined_amp.amp.checkpoint import (
-    SafeController,
-    allow_numpy_random_state,
-    controlled_by,
-)
+from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.config import experiment
-from determined_amp.config.errors import UserError, say
 from determined_amp.config.overrides import (
     add_override_option,
     add_trial_option,
@@ -39,7 +33,7 @@ from determined_amp.config.plan import value_at
 from determined_amp.config.settings import ConfigError
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import complete_checkpoints
-from determined_amp.local.context import Prepare, prepare_nothing, with_averaging
+from determined_amp.local.context import Prepare, with_averaging
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.master import log_in
@@ -49,28 +43,21 @@ from determined_amp.local.run import train as train_here
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when the training completed or was stopped by a signal."""
-    given = sys.argv[1:] if arguments is None else arguments
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 when the training completed or was stopped by a signal.
+
+    Raises:
+        UserError: if a user can put right what is wrong.
+    """
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
-        trial = _cluster_parser().parse_args(given).trial
-        return exit_status(lambda: train_on_cluster(info, trial=trial))
-    return exit_status(lambda: _train_on_this_machine(given))
-
-
-def exit_status(run: Callable[[], int]) -> int:
-    """What `run` returns; or 2, with what a user can put right said without a traceback."""
-    allow_numpy_random_state()
-    try:
-        return run()
-    except UserError as error:
-        say(error)
-        return 2
+        trial = _cluster_parser().parse_args(arguments).trial
+        return train_on_cluster(info, trial=trial)
+    return _train_on_this_machine(arguments)
 
 
 def train_on_cluster(
-    info: det.ClusterInfo, prepare: Prepare = prepare_nothing, trial: str | None = None
+    info: det.ClusterInfo, prepare: Prepare | None = None, trial: str | None = None
 ) -> int:
     """Train the trial that this task of a cluster is for.
 
@@ -91,7 +78,8 @@ def train_on_cluster(
     frequency = config.aggregation_frequency
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
         with_averaging(context, config)
-        prepare(context, config)
+        if prepare is not None:
+            prepare(context, config)
         made = config.make(context)
         with controlled_by(SafeController):
             fit(made, context)
@@ -180,7 +168,3 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if options.resume and options.run_folder:
         parser.error("--resume goes on in its own folder: leave --run-folder out")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
+from determined_amp import __main__ as door
 from determined_amp.audit import (
     Audit,
     AuditError,
@@ -558,5 +559,5 @@ class TestCommand:
     def test_mistake_of_the_user_is_2(
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert command.main(arguments) == 2
+        assert door.main(["audit", *arguments]) == 2
         assert said in capsys.readouterr().err

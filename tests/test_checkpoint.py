@@ -17,7 +17,7 @@ import pytest
 import torch
 from determined import core, pytorch
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
 from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
 from tests import loops, training
@@ -70,7 +70,7 @@ class TestUnsafeContent:
             torch.save(content, path)
         else:
             path.write_bytes(pickle.dumps(content))
-        assert train.main(["--resume", str(run_folder)]) == 2
+        assert door.main(["train", "--resume", str(run_folder)]) == 2
         assert "cannot be restored" in capfd.readouterr().err
         assert not victim.exists()
 
@@ -122,7 +122,7 @@ class TestDamage:
     ) -> None:
         path = newest(run_folder) / name
         path.write_bytes(path.read_bytes()[:20])
-        assert train.main(["--resume", str(run_folder)]) == 2
+        assert door.main(["train", "--resume", str(run_folder)]) == 2
         message = capfd.readouterr().err
         assert str(newest(run_folder)) in message
         assert "Traceback" not in message
@@ -131,21 +131,21 @@ class TestDamage:
         self, run_folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         (newest(run_folder) / "state_dict.pth").unlink()
-        assert train.main(["--resume", str(run_folder)]) == 2
+        assert door.main(["train", "--resume", str(run_folder)]) == 2
         assert "has no state_dict.pth" in capfd.readouterr().err
 
     def test_checkpoint_of_another_model_is_one_clear_error(
         self, run_folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         wider = ["--config", "hyperparameters.hidden_features=17"]
-        assert train.main(["--resume", str(run_folder), *wider]) == 2
+        assert door.main(["train", "--resume", str(run_folder), *wider]) == 2
         assert "size mismatch" in capfd.readouterr().err
 
     def test_folder_without_a_checkpoint_is_one_clear_error(
         self, run_folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         shutil.rmtree(run_folder / "checkpoints")
-        assert train.main(["--resume", str(run_folder)]) == 2
+        assert door.main(["train", "--resume", str(run_folder)]) == 2
         assert "no checkpoint to resume from" in capfd.readouterr().err
 
 
@@ -367,7 +367,7 @@ class TestSaving:
 
         monkeypatch.setattr(LocalCheckpoints, "_write_metadata_file", full)
         more = ["--config", "hyperparameters.training.max_length.batches=16"]
-        assert train.main(["--resume", str(run_folder), *more]) == 2
+        assert door.main(["train", "--resume", str(run_folder), *more]) == 2
         message = capfd.readouterr().err
         assert "No space left on device" in message
         assert "intact" in message

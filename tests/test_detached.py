@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.local import outbox
 from determined_amp.local.master import MasterError, log_in
 from tests import training
@@ -50,7 +50,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeMaster
 
 def report_to(master: FakeMaster, folder: Path, *overrides: str) -> int:
     arguments = training.arguments("mlp/amp.yaml", *overrides)
-    return train.main([*arguments, "--run-folder", str(folder), "--report-to", master.address])
+    options = ["--run-folder", str(folder), "--report-to", master.address]
+    return door.main(["train", *arguments, *options])
 
 
 def lines(folder: Path) -> list[tuple[str, int, dict[str, Any]]]:
@@ -189,7 +190,7 @@ class TestMasterThatFails:
     ) -> None:
         folder = training.run_small("mlp/amp.yaml", tmp_path / "run")
         (folder / "detached.json").write_text('{"external')
-        assert train.main(["--resume", str(folder), "--report-to", master.address]) == 2
+        assert door.main(["train", "--resume", str(folder), "--report-to", master.address]) == 2
         shown = capfd.readouterr().err
         assert "detached.json: cannot be read" in shown
         assert "Traceback" not in shown
@@ -201,7 +202,7 @@ class TestLogIn:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         arguments = training.arguments("mlp/amp.yaml")
-        assert train.main([*arguments, "--report-to", f"127.0.0.1:{free_port()}"]) == 2
+        assert door.main(["train", *arguments, "--report-to", f"127.0.0.1:{free_port()}"]) == 2
         shown = capfd.readouterr().err
         assert "no master answers there" in shown
         assert "Traceback" not in shown

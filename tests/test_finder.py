@@ -22,6 +22,7 @@ from benchmarks.small_trials import (
     SummedLoss,
     TinyLoss,
 )
+from determined_amp import __main__ as door
 from determined_amp.commands import find as finder
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
@@ -370,7 +371,7 @@ class TestCommand:
         source.write_text(yaml.safe_dump(config(SummedLoss)))
         assert finder.main([str(source)]) == 0
         assert "torch.amp.GradScaler(..., init_scale=" in capsys.readouterr().out
-        assert finder.main([str(source), "--write", str(tmp_path / "new.yaml")]) == 2
+        assert door.main(["find", str(source), "--write", str(tmp_path / "new.yaml")]) == 2
         assert "SummedLoss reads no section hyperparameters.amp" in capsys.readouterr().err
 
     def test_starts_from_a_checkpoint(self, tmp_path: Path) -> None:
@@ -399,7 +400,7 @@ class TestCommand:
     def test_bad_input_is_one_sentence(
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert finder.main(arguments) == 2
+        assert door.main(["find", *arguments]) == 2
         printed = capsys.readouterr()
         assert said in printed.err
         assert "Traceback" not in printed.err
@@ -411,7 +412,7 @@ class TestCommand:
         searched["hyperparameters"]["learning_rate"] = {"type": "log", "minval": -4, "maxval": -1}
         path = tmp_path / "searched.yaml"
         path.write_text(yaml.safe_dump(searched))
-        assert finder.main([str(path)]) == 2
+        assert door.main(["find", str(path)]) == 2
         assert "hyperparameters.learning_rate: got a range to search" in capsys.readouterr().err
 
 

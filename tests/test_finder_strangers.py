@@ -13,8 +13,8 @@ import yaml
 from torch.nn import functional
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
+from determined_amp import __main__ as door
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.commands import find as finder
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import Run, as_json, sentences
@@ -184,7 +184,7 @@ class TestRemedies:
         monkeypatch.setattr(Context, "wrap_scaler", without_scaler)
         path = tmp_path / "fp32.yaml"
         path.write_text(yaml.safe_dump(config(SummedLoss)))
-        assert finder.main([str(path)]) == 2
+        assert door.main(["find", str(path)]) == 2
         printed = capsys.readouterr().err
         assert "no enabled GradScaler that context.wrap_scaler knows; docs/your_trial.md" in printed
         assert "amp.precision" not in printed

@@ -15,7 +15,7 @@ import torch
 from determined import pytorch
 from torch import nn
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.guard import Guard, RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
@@ -440,7 +440,7 @@ class TestRun:
     ) -> None:
         """Six of ten steps, the fewest to judge, are skipped; the weights are those of batch 4."""
         arguments = training.arguments("mlp/amp.yaml")
-        assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 2
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
         message = capfd.readouterr().err
         assert "no retry can help: 60% of the optimizer steps" in message
         assert "not finite in samples [2]" in message
@@ -454,7 +454,7 @@ class TestRun:
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         arguments = training.arguments("mlp/fp32.yaml")
-        assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 2
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
         assert "the training loss is nan in fp32" in capfd.readouterr().err
         newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
         assert newest.name == "batch-00000004"

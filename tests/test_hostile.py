@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import get_worker_info
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.config import experiment
 from determined_amp.config.amp import AmpSettings, Precision
 from determined_amp.config.overrides import with_overrides
@@ -348,7 +348,7 @@ class TestDataThatBreaks:
         damaged.write_bytes(damaged.read_bytes()[:20])
         place = (f"data.directory={photos}", f"data.workers={workers}")
         arguments = training.arguments("mlp/amp.yaml", *PHOTOS, *place)
-        assert train.main([*arguments, "--run-folder", str(tmp_path / "run")]) == 2
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path / "run")]) == 2
         assert str(damaged) in capfd.readouterr().err
 
 
@@ -387,7 +387,7 @@ def train_to_16_on_a_full_disk(run_folder: Path, missing: int) -> int:
     size = (run_folder / "checkpoints" / "batch-00000012" / "state_dict.pth").stat().st_size
     with no_file_larger_than(size - missing):
         more = ["--config", "hyperparameters.training.max_length.batches=16"]
-        return train.main(["--resume", str(run_folder), *more])
+        return door.main(["train", "--resume", str(run_folder), *more])
 
 
 class TestFullDisk:

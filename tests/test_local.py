@@ -13,6 +13,7 @@ import pytest
 import yaml
 from determined import core
 
+from determined_amp import __main__ as door
 from determined_amp import train
 from determined_amp.config import experiment
 from determined_amp.local.folder import End, RunFolder, read_end
@@ -44,7 +45,7 @@ class TestRunFolder:
     ) -> None:
         before = training.checkpoint(folder, 12)
         arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
-        assert train.main([*arguments, "--run-folder", str(folder)]) == 2
+        assert door.main(["train", *arguments, "--run-folder", str(folder)]) == 2
         assert "holds a run already" in capsys.readouterr().err
         assert training.digest(training.checkpoint(folder, 12)) == training.digest(before)
 
@@ -171,6 +172,21 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert read_end(tmp_path) == End("failed", "RuntimeError: no memory left", 4)
 
+    def test_lost_on_a_full_disk_hides_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> None:
+            raise RuntimeError("first")
+
+        def refuse(folder: RunFolder, end: End) -> None:
+            raise OSError("no space left")
+
+        self.planted(monkeypatch, fail)
+        monkeypatch.setattr(RunFolder, "record_end", refuse)
+        with pytest.raises(RuntimeError, match="first"):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) is None
+
     def test_failed_by_hyperparameters_that_cannot_train(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -187,7 +203,7 @@ class TestRecordOfTheEnd:
     def test_failed_by_the_guard(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
         arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
-        assert train.main([*arguments, "--run-folder", str(tmp_path)]) == 2
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
         end = read_end(tmp_path)
         assert end is not None
         assert end.state == "failed"
@@ -235,7 +251,7 @@ class TestMistakes:
         capfd: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        assert train.main(arguments) == 2
+        assert door.main(["train", *arguments]) == 2
         shown = capfd.readouterr().err
         assert words in shown
         assert "Traceback" not in shown

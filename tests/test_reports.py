@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from determined_amp import __main__ as door
 from determined_amp.commands import find as finder
 from determined_amp.reports import loss_scale
 from determined_amp.reports.figure import as_svg, draw
@@ -155,7 +156,7 @@ def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture
     assert finder.main(["experiment.yaml", "--plot", "found.png"]) == 0
     assert (workplace / "found.png").read_bytes().startswith(PNG)
     assert "written: found.png" in capsys.readouterr().out
-    assert finder.main(["experiment.yaml", "--plot", "none/found.png"]) == 2
+    assert door.main(["find", "experiment.yaml", "--plot", "none/found.png"]) == 2
     assert "folder does not exist" in capsys.readouterr().err
 
 

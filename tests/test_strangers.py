@@ -18,8 +18,9 @@ import torch
 import yaml
 from determined import pytorch
 
+from determined_amp import __main__ as door
 from determined_amp import train
-from determined_amp.commands import audit, find
+from determined_amp.commands import audit
 from determined_amp.config import experiment
 from determined_amp.config.factory import load_factory
 from determined_amp.config.overrides import with_overrides
@@ -427,7 +428,7 @@ class TestTraining:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         path = str(write(tmp_path, *overrides))
-        assert train.main([path, "--run-folder", str(tmp_path / "run")]) == 2
+        assert door.main(["train", path, "--run-folder", str(tmp_path / "run")]) == 2
         assert words in capsys.readouterr().err
 
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
@@ -458,7 +459,7 @@ class TestVerbs:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = str(write(tmp_path, without=("searcher",)))
-        assert find.main([path, "--trial", "tests.strangers:WithHparams"]) == 2
+        assert door.main(["find", path, "--trial", "tests.strangers:WithHparams"]) == 2
         assert "scales no loss" in capsys.readouterr().err
 
 

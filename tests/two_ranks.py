@@ -14,7 +14,7 @@ from typing import Any
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.diagnosis import undisturbed
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     say(seen)
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
-    assert train.main([*odd, "--run-folder", str(folder / "odd")]) == 2
+    assert door.main(["train", *odd, "--run-folder", str(folder / "odd")]) == 2
     distributed.destroy_process_group()
 
 

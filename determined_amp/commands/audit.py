@@ -6,7 +6,6 @@ python -m determined_amp audit CONFIG.yaml [--trial module:Class] [--config KEY=
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
 from determined_amp.config.amp import Precision
-from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import (
     add_override_option,
@@ -79,8 +77,8 @@ def _unasked(audit: Audit) -> str:
     return "\n".join([*lines, said])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 for an audit that passed, 1 for one that failed, 2 as training."""
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 for an audit that passed, 1 for one that failed."""
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp audit",
         description="Train one batch and print what it was computed in.",
@@ -89,18 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_trial_option(parser)
     add_override_option(parser)
     options = parser.parse_args(arguments)
+    config = with_overrides(read_yaml(options.config), options.overrides)
     try:
-        config = with_overrides(read_yaml(options.config), options.overrides)
         audit, asked = audit_here(config, options.config, options.trial)
-        print(audit.table() if asked is not None else _unasked(audit))
     except AuditError as error:
         print(error)
         return 1
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(audit.table() if asked is not None else _unasked(audit))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

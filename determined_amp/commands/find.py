@@ -13,7 +13,6 @@ the choice.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from determined import pytorch
 from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import (
     add_override_option,
@@ -36,27 +34,27 @@ from determined_amp.finder.written import write_copy
 from determined_amp.local.alone import open_trial
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 with a finding, 2 if there is none."""
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 with a finding.
+
+    Raises:
+        UserError: if there is none.
+    """
     options = _options(arguments)
-    try:
-        config = with_overrides(read_yaml(options.config), options.overrides)
-        _check_targets(options)
-        with open_trial(config, options.config, options.trial, options.checkpoint) as found:
-            _check_writable(options, found.trial, found.context)
-            finding, run = look(
-                str(config.get("name", options.config)),
-                found.trial,
-                found.context,
-                options.batches,
-                latest_checkpoint=found.latest_checkpoint,
-                sweep=options.sweep,
-            )
-        show(finding, run, Console())
-        _save(finding, run, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = with_overrides(read_yaml(options.config), options.overrides)
+    _check_targets(options)
+    with open_trial(config, options.config, options.trial, options.checkpoint) as found:
+        _check_writable(options, found.trial, found.context)
+        finding, run = look(
+            str(config.get("name", options.config)),
+            found.trial,
+            found.context,
+            options.batches,
+            latest_checkpoint=found.latest_checkpoint,
+            sweep=options.sweep,
+        )
+    show(finding, run, Console())
+    _save(finding, run, options)
     return 0
 
 
@@ -110,7 +108,7 @@ def _check_writable(
         )
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp find", description="Find the initial loss scale in one pass."
     )
@@ -130,7 +128,3 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
     add_override_option(parser)
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

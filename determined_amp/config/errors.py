@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 
@@ -23,12 +24,22 @@ class GuardError(UserError):
         self.state_is_good = state_is_good
 
 
-def say(error: UserError) -> None:
-    """Print an error that no restart can help.
+# The YAMLs have a log policy on these words: the cluster does not start the trial again.
+NO_RETRY = "no retry can help: "
 
-    The YAMLs have a log policy on these words: the cluster does not start the trial again.
+
+def exit_status(run: Callable[[], int], before: str = NO_RETRY) -> int:
+    """What `run` returns; or 2, with what a user can put right printed without a traceback.
+
+    Args:
+        run: The program.
+        before: Printed before the error.
     """
-    print(f"no retry can help: {error}", file=sys.stderr, flush=True)
+    try:
+        return run()
+    except UserError as error:
+        print(f"{before}{error}", file=sys.stderr, flush=True)
+        return 2
 
 
 def say_uncaught_ones() -> None:
@@ -41,7 +52,7 @@ def say_uncaught_ones() -> None:
         if not isinstance(error, UserError):
             before(kind, error, trace)
             return
-        say(error)
+        print(f"{NO_RETRY}{error}", file=sys.stderr, flush=True)
         raise SystemExit(2)  # Python takes the exit status from what its hook raises
 
     sys.excepthook = hook

@@ -18,10 +18,6 @@ from determined_amp.config.settings import ConfigError
 Prepare = Callable[[pytorch.PyTorchTrialContext, Experiment[Any]], None]
 
 
-def prepare_nothing(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Leave the context as it is."""
-
-
 def trial_context(
     core_context: core.Context, experiment: Experiment[Any], first_batch: int = 0
 ) -> pytorch.PyTorchTrialContext:

@@ -30,7 +30,7 @@ from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
-from determined_amp.local.context import Prepare, prepare_nothing, trial_context
+from determined_amp.local.context import Prepare, trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder
 from determined_amp.local.logs import logging_to
@@ -179,7 +179,7 @@ def train(
     *,
     listeners: Sequence[RunListener] = (),
     show: bool = True,
-    prepare: Prepare = prepare_nothing,
+    prepare: Prepare | None = None,
 ) -> RunFolder:
     """Train, or go on training, until the end or until a signal asks to stop.
 
@@ -222,7 +222,8 @@ def train(
         logged = logging_to(folder.log if chief else None, console)
         with logged, core_context, _tell(told, folder, stop):
             context = trial_context(core_context, experiment, first_batch)
-            prepare(context, experiment)
+            if prepare is not None:
+                prepare(context, experiment)
             trial = experiment.make(context)
             with controlled_by(partial(LocalController, experiment, length, told, first_batch)):
                 start = resume.checkpoint if resume else None

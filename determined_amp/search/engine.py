@@ -15,7 +15,7 @@ import optuna
 import yaml
 from rich.console import Console
 
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, exit_status
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
@@ -33,7 +33,6 @@ from determined_amp.search.study_file import (
 from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_queue import TrialQueue
 from determined_amp.search.workers import Worker
-from determined_amp.train import exit_status
 
 # Failures in a row for one reason that say that the others will fail, too.
 SAME_FAILURES = 3

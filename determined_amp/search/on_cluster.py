@@ -28,7 +28,7 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, Run, json_text, show, shown_scales
@@ -39,7 +39,7 @@ from determined_amp.search.compose import compose
 from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-from determined_amp.train import exit_status, train_on_cluster
+from determined_amp.train import train_on_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

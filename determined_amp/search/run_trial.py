@@ -25,7 +25,6 @@ from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.local.alone import open_trial
-from determined_amp.local.context import prepare_nothing
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal
@@ -151,7 +150,7 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
         listeners=[listener],
         show=False,
         # A comparison wants the memory of the training alone, and no twin beside it.
-        prepare=report_flushed_share if job.kind is TrialKind.TRAIN else prepare_nothing,
+        prepare=report_flushed_share if job.kind is TrialKind.TRAIN else None,
     )
     return listener.outcome
 

@@ -1,0 +1,68 @@
+"""`python -m determined_amp`: the one place where a command is found and its errors are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from determined_amp import __main__ as door
+from determined_amp import train
+from determined_amp.commands import audit
+from determined_amp.config.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no command given; allowed: train, audit, "),
+        (["tran", "--help"], "got 'tran'; allowed: train, audit, "),
+        (["report"], "got 'report'; allowed: "),
+        (["report", "speed"], "got 'report speed'; allowed: "),
+    ],
+)
+def test_unknown_command_is_named_with_those_there_are(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(said)
+    assert "report precision, report loss-scale" in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["report", "--help"]])
+def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert door.main(arguments) == 0
+    assert capsys.readouterr().out == door.usage() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "said"),
+    [("train", train, "no retry can help: as told\n"), ("audit", audit, "as told\n")],
+)
+def test_error_of_a_user_is_one_message_and_status_2(
+    command: str,
+    module: object,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`train` may be a task of a cluster, whose log policy waits for the first words."""
+
+    def fail(arguments: Sequence[str]) -> int:
+        assert arguments == ["given"]
+        raise UserError("as told")
+
+    monkeypatch.setattr(module, "main", fail)
+    assert door.main([command, "given"]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(audit, "main", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        door.main(["audit"])
