@@ -18,7 +18,7 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.amp.metrics import MetricName, Report, StepReport
 from determined_amp.config.amp import OnOverflow
 from determined_amp.config.errors import GuardError
 
@@ -172,7 +172,8 @@ class Guard(pytorch.PyTorchCallback):
         return 0.0 if found_its_level else skipped / (applied + skipped)
 
     def _say_drift(self, metrics: dict[str, Any]) -> None:
-        drift = max((v for k, v in metrics.items() if k.startswith("lr_drift_steps")), default=0)
+        name = MetricName.LR_DRIFT_STEPS
+        drift = max((v for k, v in metrics.items() if k.startswith(name)), default=0)
         if drift and not self._said_drift:
             self._said_drift = True
             logger.warning(

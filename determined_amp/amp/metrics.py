@@ -30,6 +30,45 @@ WARMUP_BATCHES = 10
 HEADROOM_PERIOD = 10
 
 
+class MetricName:
+    """The names in a training report; those of the audit are in `AuditMetricName`.
+
+    Where there are several optimizers, the names marked with * stand for one of each, which ends in
+    `_0`, `_1` and so on, in the order of `wrap_optimizer`.
+    """
+
+    # Mean over samples of the training loss, if `update` is given one.
+    LOSS = "loss"
+    # * Mean over applied steps of the unscaled gradient norm, before clipping. With `amp.clip`
+    # only.
+    GRAD_NORM = "grad_norm"
+    # log2 of the loss scale at the report; 0 without a scaler.
+    LOSS_SCALE_LOG2 = "loss_scale_log2"
+    # * Optimizer steps since the start of the trial.
+    APPLIED_STEPS = "applied_steps"
+    SKIPPED_STEPS = "skipped_steps"
+    # * Optimizer steps skipped since the last applied one.
+    CONSECUTIVE_SKIPS = "consecutive_skips"
+    # * Skipped share of this report's optimizer steps.
+    SKIP_RATIO = "skip_ratio"
+    # * Optimizer steps that a scheduler of `context.wrap_lr_scheduler` is ahead of the applied
+    # ones; if there is one that moves by batches or steps, and a scaler.
+    LR_DRIFT_STEPS = "lr_drift_steps"
+    # * log2 of 65504 over the largest scaled gradient of a parameter; the smallest of the report,
+    # looked at on every tenth step. `amp_fp16` with `amp.clip` only.
+    HEADROOM_BITS = "headroom_bits"
+    # Over all slots, first batches of the process excluded.
+    SAMPLES_PER_SECOND = "samples_per_second"
+    # Share of that time that the loop waited for data; the largest over slots. Of a
+    # `determined.pytorch.DataLoader` only.
+    DATA_WAIT_SHARE = "data_wait_share"
+    # Largest over slots; on a GPU allocated by torch in training batches, the first ones of the
+    # process excluded; on a CPU resident, of the whole process.
+    PEAK_MEMORY_MIB = "peak_memory_mib"
+    # The same for what torch holds of a GPU.
+    PEAK_RESERVED_MEMORY_MIB = "peak_reserved_memory_mib"
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The steps of one optimizer at a report; the same on every slot.
@@ -133,25 +172,7 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class TrainingMetrics(pytorch.MetricReducer):
     """Loss, scale, steps, speed and memory of the batches since the last report.
 
-    Reported names; where there are several optimizers, those marked with * have one for each, which
-    ends in `_0`, `_1` and so on, in the order of `wrap_optimizer`:
-        loss: Mean over samples of the training loss, if `update` is given one.
-        grad_norm*: Mean over applied steps of the unscaled gradient norm, before clipping; with
-            `amp.clip` only.
-        loss_scale_log2: log2 of the loss scale at the report; 0 without a scaler.
-        applied_steps*, skipped_steps*: Optimizer steps since the start of the trial.
-        consecutive_skips*: Optimizer steps skipped since the last applied one.
-        skip_ratio*: Skipped share of this report's optimizer steps.
-        lr_drift_steps*: Optimizer steps that a scheduler of `context.wrap_lr_scheduler` is ahead of
-            the applied ones; if there is one that moves by batches or steps, and a scaler.
-        headroom_bits*: log2 of 65504 over the largest scaled gradient of a parameter; the smallest
-            of the report, looked at on every tenth step. `amp_fp16` with `amp.clip` only.
-        samples_per_second: Over all slots, first batches of the process excluded.
-        data_wait_share: Share of that time that the loop waited for data; the largest over slots.
-            Of a `determined.pytorch.DataLoader` only.
-        peak_memory_mib: Largest over slots; on a GPU allocated by torch in training batches, the
-            first ones of the process excluded; on a CPU resident, of the whole process.
-        peak_reserved_memory_mib: The same for what torch holds of a GPU.
+    `MetricName` lists what it reports.
 
     Args:
         context: The trial's context; registers itself there.
@@ -273,8 +294,8 @@ class TrainingMetrics(pytorch.MetricReducer):
             "loss_scale": scale,
             "scale_of_newest_step": used,
             "optimizers": [numbers[i : i + 5] for i in range(0, len(numbers), 5)],
-            "samples_per_second": self._timed_samples / seconds if seconds else 0.0,
-            "data_wait_share": self._wait_share(seconds),
+            MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds if seconds else 0.0,
+            MetricName.DATA_WAIT_SHARE: self._wait_share(seconds),
             **self._peaks,
         }
 
@@ -286,22 +307,26 @@ class TrainingMetrics(pytorch.MetricReducer):
         scale = first["loss_scale"]
         metrics: dict[str, Any] = {}
         if loss is not None and not self.trial_reports_loss:
-            metrics["loss"] = loss
-        metrics["loss_scale_log2"] = math.log2(scale) if scale else -math.inf
+            metrics[MetricName.LOSS] = loss
+        metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
         steps = []
         for optimizer, numbers in zip(self._optimizers, first["optimizers"], strict=True):
             step = self._step_report(optimizer, numbers)
             metrics.update(self._metrics_of(optimizer, step, numbers))
             steps.append(step)
-        for name in ("peak_memory_mib", "peak_reserved_memory_mib"):
+        for name in (MetricName.PEAK_MEMORY_MIB, MetricName.PEAK_RESERVED_MEMORY_MIB):
             if name in first:
                 metrics[name] = max(s[name] for s in slots)
-        speed = sum(s["samples_per_second"] for s in slots)
+        speed = sum(s[MetricName.SAMPLES_PER_SECOND] for s in slots)
         if speed:
-            metrics["samples_per_second"] = speed
-            waits = [s["data_wait_share"] for s in slots if s["data_wait_share"] is not None]
+            metrics[MetricName.SAMPLES_PER_SECOND] = speed
+            waits = [
+                s[MetricName.DATA_WAIT_SHARE]
+                for s in slots
+                if s[MetricName.DATA_WAIT_SHARE] is not None
+            ]
             if waits:
-                metrics["data_wait_share"] = min(1.0, max(waits))
+                metrics[MetricName.DATA_WAIT_SHARE] = min(1.0, max(waits))
         self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps))
         return metrics
 
@@ -330,18 +355,18 @@ class TrainingMetrics(pytorch.MetricReducer):
         norm, largest = numbers[:2]
         new = step.new_attempted
         metrics: dict[str, Any] = {
-            "applied_steps": step.applied,
-            "skipped_steps": step.skipped,
-            "consecutive_skips": step.consecutive_skips,
+            MetricName.APPLIED_STEPS: step.applied,
+            MetricName.SKIPPED_STEPS: step.skipped,
+            MetricName.CONSECUTIVE_SKIPS: step.consecutive_skips,
         }
         if new:
-            metrics["skip_ratio"] = 1.0 - step.new_applied / new
+            metrics[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / new
         if optimizer in self.drifting:
-            metrics["lr_drift_steps"] = step.skipped
+            metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
         if gradients.has_headroom and largest:
-            metrics["headroom_bits"] = math.log2(FLOAT16_MAX / largest)
+            metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)
         if gradients.has_norm and step.new_applied:
-            metrics["grad_norm"] = norm / step.new_applied
+            metrics[MetricName.GRAD_NORM] = norm / step.new_applied
         return {name + step.name: value for name, value in metrics.items()}
 
 
@@ -474,10 +499,10 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
     """The largest memory use so far in MiB: of torch on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return {
-            "peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20,
-            "peak_reserved_memory_mib": torch.cuda.max_memory_reserved(device) / 2**20,
+            MetricName.PEAK_MEMORY_MIB: torch.cuda.max_memory_allocated(device) / 2**20,
+            MetricName.PEAK_RESERVED_MEMORY_MIB: torch.cuda.max_memory_reserved(device) / 2**20,
         }
-    return {"peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
+    return {MetricName.PEAK_MEMORY_MIB: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 
 def forget_peak_memory(device: torch.device) -> None:

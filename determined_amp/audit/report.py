@@ -94,11 +94,23 @@ class Audit:
     def metrics(self) -> dict[str, float]:
         """The numbers of `AuditMetrics`."""
         return {
-            "audit_share": self.share,
-            "audit_gflops": self.total_flops / 1e9,
-            "audit_casts": float(self.casts),
-            "audit_cast_mib": self.cast_bytes / 2**20,
+            AuditMetricName.SHARE: self.share,
+            AuditMetricName.GFLOPS: self.total_flops / 1e9,
+            AuditMetricName.CASTS: float(self.casts),
+            AuditMetricName.CAST_MIB: self.cast_bytes / 2**20,
         }
+
+
+class AuditMetricName:
+    """The names in the first training report: of one batch, on the chief's slot."""
+
+    # Share of the FLOPs in the dtype that the precision asks for.
+    SHARE = "audit_share"
+    # FLOPs of all products, in 10^9.
+    GFLOPS = "audit_gflops"
+    # Conversions between floating dtypes, and what they read and write.
+    CASTS = "audit_casts"
+    CAST_MIB = "audit_cast_mib"
 
 
 class AuditError(UserError):
@@ -111,11 +123,6 @@ class AuditError(UserError):
 
 class AuditMetrics(pytorch.MetricReducer):
     """Puts an audit into one training report, the first one after it.
-
-    Reported names, of one batch on the chief's slot:
-        audit_share: Share of the FLOPs in the dtype that the precision asks for.
-        audit_gflops: FLOPs of all products, in 10^9.
-        audit_casts, audit_cast_mib: Conversions between floating dtypes, and their MiB.
 
     Args:
         context: The trial's context; registers itself there.
