@@ -37,7 +37,7 @@ from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.config.amp import AmpSettings, EvalPrecision
-from determined_amp.config.errors import say_uncaught_ones
+from determined_amp.config.errors import print_uncaught_user_errors
 from determined_amp.config.settings import ConfigError, read_section
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def __init__(
         self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
     ) -> None:
-        say_uncaught_ones()
+        print_uncaught_user_errors()
         _check_order(context)
         self.settings = settings or _settings_of(context)
         self.device: torch.device = context.device

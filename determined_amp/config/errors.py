@@ -42,7 +42,7 @@ def exit_status(run: Callable[[], int], before: str = NO_RETRY) -> int:
         return 2
 
 
-def say_uncaught_ones() -> None:
+def print_uncaught_user_errors() -> None:
     """From now on a program that ends by a `UserError` prints one line, and exits with status 2."""
     if getattr(sys.excepthook, "__module__", None) == __name__:
         return

@@ -418,11 +418,10 @@ class _Parts:
 
     def _recorded(self, platform: Platform) -> dict[str, Any]:
         """The configuration from which the same trial can be made without further arguments."""
-        made: dict[str, Any] = copy.deepcopy(dict(self.config))
-        if self.named is not None and self.named.in_hyperparameters:
-            made["hyperparameters"] = {**made.get("hyperparameters", {}), "trial": self.named.path}
-        elif self.named is not None:
-            made["entrypoint"] = self.named.path
         seed = platform.reproducibility.experiment_seed
-        made["reproducibility"] = {**(made.get("reproducibility") or {}), "experiment_seed": seed}
-        return made
+        changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
+        if self.named is not None and self.named.in_hyperparameters:
+            changes["hyperparameters"] = {"trial": self.named.path}
+        elif self.named is not None:
+            changes["entrypoint"] = self.named.path
+        return _merged(self.config, changes)

@@ -138,18 +138,13 @@ class _DeterminedKeys:
     optimizations: _Optimizations = setting(_Optimizations())
 
 
-@dataclass(frozen=True)
-class _BatchSize:
-    global_batch_size: int | None = setting(None, at_least=1)
-
-
 def _read_determineds(
     config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
 ) -> Plan | None:
     before = len(problems)
     keys = read(_DeterminedKeys, config, "", problems, strict=False)
-    size = read(_BatchSize, hyperparameters, "hyperparameters", [], strict=False)
-    batch_size = size.global_batch_size if size else None
+    size = hyperparameters.get("global_batch_size")
+    batch_size = size if isinstance(size, int) and size > 0 else None
     max_length = _max_length(config, batch_size, problems)
     if keys is None:
         return None

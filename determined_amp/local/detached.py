@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from determined.common import api
 from determined.common.api import bindings, errors
 
 from determined_amp.local.checkpoints import complete_checkpoints, read_metadata
-from determined_amp.local.folder import RunFolder
+from determined_amp.local.folder import RunFolder, write_whole
 from determined_amp.local.master import MasterError
 from determined_amp.local.outbox import Outbox
 from determined_amp.local.processes import StopOnSignal
@@ -214,9 +213,7 @@ def _id_of(folder: RunFolder) -> uuid.UUID:
         except (ValueError, KeyError, TypeError) as error:
             raise MasterError(f"{path}: cannot be read: {error}") from error
     made = uuid.uuid4()
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"external_id": str(made)}) + "\n")
-    os.replace(partial, path)
+    write_whole(path, json.dumps({"external_id": str(made)}) + "\n")
     return made
 
 

@@ -75,7 +75,7 @@ class RunFolder:
     def describe(self, experiment: Experiment[Any]) -> None:
         """Write what was run and on what."""
         # A resume writes it again, and needs it the next time: never half of it.
-        _replace(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
+        write_whole(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
         text = yaml.safe_dump(experiment.resolved(), sort_keys=False)
         (self.path / "resolved.yaml").write_text(text)
         made_with = json.dumps(environment(), indent=2)
@@ -93,18 +93,18 @@ class RunFolder:
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of batches that a resumed run is going to train again."""
         kept = [line for line in self.read_metrics() if line["batches"] <= batches]
-        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def record_end(self, end: End) -> None:
         """Write how the run ended."""
-        _replace(self.end, json.dumps(dataclasses.asdict(end), indent=2) + "\n")
+        write_whole(self.end, json.dumps(dataclasses.asdict(end), indent=2) + "\n")
 
     def forget_end(self) -> None:
         """The run begins, or goes on."""
         self.end.unlink(missing_ok=True)
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file so that a process killed meanwhile leaves the old one or the new one."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
