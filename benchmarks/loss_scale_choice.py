@@ -36,8 +36,8 @@ from determined_amp.finder.advice import as_json
 from determined_amp.finder.find import look
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.local.alone import open_trial
 from determined_amp.local.folder import environment
+from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.choice import draw
 from determined_amp.reports.figure import save_png
 from determined_amp.reports.forecast import Forecast

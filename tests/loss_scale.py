@@ -15,7 +15,7 @@ from determined_amp.finder.frozen import FrozenBatch, in_training
 from determined_amp.finder.histogram import BINS, Histogram
 from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import Source
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 
 T = TypeVar("T")
 Trial = type[SmallTrial]

@@ -31,7 +31,7 @@ from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_trainin
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
 from determined_amp.finder.verdict import Finding, Verdict, _islands, find
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import (
     ALL,
     Context,

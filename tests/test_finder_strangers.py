@@ -21,7 +21,7 @@ from determined_amp.finder.advice import Run, as_json, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import Context, Trial, config, looked_at
 from tests.training import ROOT, SMALL
 

@@ -25,7 +25,7 @@ from determined_amp.finder.frozen import (
     in_training,
     wrapped_scaler,
 )
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.mlp import MLPTrial

@@ -16,7 +16,7 @@ from determined.common import storage
 from determined.exec import harness
 
 from determined_amp import AuditError, GuardError
-from determined_amp.local.alone import core_context_alone
+from determined_amp.local.open_trial import throwaway_core_context
 from tests.loops import Reports, content
 from tests.test_mixed_precision import StrangersTrial
 
@@ -73,7 +73,7 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
 
         @contextmanager
         def init(aggregation_frequency: int, **given: Any) -> Iterator[pytorch.PyTorchTrialContext]:
-            with core_context_alone() as core_context:
+            with throwaway_core_context() as core_context:
                 core_context.train = reports
                 core_context.checkpoint = core.DummyCheckpointContext(
                     core_context.distributed, storage.SharedFSStorageManager(str(folder))

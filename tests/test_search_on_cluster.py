@@ -15,7 +15,7 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from determined_amp.local import alone
+from determined_amp.local import open_trial
 from determined_amp.reports.forecast import Forecast
 from determined_amp.search import on_cluster
 from determined_amp.search.search_plan import SearchPlan
@@ -80,7 +80,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
             hparams: dict[str, Any], aggregation_frequency: int
         ) -> Iterator[pytorch.PyTorchTrialContext]:
             torch.manual_seed(trial.trial_seed)
-            with alone.core_context_alone() as core_context:
+            with open_trial.throwaway_core_context() as core_context:
                 core_context.train = master
                 core_context.checkpoint = core.DummyCheckpointContext(
                     core_context.distributed,

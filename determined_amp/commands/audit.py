@@ -21,7 +21,7 @@ from determined_amp.config.overrides import (
     add_trial_option,
     with_overrides,
 )
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 
 
 def audit_here(

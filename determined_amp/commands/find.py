@@ -31,7 +31,7 @@ from determined_amp.finder.advice import Run, as_json, json_text, show, yaml_cha
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.finder.written import write_copy
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 
 
 def main(arguments: Sequence[str]) -> int:

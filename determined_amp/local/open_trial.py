@@ -1,4 +1,4 @@
-"""A trial for looking at rather than for training: in one process, and nothing stays behind."""
+"""Make a trial to look at it, not to train it: in one process, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from determined_amp.local.run import Resume
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenTrial:
     """A trial that has not trained yet.
 
     Args:
@@ -41,7 +41,7 @@ def open_trial(
     source: str,
     trial: str | None = None,
     checkpoint: Path | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[OpenTrial]:
     """Make the trial that an experiment configuration names, in one process on this machine.
 
     Args:
@@ -57,13 +57,13 @@ def open_trial(
     experiment = parse(config, source, trial=trial)
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
-    with core_context_alone(parent) as core_context:
+    with throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
-        yield Opened(experiment.make(context), context, name, experiment)
+        yield OpenTrial(experiment.make(context), context, name, experiment)
 
 
 @contextmanager
-def core_context_alone(checkpoints: Path | None = None) -> Iterator[core.Context]:
+def throwaway_core_context(checkpoints: Path | None = None) -> Iterator[core.Context]:
     """What Determined's loop needs of a platform.
 
     Args:

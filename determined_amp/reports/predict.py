@@ -9,7 +9,7 @@ from typing import Any
 
 from determined_amp.finder.advice import as_json
 from determined_amp.finder.find import look
-from determined_amp.local.alone import open_trial
+from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import Search, is_scale, nested
 from determined_amp.search.compose import compose

@@ -24,9 +24,9 @@ from rich.console import Console
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse
-from determined_amp.local.alone import open_trial
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
+from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.reports import RunListener
 from determined_amp.local.run import Resume
