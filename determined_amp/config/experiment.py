@@ -301,15 +301,11 @@ def _named_trial(
         place, path = "hyperparameters.trial", ours
     elif is_legacy:
         place, path = "entrypoint", str(entrypoint)
-    elif ours is not None:
-        problems.append(
-            f"hyperparameters.trial: got {ours!r}; allowed: module:Class of a PyTorchTrial"
-        )
-        return None
     else:
+        found = "missing" if ours is None else f"got {ours!r}"
         problems.append(
-            "hyperparameters.trial: missing; allowed: module:Class of a PyTorchTrial there, as the "
-            "entrypoint, or as --trial module:Class"
+            f"hyperparameters.trial: {found}; allowed: module:Class of a PyTorchTrial there, as "
+            "the entrypoint, or as --trial module:Class"
         )
         return None
     try:
