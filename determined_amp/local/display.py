@@ -17,17 +17,19 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from determined_amp.amp.metrics import MetricName
+from determined_amp.audit.report import AuditMetricName
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.reports import RunListener
 
 # What a report line shows, in this order: name, and how its number is written.
 _SHOWN = {
-    "loss": "loss {:.4f}",
-    "grad_norm": "norm {:.3g}",
-    "loss_scale_log2": "scale 2^{:.3g}",
-    "skipped_steps": "skipped {:.0f}",
-    "samples_per_second": "{:,.0f} samples/s",
+    MetricName.LOSS: "loss {:.4f}",
+    MetricName.GRAD_NORM: "norm {:.3g}",
+    MetricName.LOSS_SCALE_LOG2: "scale 2^{:.3g}",
+    MetricName.SKIPPED_STEPS: "skipped {:.0f}",
+    MetricName.SAMPLES_PER_SECOND: "{:,.0f} samples/s",
     "validation_loss": "loss {:.4f}",
     "validation_accuracy": "accuracy {:.4f}",
 }
@@ -36,13 +38,13 @@ _SHOWN = {
 _CLOSING = (
     ("validation accuracy", "validation_accuracy", "{:.4f}"),
     ("validation loss", "validation_loss", "{:.4f}"),
-    ("training loss", "loss", "{:.4f}"),
-    ("products in precision", "audit_share", "{:.1%}"),
-    ("loss scale", "loss_scale_log2", "2^{:g}"),
-    ("applied steps", "applied_steps", "{:.0f}"),
-    ("skipped steps", "skipped_steps", "{:.0f}"),
-    ("samples per second", "samples_per_second", "{:,.0f}"),
-    ("peak memory (MiB)", "peak_memory_mib", "{:,.0f}"),
+    ("training loss", MetricName.LOSS, "{:.4f}"),
+    ("products in precision", AuditMetricName.SHARE, "{:.1%}"),
+    ("loss scale", MetricName.LOSS_SCALE_LOG2, "2^{:g}"),
+    ("applied steps", MetricName.APPLIED_STEPS, "{:.0f}"),
+    ("skipped steps", MetricName.SKIPPED_STEPS, "{:.0f}"),
+    ("samples per second", MetricName.SAMPLES_PER_SECOND, "{:,.0f}"),
+    ("peak memory (MiB)", MetricName.PEAK_MEMORY_MIB, "{:,.0f}"),
 )
 
 
