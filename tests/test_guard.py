@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import determined as det
@@ -207,6 +208,31 @@ class TestCause:
         watched = guard(replay=lambda: ((batch,), lambda: None))
         with pytest.raises(GuardError, match=r"Cause: .*not finite in samples \[1\]"):
             judge(watched, counted(100, 9, 9))
+
+    def test_is_looked_for_without_a_step(self) -> None:
+        context: Any = Context()
+        amp = MixedPrecision(context, dataclasses.replace(FP16, audit=False))
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = context.wrap_optimizer(torch.optim.SGD([weight], lr=1.0))
+        trained = []
+
+        def train_batch(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+            trained.append((epoch_idx, batch_idx))
+            weight.grad = amp.scaler.scale(batch[0])
+            amp.scaler.step(optimizer)
+            return amp.update(samples=1)
+
+        trial: Any = SimpleNamespace(train_batch=train_batch, build_training_data_loader=None)
+        watched: Any = amp.callbacks(trial)["guard"]
+        assert watched._replay() is None  # before the first batch
+        amp.on_training_start()
+        given = (torch.full((1,), 0.25),)
+        trial.train_batch(batch=given, epoch_idx=2, batch_idx=7)
+        batch, train = watched._replay()
+        assert batch is given
+        train()
+        assert trained == [(2, 7), (2, 7)]
+        assert (weight.item(), amp.attempted_steps) == (0.75, 1)
 
     def test_that_is_not_found_is_said(self) -> None:
         with pytest.raises(GuardError, match=r"in a row .*\. The newest batch alone is finite"):

@@ -104,6 +104,26 @@ class TestHistogram:
         moved = histogram(values * 2.0**10).unscaled(10)
         assert (moved.counts == histogram(values).counts).all()
 
+    @pytest.mark.parametrize(("scale", "bin_of_it"), [(300, 1), (-300, BINS - 1)])
+    def test_unscaled_beyond_float32_is_neither_zero_nor_lost(
+        self, scale: int, bin_of_it: int
+    ) -> None:
+        moved = histogram(torch.tensor([0.0, 3.0])).unscaled(scale)
+        assert (moved.zeros, moved.nonzero, moved.counts[bin_of_it]) == (1, 1, 1)
+
+    def test_smallest_value_there_is_counts_as_any_other(self) -> None:
+        counted = histogram(torch.tensor([2.0**-149]))
+        assert (counted.overflow_share(300), counted.overflow_share(16)) == (1.0, 0.0)
+        assert (counted.faintest_share(1, 300), counted.faintest_share(1, 0)) == (0.0, 1.0)
+
+    def test_smallest_scale_is_a_whole_number(self) -> None:
+        assert isinstance(histogram(torch.tensor([3.0])).smallest_scale_log2(0.0), int)
+
+    def test_empty_one_adds_nothing(self) -> None:
+        counted, empty = histogram(torch.tensor([1.0, 0.0])), Histogram.empty()
+        assert ((empty + counted).counts == counted.counts).all()
+        assert (empty.nonzero, empty.zeros, empty.counts.dtype) == (0, 0, counted.counts.dtype)
+
     def test_sum_counts_both(self) -> None:
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0]))
         assert both.by_power() == {0: 1, 3: 1}

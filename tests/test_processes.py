@@ -110,8 +110,11 @@ class TestStop:
 
     def test_takes_a_checkpoint_however_often_it_is_terminated(self) -> None:
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
-            for _ in range(3):
-                signal.raise_signal(signal.SIGTERM)
+            try:
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt:  # which would end the whole session of pytest
+                pytest.fail("interrupted")
             assert stop.requested
 
     def test_is_at_once_at_the_second_interrupt(self) -> None:

@@ -250,6 +250,8 @@ def test_counts_are_the_same_whoever_knows_and_whenever_asked(
 def test_counts_go_on_after_a_checkpoint(*, on_host: bool) -> None:
     saved = counted([False, True, True], on_host=on_host, ask_every=NEVER).state_dict()
     assert saved == {"attempted": 3, "applied": 1, "last_applied": 1}
+    other = counted([True, False, True], on_host=on_host, ask_every=NEVER).state_dict()
+    assert other == {"attempted": 3, "applied": 1, "last_applied": 2}
     counts = StepCounts(CPU, can_skip=True)
     counts.count(torch.ones(()))
     counts.load_state_dict(saved)

@@ -119,7 +119,6 @@ class Gradients:
         self.norm_sum = DeviceSum(device, finite_only=True)
         self.largest = torch.zeros((), device=device)
         self.has_norm = False
-        self.has_headroom = False
         self.applied_before = counts.applied.clone()
         self.attempted_before = counts.attempted
         self._scaled = scaled
@@ -137,7 +136,6 @@ class Gradients:
         norms = torch.stack(torch._foreach_norm(gradients, math.inf))
         largest = torch.nan_to_num(norms.max(), nan=0.0, posinf=0.0)
         torch.maximum(self.largest, largest, out=self.largest)
-        self.has_headroom = True
 
     def add_norm(self, norm: torch.Tensor) -> None:
         """Count the norm of one step, (), on the device; ignored if not finite."""
@@ -147,7 +145,6 @@ class Gradients:
     def reset(self) -> None:
         self.norm_sum.reset()
         self.largest.zero_()
-        self.has_headroom = False
         self.applied_before.copy_(self.counts.applied)
         self.attempted_before = self.counts.attempted
 
@@ -363,7 +360,7 @@ class TrainingMetrics(pytorch.MetricReducer):
             metrics[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / new
         if optimizer in self.drifting:
             metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
-        if gradients.has_headroom and largest:
+        if largest:
             metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)
         if gradients.has_norm and step.new_applied:
             metrics[MetricName.GRAD_NORM] = norm / step.new_applied
