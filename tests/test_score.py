@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.small_trials import Float16Loss, SmallTrial, SummedLoss, TinyLoss
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
-from determined_amp.finder.passes import Observation
+from determined_amp.finder.passes import Observation, Prediction
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
 from tests.loss_scale import Context, Trial, looked_at, prediction_of
@@ -42,15 +42,23 @@ class TestTerms:
     def observed(self, monkeypatch: pytest.MonkeyPatch) -> dict[float, Observation]:
         """What is observed at these scales; every other one overflows."""
         seen: dict[float, Observation] = {}
+        these: list[Any] = []
+
+        def predict(context: Any, batches: Any) -> Prediction:
+            these[:] = [context, batches]
+            return prediction
 
         def observe(context: Any, batches: Any, scale_log2: float, given: Any) -> Observation:
+            assert [context, batches, given] == [*these, prediction]
             overflow = Observation(scale_log2, True, True, 0.25, -math.inf)
             return seen.get(scale_log2, overflow)
 
         prediction = prediction_of({"a": {9: 1}}, largest=65520 / 2**6)
-        monkeypatch.setattr(scoring, "predict", lambda *given: prediction)
+        monkeypatch.setattr(scoring, "predict", predict)
         monkeypatch.setattr(scoring, "observe", observe)
-        monkeypatch.setattr(scoring, "cause_of", lambda context, batches: "the cause")
+        monkeypatch.setattr(
+            scoring, "cause_of", lambda *given: {True: "the cause"}[[*given] == these]
+        )
         return seen
 
     @staticmethod
@@ -91,7 +99,7 @@ class TestTerms:
 
     @pytest.mark.parametrize(
         ("scale", "works_at", "halvings"),
-        [(16, 6, 10), (6.5, 5.5, 1), (8.25, 5.25, 3), (6, 5, 1), (16, 4, 12)],
+        [(16, 6, 10), (6.5, 5.5, 1), (8.25, 5.25, 3), (6, 5, 1), (5, 4, 1), (16, 4, 12)],
     )
     def test_halvings_are_those_until_nothing_overflows(
         self, observed: dict[float, Observation], scale: float, works_at: float, halvings: int
