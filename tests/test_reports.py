@@ -19,7 +19,7 @@ from determined_amp.reports.page import page
 from tests.reporting import (
     Rows,
     finding,
-    forecast,
+    found_scale,
     observed,
     scored,
     write_experiment,
@@ -105,7 +105,7 @@ def test_finding_replaces_the_run_of_the_finder(
     (workplace / "elsewhere").mkdir()
     arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
     assert loss_scale.main(arguments) == 0
-    assert "verdict: use <this>" in capsys.readouterr().out
+    assert "verdict: use 2^17" in capsys.readouterr().out
     assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
         "loss_scale.html",
         "loss_scale.png",
@@ -163,9 +163,9 @@ class TestPage:
     def made(self, **changes: Any) -> str:
         search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")
         given: dict[str, Any] = {
-            "svg": as_svg(draw(forecast(), search)),
+            "svg": as_svg(draw(found_scale().finding, search)),
             "sentences": ["a < b & c"],
-            "forecast": forecast(),
+            "finding": found_scale().finding,
             "search": search,
             "provenance": {"finder": {"torch": "2.6", "samples": 128}},
             "yaml": "amp:\n  init_scale: 1.0",
@@ -194,7 +194,7 @@ class TestPage:
 
 class TestSentences:
     def told(self, rows: Any, metric: str = "validation_loss", **others: Any) -> str:
-        return "\n".join(sentences(forecast(top=18), observed(rows, metric, **others)))
+        return "\n".join(sentences(found_scale(top=18), observed(rows, metric, **others)))
 
     def test_agreement_on_overflow(self) -> None:
         rows: Rows = [(float(s), None, scored(s), {}) for s in (8, 18, 19)]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.frozen import LossScaleError
 from determined_amp.reports.cluster import read_experiment, read_finding
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import ReportError
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
@@ -65,7 +66,7 @@ def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
 class TestFinding:
     def test_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
-        assert read_finding(7) == Forecast.of_json(finding(), "")
+        assert read_finding(7) == FoundScale.from_json(finding(), "")
 
     def test_checkpoint_of_something_else_is_not_even_downloaded(
         self, master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +78,7 @@ class TestFinding:
 
     def test_file_of_something_else_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
-        with pytest.raises(ReportError, match=r"experiment 7 .* is not a finding"):
+        with pytest.raises(LossScaleError, match=r"experiment 7 .* is not a finding"):
             read_finding(7)
 
     def test_storage_out_of_reach_is_a_sentence(self, master: Master, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from determined_amp.finder.verdict import Window
 from determined_amp.reports import panels
 from determined_amp.reports.figure import STYLE
-from determined_amp.reports.forecast import Window
 from determined_amp.reports.panels import Point
 
 

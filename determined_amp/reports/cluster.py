@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from determined import errors
 
-from determined_amp.finder.advice import FILE_NAME
-from determined_amp.reports.forecast import Forecast
+from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.reports.master import asking_for
 from determined_amp.reports.sources import ReportError, Row, Search, flat, table
 
@@ -29,7 +28,7 @@ def read_experiment(number: int) -> Search:
         return _read(determined, number, origin)
 
 
-def read_finding(number: int) -> Forecast:
+def read_finding(number: int) -> FoundScale:
     """What an experiment of `hp_search/find_loss_scale.yaml` found, from its checkpoint.
 
     Raises:
@@ -43,7 +42,7 @@ def read_finding(number: int) -> Forecast:
                 f"{origin}: has no checkpoint with {FILE_NAME}; allowed: one of "
                 "hp_search/find_loss_scale.yaml that has completed"
             )
-        return Forecast.of_json(_downloaded(found[0], origin), origin)
+        return FoundScale.from_json(_downloaded(found[0], origin), origin)
 
 
 def _downloaded(checkpoint: Checkpoint, origin: str) -> Any:

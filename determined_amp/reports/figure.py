@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from determined_amp.finder.verdict import DEFAULT_LOG2, Finding
 from determined_amp.reports import panels
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.panels import BLUE, INK, MUTED, PAPER, Point
 from determined_amp.reports.sources import Row, Search
 
@@ -40,16 +40,16 @@ _HEIGHTS = {"shares": 2.7, "metric": 2.3, "skips": 1.2}
 _MARGIN_BITS = 4
 
 
-def draw(forecast: Forecast | None, search: Search | None) -> Figure:
+def draw(finding: Finding | None, search: Search | None) -> Figure:
     """Prediction and observation of one experiment; what there is no data for is left out.
 
     Args:
-        forecast: What the finder says.
+        finding: What the finder says.
         search: What a search observed.
     """
     with matplotlib.rc_context(STYLE):
         rows = search.rows if search else ()
-        found = _Panels(forecast, search)
+        found = _Panels(finding, search)
         heights = found.heights()
         figure = Figure(figsize=(_WIDTH, sum(heights.values())), layout="constrained")
         FigureCanvasAgg(figure)
@@ -59,10 +59,10 @@ def draw(forecast: Forecast | None, search: Search | None) -> Figure:
         by_name = dict(zip(heights, axes, strict=True))
         found.draw_into(by_name)
         over_scale = [ax for name, ax in by_name.items() if name != "modules"]
-        limits = _limits(forecast, rows)
+        limits = _limits(finding, rows)
         for i, ax in enumerate(over_scale):
-            if forecast is not None:
-                panels.mark_scales(ax, forecast.window, label=i == 0)
+            if finding is not None:
+                panels.mark_scales(ax, finding, label=i == 0)
             ax.set_xlim(*limits)
         if over_scale:
             over_scale[-1].set_xlabel("log₂ of the initial loss scale")
@@ -72,8 +72,8 @@ def draw(forecast: Forecast | None, search: Search | None) -> Figure:
 class _Panels:
     """Which panels there is data for, and what goes into them."""
 
-    def __init__(self, forecast: Forecast | None, search: Search | None) -> None:
-        self._forecast = forecast
+    def __init__(self, finding: Finding | None, search: Search | None) -> None:
+        self._finding = finding
         self._search = search
         rows = search.rows if search else ()
         self._flushed = [
@@ -91,39 +91,38 @@ class _Panels:
 
     def heights(self) -> dict[str, float]:
         """In inches, of the panels that are drawn."""
-        forecast = self._forecast
+        finding = self._finding
         heights = {}
-        if forecast is not None or self._flushed or self._overflowed:
+        if finding is not None or self._flushed or self._overflowed:
             heights["shares"] = _HEIGHTS["shares"]
         if self._metric:
             heights["metric"] = _HEIGHTS["metric"]
         if self._skips:
             heights["skips"] = _HEIGHTS["skips"]
-        if forecast is not None:
-            count = sum(bool(module.values_by_log2) for module in forecast.modules)
+        if finding is not None:
+            count = sum(bool(module.values_by_log2) for module in finding.modules)
             heights["modules"] = min(1.1 + 0.2 * count, 5.5)
         return heights
 
     def draw_into(self, axes: dict[str, Axes]) -> None:
-        forecast, search = self._forecast, self._search
-        window = None if forecast is None else forecast.window
+        finding, search = self._finding, self._search
         if "shares" in axes:
-            panels.shares(axes["shares"], forecast, self._flushed, self._overflowed)
+            panels.shares(axes["shares"], finding, self._flushed, self._overflowed)
             title = "Gradients that float16 loses (lines: predicted; dots, crosses: measured)"
             axes["shares"].set_title(title, pad=18)
         if search is not None and self._metric:
             alone = not search.also_searched
             # Trials that are scored all have one seed: between them lies the scale alone.
             seeds = alone and not any(row.scored for row in search.rows)
-            panels.metric(axes["metric"], self._metric, search.metric, window, band=seeds)
+            panels.metric(axes["metric"], self._metric, search.metric, finding, band=seeds)
             panels.mark_best(axes["metric"], self._metric[0])
             others = ", ".join(search.also_searched)
             title = search.metric.replace("_", " ").capitalize()
             axes["metric"].set_title(title if alone else f"{title} (differ also in {others})")
         if "skips" in axes:
-            panels.skips(axes["skips"], self._skips, window)
-        if forecast is not None:
-            panels.modules(axes["modules"], forecast)
+            panels.skips(axes["skips"], self._skips, finding)
+        if finding is not None:
+            panels.modules(axes["modules"], finding)
             axes["modules"].set_title("Gradients of each module in float16", pad=18)
 
 
@@ -136,11 +135,11 @@ def points_of(search: Search) -> list[Point]:
     ]
 
 
-def _limits(forecast: Forecast | None, rows: Sequence[Row]) -> tuple[float, float]:
+def _limits(finding: Finding | None, rows: Sequence[Row]) -> tuple[float, float]:
     scales = [row.scale_log2 for row in rows]
-    if forecast is not None:
-        scales += [forecast.window.low - _MARGIN_BITS, forecast.window.top + _MARGIN_BITS]
-        scales += [panels.DEFAULT_LOG2, *(seen.scale_log2 for seen in forecast.measured)]
+    if finding is not None:
+        scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
+        scales += [DEFAULT_LOG2, *(seen.scale_log2 for seen in finding.verified)]
     return min(scales) - 1, max(scales) + 1
 
 

@@ -24,10 +24,10 @@ import optuna
 
 from determined_amp.config.errors import UserError
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import yaml_lines
+from determined_amp.finder.advice import FoundScale, lines_to_paste
+from determined_amp.finder.advice import sentences as finder_sentences
 from determined_amp.reports.cluster import read_experiment, read_finding
 from determined_amp.reports.figure import as_svg, draw, save_png
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.master import experiment_folder, is_experiment
 from determined_amp.reports.observed import sentences
 from determined_amp.reports.page import page
@@ -53,9 +53,11 @@ def _report(options: argparse.Namespace) -> None:
         raise ConfigError("--output", [f"got {folder}, which is no folder; allowed: one that is"])
     given = _finding(options.finding) if options.finding else None
     search, beside = _read(options.source)
-    forecast, missing = (given, "") if given else _predicted(search)
-    told = [*(forecast.sentences if forecast else [missing]), *sentences(forecast, search)]
-    figure = draw(forecast, search)
+    found, missing = (given, "") if given else _predicted(search)
+    finding = found.finding if found else None
+    said = finder_sentences(found.finding, found.run) if found else [missing]
+    told = [*said, *sentences(found, search)]
+    figure = draw(finding, search)
     folder = folder or beside
     folder.mkdir(parents=True, exist_ok=True)
     save_png(figure, folder / "loss_scale.png")
@@ -63,10 +65,10 @@ def _report(options: argparse.Namespace) -> None:
         f"Initial loss scale: {search.name}",
         svg=as_svg(figure),
         sentences=told,
-        forecast=forecast,
+        finding=finding,
         search=search,
-        provenance=_provenance(forecast, search),
-        yaml=yaml_lines(forecast.yaml) if forecast else "",
+        provenance=_provenance(found, search),
+        yaml=lines_to_paste(found.finding, found.run) if found else "",
     )
     (folder / "loss_scale.html").write_text(document)
     print("\n".join(told))
@@ -81,11 +83,11 @@ def _read(source: str) -> tuple[Search, Path]:
     return read_local(path), path if path.is_dir() else path.parent
 
 
-def _finding(source: str) -> Forecast:
-    return read_finding(int(source)) if is_experiment(source) else Forecast.read(Path(source))
+def _finding(source: str) -> FoundScale:
+    return read_finding(int(source)) if is_experiment(source) else FoundScale.read(Path(source))
 
 
-def _predicted(search: Search) -> tuple[Forecast | None, str]:
+def _predicted(search: Search) -> tuple[FoundScale | None, str]:
     """The finder's word, or why there is none: an observation is worth drawing without it."""
     try:
         return predict(search), ""
@@ -98,7 +100,7 @@ def _predicted(search: Search) -> tuple[Forecast | None, str]:
         )
 
 
-def _provenance(forecast: Forecast | None, search: Search) -> dict[str, Mapping[str, Any]]:
+def _provenance(found: FoundScale | None, search: Search) -> dict[str, Mapping[str, Any]]:
     seeds = {row.seed for row in search.rows if row.seed is not None}
     trials: dict[str, Any] = {"trials": len(search.rows), "seeds": len(seeds) or "unknown"}
     drawn = {
@@ -106,11 +108,11 @@ def _provenance(forecast: Forecast | None, search: Search) -> dict[str, Mapping[
         "python": platform.python_version(),
         "matplotlib": matplotlib.__version__,
     }
-    found: dict[str, Mapping[str, Any]] = {
+    parts: dict[str, Mapping[str, Any]] = {
         "search": {"from": search.origin, **trials, **search.environment},
         "drawn": drawn,
     }
-    return found if forecast is None else {"finder": environment_of(forecast), **found}
+    return parts if found is None else {"finder": environment_of(found), **parts}
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

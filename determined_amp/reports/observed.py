@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.verdict import Finding
 from determined_amp.reports.figure import points_of
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.panels import seed_band
 from determined_amp.reports.predict import counted
 from determined_amp.reports.sources import Search
@@ -17,34 +18,35 @@ _GRID_POINTS, _SHORT_TRAINING = 12, 200
 _SDS_OF_A_TIE = 2.0
 
 
-def sentences(forecast: Forecast | None, search: Search) -> Iterator[str]:
+def sentences(found: FoundScale | None, search: Search) -> Iterator[str]:
     """Where prediction and observation agree, what the search found, and what it cost."""
-    if forecast is not None:
-        yield from _overflow(forecast, search)
-        yield from _flush(forecast, search)
-        yield from _skips(forecast, search)
-    yield from _best(forecast, search)
-    if forecast is not None:
-        yield from _cost(forecast, search)
+    finding = None if found is None else found.finding
+    if finding is not None:
+        yield from _overflow(finding, search)
+        yield from _flush(finding, search)
+        yield from _skips(finding, search)
+    yield from _best(finding, search)
+    if found is not None:
+        yield from _cost(found, search)
     failed = [row for row in search.rows if row.reason]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
 
 
-def _overflow(forecast: Forecast, search: Search) -> Iterator[str]:
+def _overflow(finding: Finding, search: Search) -> Iterator[str]:
     seen = [(row.scale_log2, row.overflow) for row in search.rows if row.overflow is not None]
     if not seen:
         return
-    wrong = sorted(scale for scale, over in seen if over is not (scale > forecast.window.top))
+    wrong = sorted(scale for scale, over in seen if over is not (scale > finding.top_log2))
     yield (
-        f"overflow: predicted above 2^{forecast.window.top:g}, and "
+        f"overflow: predicted above 2^{finding.top_log2:g}, and "
         f"{len(seen) - len(wrong)} of {len(seen)} trials agree"
         + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
     )
 
 
-def _flush(forecast: Forecast, search: Search) -> Iterator[str]:
-    predicted = {p.scale_log2: p.flushed_share for p in forecast.predicted}
+def _flush(finding: Finding, search: Search) -> Iterator[str]:
+    predicted = {p.scale_log2: p.flushed_share for p in finding.predicted}
     differences = [
         (abs(row.metrics["flushed_share"] - predicted[int(row.scale_log2)]), row.scale_log2)
         for row in search.rows
@@ -58,9 +60,9 @@ def _flush(forecast: Forecast, search: Search) -> Iterator[str]:
         )
 
 
-def _skips(forecast: Forecast, search: Search) -> Iterator[str]:
+def _skips(finding: Finding, search: Search) -> Iterator[str]:
     seen = [
-        (row.skipped_steps, forecast.window.expected_skips(row.scale_log2))
+        (row.skipped_steps, finding.expected_skips(row.scale_log2))
         for row in search.rows
         if row.skipped_steps is not None
     ]
@@ -72,7 +74,7 @@ def _skips(forecast: Forecast, search: Search) -> Iterator[str]:
         )
 
 
-def _best(forecast: Forecast | None, search: Search) -> Iterator[str]:
+def _best(finding: Finding | None, search: Search) -> Iterator[str]:
     points = points_of(search)
     if not points:
         yield f"no trial reported {search.metric} yet"
@@ -82,8 +84,8 @@ def _best(forecast: Forecast | None, search: Search) -> Iterator[str]:
         f"best trial: 2^{best.scale_log2:g} with {search.metric} {best.value:.4g}"
         + (
             ""
-            if forecast is None or forecast.window.choice is None
-            else f"; the finder chose 2^{forecast.window.choice:g}"
+            if finding is None or finding.choice_log2 is None
+            else f"; the finder chose 2^{finding.choice_log2:g}"
         )
     )
     if search.also_searched:
@@ -91,8 +93,8 @@ def _best(forecast: Forecast | None, search: Search) -> Iterator[str]:
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
     scored = any(row.scored for row in search.rows)
-    band = None if scored else seed_band(points, forecast.window if forecast else None)
-    if band is not None and forecast is not None:
+    band = None if scored else seed_band(points, finding)
+    if band is not None and finding is not None:
         centre, spread = band
         distance = abs(best.value - centre)
         word = "a tie" if distance <= _SDS_OF_A_TIE * spread else "more than the seeds' noise"
@@ -102,9 +104,9 @@ def _best(forecast: Forecast | None, search: Search) -> Iterator[str]:
         )
 
 
-def _cost(forecast: Forecast, search: Search) -> Iterator[str]:
-    ours, theirs = forecast.passed_samples, counted(search, forecast)
-    per_batch = forecast.run["samples"] / forecast.run["batches"]
+def _cost(found: FoundScale, search: Search) -> Iterator[str]:
+    ours, theirs = found.passed_samples, counted(search, found)
+    per_batch = found.run.samples / found.run.batches
     grid = _GRID_POINTS * _SHORT_TRAINING * per_batch
     yield (
         f"samples passed forward and backward: {ours} by the finder, {theirs:.0f} by this search "

@@ -6,13 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from determined_amp.finder.passes import Observation
+from determined_amp.finder.verdict import Finding
 from determined_amp.reports.document import bullets, document, footer, picture, table
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.panels import power
 from determined_amp.reports.sources import Search
 
 # Of the trial table; the searcher's own metric comes first.
-_METRICS = ("flushed_share", "overflow", "headroom_bits", "gradient_error", "validation_accuracy")
+_METRICS = (
+    "flushed_share",
+    "overflow",
+    "backward_headroom_bits",
+    "gradient_error",
+    "validation_accuracy",
+)
 
 _CAPTION = (
     "Lines are predicted from one bfloat16 backward per batch, dots are measured in float16. "
@@ -27,7 +34,7 @@ def page(
     *,
     svg: str,
     sentences: Sequence[str],
-    forecast: Forecast | None,
+    finding: Finding | None,
     search: Search | None,
     provenance: Mapping[str, Mapping[str, Any]],
     yaml: str = "",
@@ -38,7 +45,7 @@ def page(
         title: Of the page.
         svg: The figure, whose colours are those of `determined_amp.reports.figure.as_svg`.
         sentences: What is to be said, the verdict first.
-        forecast: For its tables.
+        finding: For its tables.
         search: For its table.
         provenance: Who measured, and on what: by part, by name.
         yaml: Lines to paste.
@@ -47,15 +54,15 @@ def page(
         bullets(sentences),
         f"<pre>{escape(yaml)}</pre>" if yaml else "",
         picture(svg, _CAPTION),
-        *_tables(forecast, search),
+        *_tables(finding, search),
         footer(provenance),
     ]
     return document(title, parts)
 
 
-def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
-    if forecast is not None:
-        measured = {m.scale_log2: m for m in forecast.measured}
+def _tables(finding: Finding | None, search: Search | None) -> Iterable[str]:
+    if finding is not None:
+        measured = {m.scale_log2: m for m in finding.verified}
         scales = (
             [
                 power(p.scale_log2),
@@ -63,7 +70,7 @@ def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
                 f"{p.flushed_share:.2g}",
                 _measured(measured.get(p.scale_log2)),
             ]
-            for p in forecast.predicted
+            for p in finding.predicted
         )
         heads = ["init_scale", "overflow", "flushed to 0", "measured in float16"]
         yield table("Scales: share of the gradient values", heads, scales)
@@ -71,7 +78,7 @@ def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
             [m.name, power(min(m.values_by_log2)), power(max(m.values_by_log2) + 1)]
             if m.values_by_log2
             else [m.name, "all 0", ""]
-            for m in reversed(forecast.modules)
+            for m in reversed(finding.modules)
         )
         yield table(
             "Modules: gradients without a scale", ["module", "smallest", "largest, below"], modules
@@ -80,7 +87,7 @@ def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
         yield _trials(search)
 
 
-def _measured(seen: Any) -> str:
+def _measured(seen: Observation | None) -> str:
     if seen is None:
         return ""
     return "overflow" if seen.overflow else f"{seen.flushed_share:.2g} flushed"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from determined_amp.finder.advice import as_json
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.find import look
 from determined_amp.local.alone import open_trial
-from determined_amp.reports.forecast import Forecast
 from determined_amp.reports.sources import Search, is_scale, nested
 from determined_amp.search.compose import compose
 
@@ -18,7 +16,7 @@ from determined_amp.search.compose import compose
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
 
 
-def predict(search: Search, batches: int = 4) -> Forecast:
+def predict(search: Search, batches: int = 4) -> FoundScale:
     """What the finder says of the experiment under a search, with the seed of the search.
 
     Args:
@@ -31,8 +29,7 @@ def predict(search: Search, batches: int = 4) -> Forecast:
     """
     config = _experiment(search)
     with open_trial(config, search.origin) as found:
-        finding, run = look(search.name, found.trial, found.context, batches)
-    return Forecast.of_json(json.loads(json.dumps(as_json(finding, run))), search.origin)
+        return FoundScale(*look(search.name, found.trial, found.context, batches))
 
 
 def _experiment(search: Search) -> dict[str, Any]:
@@ -48,17 +45,19 @@ def _experiment(search: Search) -> dict[str, Any]:
     return compose({**plain, "hyperparameters": constant}, constant, Path.cwd())
 
 
-def counted(search: Search, forecast: Forecast) -> float:
+def counted(search: Search, found: FoundScale) -> float:
     """Samples that a search passed through the model, forward and backward.
 
     A trained trial passes each sample once. A scored one passes its batches four times: in
     bfloat16, in float32, and in float16 with the recorder and without.
     """
-    per_batch = forecast.run["samples"] / forecast.run["batches"]
+    per_batch = found.run.samples / found.run.batches
     passes = sum(row.batches * (4 if row.scored else 1) for row in search.rows)
     return float(passes * per_batch)
 
 
-def environment_of(forecast: Forecast) -> Mapping[str, Any]:
+def environment_of(found: FoundScale) -> Mapping[str, Any]:
     """What the finder ran on."""
-    return {key: forecast.run[key] for key in ("device", "torch", "date", "batches", "samples")}
+    return {
+        name: vars(found.run)[name] for name in ("device", "torch", "date", "batches", "samples")
+    }
