@@ -38,8 +38,8 @@ from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.local.alone import open_trial
 from determined_amp.local.folder import environment
-from determined_amp.reports.choice import draw
-from determined_amp.reports.figure import save_png
+from determined_amp.reports.loss_scale_figure import draw_models
+from determined_amp.reports.page import save_png
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = markdown(results)
     RESULTS.with_suffix(".md").write_text(table)
     PICTURE.parent.mkdir(exist_ok=True)
-    save_png(draw(results["models"]), PICTURE)
+    save_png(draw_models(results["models"]), PICTURE)
     print(table)
     return int(any(model["comparison"]["verdict"] == "worse" for model in results["models"]))
 

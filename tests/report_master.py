@@ -58,6 +58,8 @@ class Master:
     def answer(self, path: str, query: str) -> tuple[int, str]:
         if path == "/api/v1/auth/login":
             return 200, json.dumps({"token": "a-token", "user": USER})
+        if path == "/api/v1/master":
+            return 200, json.dumps({"clusterId": "a-cluster"})
         if path.startswith("/api/v1/experiments/7"):
             asked = path.removeprefix("/api/v1/experiments/7").lstrip("/")
             return 200, json.dumps(self._experiment()[asked])

@@ -14,7 +14,8 @@ from optuna.trial import TrialState, create_trial
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.sources import Row, Search, flat
+from determined_amp.reports.run_settings import flat
+from determined_amp.reports.runs import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 
@@ -80,26 +81,27 @@ def observed(
     rows: Rows,
     metric: str = "validation_loss",
     **hparams: Sequence[Any],
-) -> Search:
+) -> Source:
     """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
     searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
-    made = tuple(
-        Row(
+    runs = (
+        Run(
+            name=f"trial {i}",
+            settings={},
+            training=(Report(100, training),) if training else (),
+            validation=(Report(100, metrics),),
+            state=State.FINISHED,
+            reason="",
+            seed=seed,
             number=i,
-            state="complete",
             hparams={
                 "amp.init_scale": 2.0**scale,
                 **{name: values[i] for name, values in hparams.items()},
             },
-            scale_log2=scale,
-            batches=100,
-            metrics=metrics,
-            training=training,
-            seed=seed,
         )
         for i, (scale, seed, metrics, training) in enumerate(rows)
     )
-    return Search("here", {**SEARCH, "searcher": searcher}, made, {})
+    return Source("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
 def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import yaml
 from determined.experimental import client
 
 from determined_amp.local.master import MasterError
-from determined_amp.reports.cluster import read_finding
+from determined_amp.reports.master_runs import read_finding
 from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
 from tests.training import ROOT, digest

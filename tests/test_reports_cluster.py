@@ -1,4 +1,4 @@
-"""`reports.cluster` reads an experiment through Determined's SDK, here from a small HTTP server."""
+"""`reports.master_runs` reads an experiment by Determined's SDK, here from a small HTTP server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from determined.experimental import client
 
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
-from determined_amp.reports.cluster import read_experiment, read_finding
-from determined_amp.reports.sources import ReportError
+from determined_amp.local.master import MasterError
+from determined_amp.reports.loss_scale_text import over_loss_scale
+from determined_amp.reports.master_runs import read_experiment, read_finding
+from determined_amp.reports.runs import ReportError, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
@@ -39,15 +41,16 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_rows_are_the_last_reports_of_each_trial(master: Master) -> None:
+def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> None:
     search = read_experiment(7)
-    assert [row.number for row in search.rows] == [11, 12]
-    assert [row.scale_log2 for row in search.rows] == [16.0, 20.0]
-    assert [row.overflow for row in search.rows] == [False, True]
-    assert [row.skipped_steps for row in search.rows] == [2.0, None]
-    assert [row.batches for row in search.rows] == [4, 4]
-    assert "note" not in search.rows[0].metrics
-    assert search.rows[0].hparams["training.max_length.batches"] == 4
+    assert [run.number for run in search.runs] == [11, 12]
+    assert [run.scale_log2 for run in search.runs] == [16.0, 20.0]
+    assert [run.overflow for run in search.runs] == [False, True]
+    assert [run.skipped_steps for run in search.runs] == [2.0, None]
+    assert [run.batches for run in search.runs] == [4, 4]
+    assert {run.state for run in search.runs} == {State.FINISHED}
+    assert "note" not in search.runs[0].metrics
+    assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"
 
 
@@ -92,13 +95,13 @@ def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"validation": [], "training": []}
     with pytest.raises(ReportError, match="no hyperparameter is called init_scale"):
-        read_experiment(7)
+        over_loss_scale(read_experiment(7))
 
 
 def test_experiment_without_trials_is_a_sentence(master: Master) -> None:
     master.trials = []
     with pytest.raises(ReportError, match="has no trials yet"):
-        read_experiment(7)
+        over_loss_scale(read_experiment(7))
 
 
 def test_unknown_experiment_is_a_sentence(master: Master) -> None:
@@ -108,12 +111,21 @@ def test_unknown_experiment_is_a_sentence(master: Master) -> None:
 
 def test_wrong_password_is_a_sentence(master: Master) -> None:
     master.password = "another"
-    with pytest.raises(ReportError, match=r"does not let us in.*det user login"):
+    with pytest.raises(MasterError, match=r"the login was refused.* user login"):
         read_experiment(7)
 
 
 def test_what_is_no_master_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master, "answer", lambda path, query: (200, "<html>hello</html>"))
+    with pytest.raises(MasterError, match="what answers there is not a Determined master"):
+        read_experiment(7)
+
+
+def test_answer_that_is_no_experiment_is_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment: dict[str, Any] = {"experiment": {}}
+    monkeypatch.setattr(master, "_experiment", lambda: {"": experiment})
     with pytest.raises(ReportError, match="gave no experiment 7"):
         read_experiment(7)
 
@@ -126,5 +138,5 @@ def test_no_master_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
-    with pytest.raises(ReportError, match="no master answers at DET_MASTER"):
+    with pytest.raises(MasterError, match=r"http://127\.0\.0\.1:9: no master answers there"):
         read_experiment(7)

@@ -15,9 +15,11 @@ from matplotlib.patches import Rectangle
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Finding, Window
-from determined_amp.reports import choice, panels
-from determined_amp.reports.figure import as_svg, draw
-from determined_amp.reports.panels import Point
+from determined_amp.reports import loss_scale_panels as panels
+from determined_amp.reports import page
+from determined_amp.reports.loss_scale_figure import draw, draw_models
+from determined_amp.reports.loss_scale_panels import Point
+from determined_amp.reports.page import as_svg
 from tests.reporting import Rows, finding, found_scale, observed, scored
 
 
@@ -209,14 +211,14 @@ def test_svg_takes_its_ink_from_the_page() -> None:
     svg = as_svg(draw(found(), observed(SCORES, "loss_scale_score")))
     assert svg.startswith("<svg")
     for color, name in (
-        (panels.INK, "--ink"),
-        (panels.MUTED, "--muted"),
-        (panels.PAPER, "--paper"),
+        (page.INK, "--ink"),
+        (page.MUTED, "--muted"),
+        (page.PAPER, "--paper"),
     ):
         assert color not in svg
         assert f"var({name})" in svg
     assert "var(--blue)" in svg
-    assert panels.VERMILION in svg  # negative control: colours are written like that
+    assert page.VERMILION in svg  # negative control: colours are written like that
 
 
 def test_drawing_needs_no_display_and_leaves_no_state() -> None:
@@ -241,7 +243,7 @@ def test_models_of_a_comparison_are_side_by_side() -> None:
         "comparison": comparison,
         "trainings": trainings,
     }
-    figure = choice.draw([model, {**model, "name": "two"}])
+    figure = draw_models([model, {**model, "name": "two"}])
     assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
     assert [2.0, 2.0] in heights(figure.axes[0])
 

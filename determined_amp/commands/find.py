@@ -65,7 +65,8 @@ def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
         options.json.write_text(json_text(finding, run))
     if options.plot:
         # matplotlib takes seconds to import.
-        from determined_amp.reports.figure import draw, save_png  # noqa: PLC0415
+        from determined_amp.reports.loss_scale_figure import draw  # noqa: PLC0415
+        from determined_amp.reports.page import save_png  # noqa: PLC0415
 
         save_png(draw(finding, None), options.plot)
         print(f"written: {options.plot}")

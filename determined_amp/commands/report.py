@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 
 _KINDS = {
-    "precision": ("determined_amp.reports.precision.command", "precisions compared, and a verdict"),
-    "loss-scale": ("determined_amp.reports.loss_scale", "the loss scale, predicted and observed"),
+    "precision": ("determined_amp.reports.precision_report", "precisions compared, and a verdict"),
+    "loss-scale": (
+        "determined_amp.reports.loss_scale_report",
+        "the loss scale, predicted and observed",
+    ),
 }
 
 

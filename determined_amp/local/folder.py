@@ -32,6 +32,23 @@ import yaml
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.config.experiment import Experiment
 
+_END = "ended.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a run ended.
+
+    Args:
+        state: `completed`, `stopped` (it can be resumed) or `failed`.
+        reason: Which signal stopped it, or the error it failed by; empty if it completed.
+        batches: Batches trained, those before a resume included.
+    """
+
+    state: str
+    reason: str
+    batches: int
+
 
 class RunFolder:
     """Paths and files of one run.
@@ -80,6 +97,21 @@ class RunFolder:
         partial = self.metrics.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, self.metrics)
+
+
+def read_end(folder: Path) -> End | None:
+    """How the run in a folder ended; None while it runs, and if it was killed.
+
+    Raises:
+        ValueError: if the record is damaged.
+    """
+    try:
+        record = json.loads((folder / _END).read_text())
+        return End(str(record["state"]), str(record["reason"]), int(record["batches"]))
+    except FileNotFoundError:
+        return None
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder / _END}: is not a record of how a run ended") from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

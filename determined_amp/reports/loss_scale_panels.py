@@ -1,7 +1,6 @@
 """The panels of the loss-scale figures; each draws one thing into one axes.
 
-A line is predicted and a dot is measured, everywhere. Colours are those of Okabe and Ito, which
-readers with any colour vision tell apart.
+A line is predicted and a dot is measured, everywhere.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from determined_amp.finder.verdict import (
     ModuleGradients,
     Window,
 )
-
-# Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
-INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
-
-VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
+from determined_amp.reports.page import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
 
 # The smallest normal power of two of float16.
 NORMAL_LOG2 = -14
@@ -144,6 +139,9 @@ def shares(
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
+    axes.set_title(
+        "Gradients that float16 loses (lines: predicted; dots, crosses: measured)", pad=18
+    )
 
 
 def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
@@ -304,14 +302,15 @@ def modules(axes: Axes, finding: Finding) -> None:
         (NORMAL_LOG2, OVERFLOW_LOG2, "none", "full precision"),
         (OVERFLOW_LOG2, right, VERMILION, "overflow"),
     )
-    for start, end, color, words in regions:
+    for start, end, color, text in regions:
         axes.axvspan(start, end, color=color, alpha=0.10, linewidth=0, zorder=0)
         centre = (start + end) / 2
         ink = GREEN if color == "none" else color
-        axes.text(centre, 1.02, words, transform=above, color=ink, ha="center", va="bottom")
+        axes.text(centre, 1.02, text, transform=above, color=ink, ha="center", va="bottom")
     for border in (FLUSH_LOG2, NORMAL_LOG2, OVERFLOW_LOG2):
         axes.axvline(border, color=INK, linewidth=0.8)
     axes.set_xlabel(f"log₂ of |gradient| · {power(scale)}, 16-bit values of the backward")
+    axes.set_title("Gradients of each module in float16", pad=18)
 
 
 def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list[float]:
