@@ -32,15 +32,14 @@ from benchmarks import small_trials
 from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder.advice import as_json
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.find import look
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
-from determined_amp.reports.choice import draw
-from determined_amp.reports.figure import save_png
-from determined_amp.reports.forecast import Forecast
+from determined_amp.reports.loss_scale_figure import draw_models
+from determined_amp.reports.page import save_png
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]
@@ -169,31 +168,30 @@ def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
     return Training(scale_log2, seed, last.loss, skipped)
 
 
-def forecast(model: Model) -> Forecast:
+def predict(model: Model) -> FoundScale:
     """What the finder says, with the first seed."""
     config = model.at(SEEDS[0], 16)
     with open_trial(config, model.name) as found:
-        finding, run = look(model.name, found.trial, found.context, BATCHES_OF_FINDER)
-    return Forecast.of_json(json.loads(json.dumps(as_json(finding, run))), model.name)
+        return FoundScale(*look(model.name, found.trial, found.context, BATCHES_OF_FINDER))
 
 
-def compare(trainings: Sequence[Training], found: Forecast, steps: int) -> Comparison:
+def compare(trainings: Sequence[Training], found: FoundScale, steps: int) -> Comparison:
     """Judge by paired differences: the same seeds start from both scales."""
-    assert found.window.choice is not None
+    assert found.finding.choice_log2 is not None
     losses: dict[int, list[float]] = {}
     for training in sorted(trainings, key=lambda training: training.seed):
         losses.setdefault(training.scale_log2, []).append(training.validation_loss)
     best = min(GRID_LOG2, key=lambda scale: mean(losses[scale]))
     differences = [
         ours - theirs
-        for ours, theirs in zip(losses[found.window.choice], losses[best], strict=True)
+        for ours, theirs in zip(losses[found.finding.choice_log2], losses[best], strict=True)
     ]
     noise, difference = stdev(losses[best]), mean(differences)
-    samples_per_batch = found.run["samples"] / found.run["batches"]
+    samples_per_batch = found.run.samples / found.run.batches
     return Comparison(
-        choice_log2=found.window.choice,
+        choice_log2=found.finding.choice_log2,
         best_log2=best,
-        choice_loss=mean(losses[found.window.choice]),
+        choice_loss=mean(losses[found.finding.choice_log2]),
         default_loss=mean(losses[DEFAULT_LOG2]),
         best_loss=mean(losses[best]),
         seed_sd=noise,
@@ -211,17 +209,17 @@ def measure(chosen: Sequence[Model]) -> Iterator[dict[str, Any]]:
         task = progress.add_task("trainings", total=most)
         for model in chosen:
             progress.update(task, description=model.name)
-            found = forecast(model)
-            assert found.window.choice is not None
+            found = predict(model)
+            assert found.finding.choice_log2 is not None
             trainings = []
-            for scale in dict.fromkeys([*GRID_LOG2, found.window.choice]):
+            for scale in dict.fromkeys([*GRID_LOG2, found.finding.choice_log2]):
                 for seed in SEEDS:
                     trainings.append(train(model, seed, scale, STEPS))
                     progress.advance(task)
             yield {
                 "name": model.name,
                 "what": model.what,
-                "window_log2": [found.window.low, found.window.top],
+                "window_log2": [found.finding.low_log2, found.finding.top_log2],
                 "comparison": dataclasses.asdict(compare(trainings, found, STEPS)),
                 "trainings": [dataclasses.asdict(training) for training in trainings],
             }
@@ -280,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = markdown(results)
     RESULTS.with_suffix(".md").write_text(table)
     PICTURE.parent.mkdir(exist_ok=True)
-    save_png(draw(results["models"]), PICTURE)
+    save_png(draw_models(results["models"]), PICTURE)
     print(table)
     return int(any(model["comparison"]["verdict"] == "worse" for model in results["models"]))
 

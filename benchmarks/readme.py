@@ -16,8 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.reports.figure import STYLE, save_png
-from determined_amp.reports.panels import BLUE, GREEN, INK, MUTED, VERMILION
+from determined_amp.reports.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, save_png
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -56,9 +55,9 @@ def _draw_speed(ax: Axes, compared: Sequence[Mapping[str, Any]]) -> None:
     ax.set_title("Is it faster?")
     for row, comparison in enumerate(compared):
         speed, colour = comparison["speed"], _COLOURS[comparison["precision"]]
-        ax.barh(row, speed["middle"], height=0.5, color=colour, alpha=0.3)
+        ax.barh(row, speed["median"], height=0.5, color=colour, alpha=0.3)
         ax.plot([speed["low"], speed["high"]], [row, row], color=colour, linewidth=2)
-        ax.text(speed["high"] + 0.03, row, f"{speed['middle']:.2f}x", va="center")
+        ax.text(speed["high"] + 0.03, row, f"{speed['median']:.2f}x", va="center")
     ax.axvline(1, color=INK, linewidth=1)
     ax.text(0.98, -0.78, "fp32", ha="right", va="top", color=MUTED)
     ax.set_xlim(0, max(1.15, *(c["speed"]["high"] * 1.2 for c in compared)))
@@ -108,8 +107,8 @@ def table(precisions: Mapping[str, Any]) -> str:
     lines = [_HEADS, "|---|---|---|---|"]
     for name in _SHOWN:
         row, speed = rows[name], rows[name]["samples_per_second"]
-        accuracy = f"{row['mean']:.3f}, {row['standard_deviation']:.3f}"
-        speeds = f"{speed['middle']:.0f} ({speed['low']:.0f} to {speed['high']:.0f})"
+        accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
+        speeds = f"{speed['median']:.0f} ({speed['low']:.0f} to {speed['high']:.0f})"
         lines.append(f"| `{name}` | {accuracy} | {speeds} | {max(skipped[name]):.0f} |")
     return "\n".join(lines) + "\n"
 

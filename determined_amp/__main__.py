@@ -16,11 +16,11 @@ _COMMANDS = {
     "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
     "search": ("determined_amp.search.command", "run a search or a comparison without a cluster"),
     "report precision": (
-        "determined_amp.reports.precision.command",
+        "determined_amp.reports.precision_report",
         "precisions compared, and a verdict",
     ),
     "report loss-scale": (
-        "determined_amp.reports.loss_scale",
+        "determined_amp.reports.loss_scale_report",
         "the loss scale, predicted and observed",
     ),
 }

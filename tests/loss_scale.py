@@ -73,7 +73,7 @@ def train(trial: SmallTrial, steps: int) -> None:
         pytorch.Trainer(trial, trial.context).fit(max_length=pytorch.Batch(2**20))
 
 
-def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 0.0) -> Prediction:
+def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 1.0) -> Prediction:
     """Of one tensor in each module."""
     tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
     return Prediction(tensors, largest)

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from determined_amp.reports.precision.findings import Findings, find
-from determined_amp.reports.precision.folders import read_folder
-from determined_amp.reports.precision.run import Reading
+from determined_amp.reports.precision_findings import Findings, find
+from determined_amp.reports.run_folders import read_folder
+from determined_amp.reports.runs import Source
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
@@ -38,6 +38,8 @@ RESOLVED: dict[str, Any] = {
         "training": {"max_length": {"batches": 100, "epochs": None}},
     },
 }
+# Of a run that the guard ended.
+LOST = {"state": "failed", "reason": "100% of the optimizer steps were skipped"}
 # Of a training report: one that is no first one, and of which nothing is to be said.
 TRAINED = {
     "loss": 0.5,
@@ -65,6 +67,7 @@ def write_run(
     environment: Mapping[str, Any] = {},
     trained: Mapping[str, Any] = {},
     audit_share: float | None = 1.0,
+    end: Mapping[str, Any] | None = None,
 ) -> Path:
     """A run folder; without changes one that has finished.
 
@@ -82,6 +85,7 @@ def write_run(
         environment: Changes of what it ran on.
         trained: Changes of the last training report.
         audit_share: Of the first report.
+        end: What the run wrote down when it ended; None if it did not.
     """
     folder.mkdir(parents=True)
     changes = {"hyperparameters.amp.precision": precision, "reproducibility.experiment_seed": seed}
@@ -106,6 +110,8 @@ def write_run(
         final = {"validation_accuracy": accuracy, "validation_loss": loss or (1 - accuracy) / 2}
         lines.append({"group": "validation", **final, "batches": 100})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if end is not None:
+        (folder / "ended.json").write_text(json.dumps({"batches": last_batch, **end}))
     return folder
 
 
@@ -136,7 +142,7 @@ def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def found(*folders: Path, **options: Any) -> Findings:
     """The comparison of some run folders."""
-    return find([Reading((read_folder(folder),)) for folder in folders], **options)
+    return find([Source("", (read_folder(folder),)) for folder in folders], **options)
 
 
 def write_seeds(root: Path, precision: str, values: Sequence[float], **others: Any) -> list[Path]:

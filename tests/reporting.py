@@ -13,8 +13,9 @@ from optuna.trial import TrialState, create_trial
 
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.reports.forecast import Forecast
-from determined_amp.reports.sources import Row, Search, flat
+from determined_amp.finder.advice import FoundScale
+from determined_amp.reports.run_settings import flat
+from determined_amp.reports.runs import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 
@@ -80,26 +81,27 @@ def observed(
     rows: Rows,
     metric: str = "validation_loss",
     **hparams: Sequence[Any],
-) -> Search:
+) -> Source:
     """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
     searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
-    made = tuple(
-        Row(
+    runs = (
+        Run(
+            name=f"trial {i}",
+            settings={},
+            training=(Report(100, training),) if training else (),
+            validation=(Report(100, metrics),),
+            state=State.FINISHED,
+            reason="",
+            seed=seed,
             number=i,
-            state="complete",
             hparams={
                 "amp.init_scale": 2.0**scale,
                 **{name: values[i] for name, values in hparams.items()},
             },
-            scale_log2=scale,
-            batches=100,
-            metrics=metrics,
-            training=training,
-            seed=seed,
         )
         for i, (scale, seed, metrics, training) in enumerate(rows)
     )
-    return Search("here", {**SEARCH, "searcher": searcher}, made, {})
+    return Source("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
 def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:
@@ -112,10 +114,19 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
             "date": "2026-01-01",
             "batches": 4,
             "samples": 128,
+            "init_scale": 65536.0,
+            "growth_interval": 2000,
+            "is_ours": True,
+            "min_scale": 1.0,
+            "fp32_modules": [],
         },
-        "sentences": [f"safe window: 2^{low} to 2^{top}", "verdict: use <this>"],
+        "verdict": "no scale helps" if choice is None else "use 2^k",
         "choice_log2": choice,
         "window_log2": [low, top],
+        "headroom_log2": 18.5,
+        "recorded_log2": None,
+        "islands": [],
+        "cause": "forward overflow in module <head>" if choice is None else "",
         "predicted": [
             {
                 "scale_log2": scale,
@@ -124,19 +135,28 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
             }
             for scale in range(-16, 49)
         ],
-        "measured": [{"scale_log2": 17, "overflow": False, "flushed_share": 0.0}],
-        "modules": [
-            {"name": "head", "values_by_log2": {"-3": 10, "-20": 5}},
-            {"name": "body <1>", "values_by_log2": {"-5": 10}},
-            {"name": "hidden", "values_by_log2": {}},
+        "measured": [
+            {"scale_log2": 17, "overflow": False, "flushed_share": 0.0, "headroom_bits": 1.5}
         ],
-        "yaml": {"init_scale": 131072.0},
+        "modules": [
+            {
+                **{"name": "head", "in_model": True, "zeros": 0},
+                **{"values_by_log2": {"-3": 10, "-20": 5}, "largest_log2": -3},
+                **{"first_overflow_log2": 19, "low_log2": -6},
+            },
+            {
+                **{"name": "body <1>", "in_model": True, "zeros": 0},
+                **{"values_by_log2": {"-5": 10}, "largest_log2": -5},
+                **{"first_overflow_log2": 21, "low_log2": -20},
+            },
+            {"name": "hidden", "in_model": True, "zeros": 3, "values_by_log2": {}},
+        ],
     }
 
 
-def forecast(choice: int | None = 17, low: int = -6, top: int = 18) -> Forecast:
+def found_scale(choice: int | None = 17, low: int = -6, top: int = 18) -> FoundScale:
     """The same, read."""
-    return Forecast.of_json(finding(choice, low, top), "test")
+    return FoundScale.from_json(finding(choice, low, top), "test")
 
 
 def hparams_of(search: Mapping[str, Any], init_scale: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import yaml
 from determined.experimental import client
 
 from determined_amp.local.master import MasterError
-from determined_amp.reports.cluster import read_finding
+from determined_amp.reports.master_runs import read_finding
 from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
 from tests.training import ROOT, digest
@@ -289,7 +289,7 @@ class TestSearch:
     def test_finding_is_fetched_for_a_report(self, searches: dict[Path, Run]) -> None:
         run = searches[ROOT / "hp_search" / "find_loss_scale.yaml"].completed()
         (found,) = run.metrics("validation")
-        assert read_finding(run.id).window.choice == found["init_scale_log2"]
+        assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
 
     def test_precisions_of_one_seed_start_alike(self, searches: dict[Path, Run]) -> None:
         """Equal weights and batches: after 20 steps the losses differ by roundings only."""

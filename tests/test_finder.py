@@ -26,7 +26,7 @@ from determined_amp import __main__ as door
 from determined_amp.commands import find as finder
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder.advice import Run, yaml_changes
+from determined_amp.finder.advice import FoundScale, Run, json_text, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
@@ -41,6 +41,7 @@ from tests.loss_scale import (
     prediction_of,
     skipped_steps,
 )
+from tests.reporting import finding as written
 from tests.training import ROOT, SMALL, run_small
 
 Batches = Sequence[FrozenBatch]
@@ -116,14 +117,14 @@ class TestPrediction:
         """
 
         def work(context: Context, batches: Batches) -> None:
-            finding = find(context, batches)
+            prediction, finding = predict(context, batches), find(context, batches)
             choice = finding.choice_log2
             assert choice is not None
-            seen = observe(context, batches, choice, finding.prediction)
+            seen = observe(context, batches, choice, prediction)
             assert not seen.overflow
-            first = choice + math.ceil(seen.headroom_bits)
-            assert abs(first - finding.prediction.first_overflow_log2) <= 2
-            assert observe(context, batches, first, finding.prediction).overflow
+            first = choice + math.ceil(seen.backward_headroom_bits)
+            assert abs(first - prediction.first_overflow_log2) <= 2
+            assert observe(context, batches, first, prediction).overflow
 
         trained(*RESNET, steps, work)
 
@@ -312,6 +313,35 @@ class TestIslands:
         found = finding(DeepPlain)
         run = Run("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
         assert yaml_changes(found, run)["fp32_modules"] == ["^0$", f"^{found.islands[0]}$"]
+
+
+class TestJson:
+    def test_finding_is_read_as_it_was_written(self) -> None:
+        run = Run("a", "cpu", "2.6", "2026-01-01", 2, 32, 8.0, 9, True, 1.0, ("^0$",))
+        found = FoundScale(finding(SummedLoss), run)
+        text = json_text(found.finding, run)
+        assert FoundScale.from_json(json.loads(text), "") == found
+
+    def test_finding_without_a_scale_is_read_as_it_was_written(self) -> None:
+        document = {**written(), "verdict": "no scale helps", "choice_log2": None}
+        found = FoundScale.from_json(document, "")
+        assert (found.init_scale, found.finding.verdict) == (None, Verdict.FORWARD_OVERFLOW)
+        assert FoundScale.from_json(json.loads(json.dumps(found.as_json())), "") == found
+
+    def test_samples_count_every_pass(self) -> None:
+        assert FoundScale.from_json(written(), "").passed_samples == 128 * 2
+
+    def test_prediction_is_that_of_the_scale_or_of_the_power_of_two_below_it(self) -> None:
+        found = FoundScale.from_json(written(low=-6, top=18), "").finding
+        assert [found.at(scale).scale_log2 for scale in (-7, -6.5, 18.9, 19)] == [-7, -7, 18, 19]
+        assert [found.at(scale).scale_log2 for scale in (-99, 99)] == [-16, 48]
+
+    @pytest.mark.parametrize(
+        "broken", [[], {}, {**written(), "window_log2": 3}, {**written(), "modules": [{}]}, None]
+    )
+    def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
+        with pytest.raises(LossScaleError, match=r"x.json: is not a finding.*determined_amp find"):
+            FoundScale.from_json(broken, "x.json")
 
 
 class TestNothingToFind:

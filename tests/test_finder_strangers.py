@@ -53,8 +53,8 @@ class TestWithoutBfloat16:
         plain = finding(SummedLoss)
         request.getfixturevalue("counts_in_numpy")
         found = finding(SummedLoss)
-        assert plain.prediction.recorded_log2 is None
-        assert found.prediction.recorded_log2 is not None
+        assert plain.recorded_log2 is None
+        assert found.recorded_log2 is not None
         assert (found.top_log2, found.choice_log2, found.verdict) == (
             plain.top_log2,
             plain.choice_log2,
@@ -65,7 +65,7 @@ class TestWithoutBfloat16:
     @pytest.mark.usefixtures("counts_in_numpy")
     def test_reason_and_scale_are_told(self) -> None:
         found = finding(SummedLoss)
-        scale = found.prediction.recorded_log2
+        scale = found.recorded_log2
         assert next(sentences(found, RUN)) == (
             f"recorded in float16 at 2^{scale}: this trial cannot run in bfloat16: "
             "TypeError: Got unsupported ScalarType BFloat16"
@@ -90,7 +90,7 @@ class TestWithoutBfloat16:
 
         monkeypatch.setattr(TinyLoss, "loss", in_numpy)
         found = finding(TinyLoss)
-        assert found.prediction.recorded_log2 == plain.top_log2 - 1
+        assert found.recorded_log2 == plain.top_log2 - 1
         assert (found.top_log2, found.low_log2) == (plain.top_log2, plain.low_log2)
 
     def test_float16_made_by_hand_is_not_taken_for_bfloat16(
@@ -104,7 +104,7 @@ class TestWithoutBfloat16:
 
         monkeypatch.setattr(SummedLoss, "loss", halved)
         found = finding(SummedLoss)
-        assert found.prediction.reason == "it makes float16 tensors outside autocast, too"
+        assert found.reason == "it makes float16 tensors outside autocast, too"
 
     def test_error_of_float16_too_is_the_trials_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:

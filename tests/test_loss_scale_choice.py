@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import loss_scale_choice as bench
 from benchmarks.loss_scale_choice import GRID_LOG2, SEEDS, Comparison, Training
-from tests.reporting import forecast
+from tests.reporting import found_scale
 
 
 def trainings(choice_loss: float, spread: float = 0.1) -> list[Training]:
@@ -27,7 +27,7 @@ def trainings(choice_loss: float, spread: float = 0.1) -> list[Training]:
     ("choice_loss", "verdict"), [(1.0, "tie"), (0.99, "tie"), (1.3, "worse"), (0.5, "better")]
 )
 def test_verdict_is_paired_and_knows_a_tie(choice_loss: float, verdict: str) -> None:
-    found = bench.compare(trainings(choice_loss), forecast(choice=17), steps=250)
+    found = bench.compare(trainings(choice_loss), found_scale(choice=17), steps=250)
     assert found.verdict == verdict
     assert found.best_log2 == 8
     assert found.difference == pytest.approx(choice_loss - 0.99)
@@ -40,7 +40,7 @@ def test_verdict_is_paired_and_knows_a_tie(choice_loss: float, verdict: str) -> 
 
 def test_ratio_counts_every_pass_of_the_finder() -> None:
     # 12 trainings of 250 batches, against 4 batches in two passes.
-    assert bench.compare(trainings(1.0), forecast(), 250).ratio == 12 * 250 / (4 * 2)
+    assert bench.compare(trainings(1.0), found_scale(), 250).ratio == 12 * 250 / (4 * 2)
 
 
 def test_scales_and_seeds_reach_the_training() -> None:
@@ -63,7 +63,7 @@ def test_committed_results_say_what_their_trainings_do() -> None:
         c = Comparison(**model["comparison"])
         rows = [Training(**training) for training in model["trainings"]]
         window = model["window_log2"]
-        again = bench.compare(rows, forecast(c.choice_log2, *window), results["steps"])
+        again = bench.compare(rows, found_scale(c.choice_log2, *window), results["steps"])
         assert asdict(again) == pytest.approx(model["comparison"])
         assert c.verdict in ("tie", "better")
         assert c.ratio >= 300

@@ -96,7 +96,7 @@ class TestSeveralBatches:
         assert prediction.first_overflow_log2 == 6
         assert not observe(context, frozen, 5, prediction).overflow
         seen = observe(context, frozen, 6, prediction)
-        assert (seen.overflow, seen.headroom_bits, seen.scale_log2) == (True, -math.inf, 6)
+        assert (seen.overflow, seen.backward_headroom_bits, seen.scale_log2) == (True, -math.inf, 6)
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
     def test_with_a_loss_that_is_not_finite_are_refused(self, factors: tuple[float, float]) -> None:
@@ -225,7 +225,7 @@ class TestObservation:
         seen = observe(slots(), [], 0, self.PREDICTION)
         assert seen.flushed_share == pytest.approx(3**0.5 * 2.0**-30, rel=1e-6)
         assert seen.values_left == 1 - 3 / 8
-        assert seen.headroom_bits == pytest.approx(math.log2(65520))
+        assert seen.backward_headroom_bits == pytest.approx(math.log2(65520))
 
     def test_counts_no_zeros_of_tensors_that_bfloat16_did_not_make(
         self, here: Callable[[Here], None]
@@ -235,13 +235,13 @@ class TestObservation:
         here(lambda dtype, scale: made(tensors, 65520.0, FP16))
         seen = observe(slots(), [], 0, self.PREDICTION)
         assert (seen.flushed_share, seen.values_left) == (0, 1)
-        assert seen.headroom_bits == 0
+        assert seen.backward_headroom_bits == 0
 
     def test_of_nothing_leaves_everything(self, here: Callable[[Here], None]) -> None:
         here(lambda dtype, scale: made({}, 0.0, FP16))
         seen = observe(slots(), [], 0, prediction_of({}))
         assert (seen.flushed_share, seen.values_left) == (0, 1)
-        assert seen.headroom_bits == -math.inf
+        assert seen.backward_headroom_bits == -math.inf
 
     @pytest.mark.parametrize(("dtypes", "named"), [(BF16, "bfloat16"), (frozenset(), "no 16-bit")])
     def test_without_float16_is_refused(

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from determined_amp.config.overrides import with_overrides
-from determined_amp.reports.precision.claims import POINTS, SPEED
-from determined_amp.reports.precision.comparison import LEAST_EFFECT
-from determined_amp.reports.precision.summary import WAITS_FOR_DATA
+from determined_amp.reports.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
+from determined_amp.reports.precision_findings import POINTS, SPEED
 from tests.test_configs import flat
 from tests.test_loss_scale_doc import missing_files
 
@@ -50,7 +49,7 @@ def test_overrides_are_of_keys_that_the_search_has() -> None:
 def test_limits_are_those_of_the_code() -> None:
     assert f"{SPEED:.1f}x the speed" in DOC
     assert f"{POINTS} points" in DOC
-    assert f"by {100 * (LEAST_EFFECT - 1):.0f} % or more" in DOC
+    assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in DOC
     assert f"`data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in DOC
 
 

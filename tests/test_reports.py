@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
@@ -13,14 +14,16 @@ import pytest
 
 from determined_amp import __main__ as door
 from determined_amp.commands import find as finder
-from determined_amp.reports import loss_scale
-from determined_amp.reports.figure import as_svg, draw
-from determined_amp.reports.observed import sentences
-from determined_amp.reports.page import page
+from determined_amp.finder.advice import FoundScale
+from determined_amp.reports import loss_scale_report as loss_scale
+from determined_amp.reports.loss_scale_figure import draw
+from determined_amp.reports.loss_scale_report import make_page
+from determined_amp.reports.loss_scale_text import sentences
+from determined_amp.reports.page import as_svg
 from tests.reporting import (
     Rows,
     finding,
-    forecast,
+    found_scale,
     observed,
     scored,
     write_experiment,
@@ -106,7 +109,7 @@ def test_finding_replaces_the_run_of_the_finder(
     (workplace / "elsewhere").mkdir()
     arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
     assert loss_scale.main(arguments) == 0
-    assert "verdict: use <this>" in capsys.readouterr().out
+    assert "verdict: use 2^17" in capsys.readouterr().out
     assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
         "loss_scale.html",
         "loss_scale.png",
@@ -128,7 +131,7 @@ def test_without_the_experiment_only_the_observation_is_drawn(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere"], "there is no such file"),
+        (["nowhere"], "there is no such folder"),
         (["7"], "DET_MASTER is not set"),
         (["study", "--finding", "none.json"], "none.json: cannot be read: No such file"),
         (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
@@ -161,22 +164,18 @@ def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture
 
 
 class TestPage:
-    def made(self, **changes: Any) -> str:
+    def made(self, svg: str | None = None, found: FoundScale | None = None) -> str:
         search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")
-        given: dict[str, Any] = {
-            "svg": as_svg(draw(forecast(), search)),
-            "sentences": ["a < b & c"],
-            "forecast": forecast(),
-            "search": search,
-            "provenance": {"finder": {"torch": "2.6", "samples": 128}},
-            "yaml": "amp:\n  init_scale: 1.0",
-        }
-        return page("A <title>", **{**given, **changes})
+        search = dataclasses.replace(search, config={**search.config, "name": "A <title>"})
+        found = found or found_scale()
+        svg = as_svg(draw(found.finding, search)) if svg is None else svg
+        return make_page(svg, ["verdict: a < b & c", "more"], found, search)
 
     def test_everything_is_inside(self) -> None:
         document = self.made()
         assert needs_the_network(document) == []
-        assert "finder: torch 2.6, samples 128" in Page(document).text
+        facts = "finder: device cpu, torch 2.6, date 2026-01-01, batches 4, samples 128"
+        assert facts in Page(document).text
         assert "prefers-color-scheme: dark" in document
 
     def test_what_others_wrote_stays_text(self) -> None:
@@ -185,17 +184,28 @@ class TestPage:
         assert "A &lt;title&gt;" in document
         assert "<1>" not in document  # the name of a module
 
+    def test_answer_comes_first_and_the_figure_before_the_tables(self) -> None:
+        text, tags = (made := Page(self.made())).text, made.tags
+        assert text.index("verdict: a < b") < text.index("init_scale: 131072.0")
+        assert tags.index("pre") < tags.index("ul") < tags.index("svg") < tags.index("table")
+        assert tags.index("table") < tags.index("footer")
+
+    def test_wide_parts_scroll_on_a_narrow_screen(self) -> None:
+        document = self.made()
+        assert "figure > div, details, .table { overflow-x: auto; }" in document
+        assert "width=device-width, initial-scale=1" in document
+
     def test_a_foreign_address_would_be_noticed(self) -> None:
         """Negative control."""
-        assert needs_the_network(self.made(svg='<svg><image href="http://a/b"/></svg>'))
-        assert needs_the_network(self.made(svg='<img src="//a/b.png">'))
-        assert needs_the_network(self.made(svg="<style>@import 'a'</style>"))
-        assert needs_the_network(self.made(svg="<script>1</script>"))
+        assert needs_the_network(self.made('<svg><image href="http://a/b"/></svg>'))
+        assert needs_the_network(self.made('<img src="//a/b.png">'))
+        assert needs_the_network(self.made("<style>@import 'a'</style>"))
+        assert needs_the_network(self.made("<script>1</script>"))
 
 
 class TestSentences:
     def told(self, rows: Any, metric: str = "validation_loss", **others: Any) -> str:
-        return "\n".join(sentences(forecast(top=18), observed(rows, metric, **others)))
+        return "\n".join(sentences(found_scale(top=18), observed(rows, metric, **others)))
 
     def test_agreement_on_overflow(self) -> None:
         rows: Rows = [(float(s), None, scored(s), {}) for s in (8, 18, 19)]
@@ -212,9 +222,9 @@ class TestSentences:
     def test_skips(self) -> None:
         rows: Rows = [
             (float(scale), None, {"validation_loss": 1.0}, {"skipped_steps": skipped})
-            for scale, skipped in ((8, 0.0), (20, 3.0), (22, 9.0))
+            for scale, skipped in ((8, 0.0), (20, 3.0), (22, 9.0), (24, 0.0))
         ]
-        assert "2 of 3 trials skipped what was expected" in self.told(rows)
+        assert "2 of 4 trials skipped what was expected" in self.told(rows)
 
     @pytest.mark.parametrize(
         ("best", "word"), [(0.9, "a tie"), (0.1, "more than the seeds' noise")]

@@ -1,4 +1,4 @@
-"""`reports.cluster` reads an experiment through Determined's SDK, here from a small HTTP server."""
+"""`reports.master_runs` reads an experiment by Determined's SDK, here from a small HTTP server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.frozen import LossScaleError
 from determined_amp.local.master import MasterError
-from determined_amp.reports.cluster import read_experiment, read_finding
-from determined_amp.reports.forecast import Forecast
-from determined_amp.reports.sources import ReportError
+from determined_amp.reports.loss_scale_text import over_loss_scale
+from determined_amp.reports.master_runs import read_experiment, read_finding
+from determined_amp.reports.runs import ReportError, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
@@ -39,15 +41,16 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
         yield made
 
 
-def test_rows_are_the_last_reports_of_each_trial(master: Master) -> None:
+def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> None:
     search = read_experiment(7)
-    assert [row.number for row in search.rows] == [11, 12]
-    assert [row.scale_log2 for row in search.rows] == [16.0, 20.0]
-    assert [row.overflow for row in search.rows] == [False, True]
-    assert [row.skipped_steps for row in search.rows] == [2.0, None]
-    assert [row.batches for row in search.rows] == [4, 4]
-    assert "note" not in search.rows[0].metrics
-    assert search.rows[0].hparams["training.max_length.batches"] == 4
+    assert [run.number for run in search.runs] == [11, 12]
+    assert [run.scale_log2 for run in search.runs] == [16.0, 20.0]
+    assert [run.overflow for run in search.runs] == [False, True]
+    assert [run.skipped_steps for run in search.runs] == [2.0, None]
+    assert [run.batches for run in search.runs] == [4, 4]
+    assert {run.state for run in search.runs} == {State.FINISHED}
+    assert "note" not in search.runs[0].metrics
+    assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"
 
 
@@ -66,7 +69,7 @@ def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
 class TestFinding:
     def test_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
-        assert read_finding(7) == Forecast.of_json(finding(), "")
+        assert read_finding(7) == FoundScale.from_json(finding(), "")
 
     def test_checkpoint_of_something_else_is_not_even_downloaded(
         self, master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +81,7 @@ class TestFinding:
 
     def test_file_of_something_else_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
-        with pytest.raises(ReportError, match=r"experiment 7 .* is not a finding"):
+        with pytest.raises(LossScaleError, match=r"experiment 7 .* is not a finding"):
             read_finding(7)
 
     def test_storage_out_of_reach_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
@@ -92,13 +95,13 @@ def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"validation": [], "training": []}
     with pytest.raises(ReportError, match="no hyperparameter is called init_scale"):
-        read_experiment(7)
+        over_loss_scale(read_experiment(7))
 
 
 def test_experiment_without_trials_is_a_sentence(master: Master) -> None:
     master.trials = []
     with pytest.raises(ReportError, match="has no trials yet"):
-        read_experiment(7)
+        over_loss_scale(read_experiment(7))
 
 
 def test_unknown_experiment_is_a_sentence(master: Master) -> None:

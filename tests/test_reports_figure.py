@@ -12,12 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from determined_amp.reports import choice, panels
-from determined_amp.reports.figure import as_svg, draw
-from determined_amp.reports.forecast import Forecast, Window
-from determined_amp.reports.panels import Point
-from determined_amp.reports.sources import ReportError
-from tests.reporting import Rows, finding, forecast, observed, scored
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
+from determined_amp.finder.verdict import Finding, Window
+from determined_amp.reports import loss_scale_panels as panels
+from determined_amp.reports import page
+from determined_amp.reports.loss_scale_figure import draw, draw_models
+from determined_amp.reports.loss_scale_panels import Point
+from determined_amp.reports.page import as_svg
+from tests.reporting import Rows, finding, found_scale, observed, scored
+
+
+def found(choice: int | None = 17, low: int = -6, top: int = 18) -> Finding:
+    return found_scale(choice, low, top).finding
+
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
 
@@ -68,7 +76,7 @@ def vertical(axes: Axes) -> set[float]:
 
 class TestShares:
     def test_lines_are_predicted_and_dots_measured(self) -> None:
-        figure = draw(forecast(low=-6, top=18), observed(SCORES, "loss_scale_score"))
+        figure = draw(found(low=-6, top=18), observed(SCORES, "loss_scale_score"))
         axes = panel(figure, "share of gradient values")
         scales, flushed = line(axes, "flushed to 0, predicted")
         assert dict(zip(scales, flushed, strict=True))[-7] == 0.5
@@ -82,7 +90,7 @@ class TestShares:
         assert crosses == [19, 24]
 
     def test_choice_default_and_window_are_marked(self) -> None:
-        axes = panel(draw(forecast(choice=17, low=-6, top=18), None), "share of gradient values")
+        axes = panel(draw(found(choice=17, low=-6, top=18), None), "share of gradient values")
         assert {16.0, 17.0} <= vertical(axes)
         assert {"choice 2¹⁷", "default 2¹⁶", "safe window 2⁻⁶ to 2¹⁸"} <= set(texts(axes))
         spans = {(left, right) for left, right, _, _ in boxes(axes)}
@@ -90,12 +98,12 @@ class TestShares:
         assert any(left == 19.0 and right > 100 for left, right in spans)
 
     def test_choice_that_is_the_default_has_one_label(self) -> None:
-        axes = panel(draw(forecast(choice=16), None), "share of gradient values")
+        axes = panel(draw(found(choice=16), None), "share of gradient values")
         assert "choice = default 2¹⁶" in texts(axes)
         assert "default 2¹⁶" not in texts(axes)
 
     def test_no_window_and_no_choice(self) -> None:
-        axes = panel(draw(forecast(None, low=20, top=15), None), "share of gradient values")
+        axes = panel(draw(found(None, low=20, top=15), None), "share of gradient values")
         assert "no safe window" in texts(axes)
         assert vertical(axes) == {16.0}
 
@@ -114,7 +122,7 @@ class TestMetric:
     ]
 
     def test_each_seed_is_a_thin_line_and_the_band_is_theirs(self) -> None:
-        axes = panel(draw(forecast(), observed(self.LOSSES)), "validation loss")
+        axes = panel(draw(found(), observed(self.LOSSES)), "validation loss")
         lines = heights(axes)
         for seed in (1, 2, 3):
             assert [1.0 + seed, 2.0 + seed, 9.0] in lines
@@ -135,9 +143,7 @@ class TestMetric:
 
     def test_no_band_where_something_else_was_searched_too(self) -> None:
         rates = [0.1 * i for i in range(len(self.LOSSES))]
-        axes = panel(
-            draw(forecast(), observed(self.LOSSES, learning_rate=rates)), "validation loss"
-        )
+        axes = panel(draw(found(), observed(self.LOSSES, learning_rate=rates)), "validation loss")
         assert 3.5 not in horizontal(axes)
         assert "learning_rate" in axes.get_title(loc="left")
 
@@ -147,7 +153,7 @@ class TestMetric:
         assert axes.get_yscale() == "log"
 
     def test_skips_are_counted_and_expected(self) -> None:
-        axes = panel(draw(forecast(top=18), observed(self.LOSSES)), "skipped steps")
+        axes = panel(draw(found(top=18), observed(self.LOSSES)), "skipped steps")
         scales, skips = line(axes, "skipped steps")
         assert set(zip(scales, skips, strict=True)) == {(8, 0), (12, 0), (22, 4)}
         assert [0] * 11 + [1, 2, 3, 4] in heights(axes)  # 2^8 to 2^22
@@ -155,31 +161,32 @@ class TestMetric:
 
 class TestModules:
     def test_rows_are_in_the_order_of_the_forward_at_the_choice(self) -> None:
-        axes = draw(forecast(choice=17), None).axes[-1]
+        axes = draw(found(choice=17), None).axes[-1]
         assert [label.get_text() for label in axes.get_yticklabels()] == ["body <1>", "head"]
         (mesh,) = axes.collections
         heat: Any = mesh.get_array()
         left = axes.get_xlim()[0]
-        found = {
+        cells = {
             (int(row), int(column + left)): float(heat[row, column])
             for row, column in zip(*np.nonzero(~heat.mask), strict=True)
         }
-        assert found == {(0, -5 + 17): 1.0, (1, -3 + 17): 1.0, (1, -20 + 17): 0.5}
-        assert {float(panels.FLUSHED), float(panels.NORMAL), float(panels.INFINITE)} <= vertical(
-            axes
-        )
+        assert cells == {(0, -5 + 17): 1.0, (1, -3 + 17): 1.0, (1, -20 + 17): 0.5}
+        assert {float(FLUSH_LOG2), -14.0, float(OVERFLOW_LOG2)} <= vertical(axes)
         assert "2¹⁷" in axes.get_xlabel()
 
     def test_of_many_modules_some_are_named(self) -> None:
         many: dict[str, Any] = finding()
-        many["modules"] = [{"name": f"m{i}", "values_by_log2": {str(-i): 1}} for i in range(60)]
-        axes = draw(Forecast.of_json(many, "test"), None).axes[-1]
+        (module, *_) = many["modules"]
+        many["modules"] = [
+            {**module, "name": f"m{i}", "values_by_log2": {str(-i): 1}} for i in range(60)
+        ]
+        axes = draw(FoundScale.from_json(many, "test").finding, None).axes[-1]
         named = [label.get_text() for label in axes.get_yticklabels()]
         assert named == [f"m{i}" for i in range(59, -1, -3)]
 
 
 @pytest.mark.parametrize(
-    ("with_forecast", "metrics", "training", "expected"),
+    ("with_finding", "metrics", "training", "expected"),
     [
         (True, None, {}, ["share of gradient values", ""]),
         (False, scored(3), {}, ["share of gradient values", "loss scale score"]),
@@ -193,29 +200,29 @@ class TestModules:
     ],
 )
 def test_panels_without_data_are_left_out(
-    with_forecast: bool, metrics: dict[str, float] | None, training: Any, expected: Sequence[str]
+    with_finding: bool, metrics: dict[str, float] | None, training: Any, expected: Sequence[str]
 ) -> None:
     search = metrics and observed([(3.0, None, metrics, training)], "loss_scale_score")
-    figure = draw(forecast() if with_forecast else None, search or None)
+    figure = draw(found() if with_finding else None, search or None)
     assert [ax.get_ylabel() for ax in figure.axes] == expected
 
 
 def test_svg_takes_its_ink_from_the_page() -> None:
-    svg = as_svg(draw(forecast(), observed(SCORES, "loss_scale_score")))
+    svg = as_svg(draw(found(), observed(SCORES, "loss_scale_score")))
     assert svg.startswith("<svg")
     for color, name in (
-        (panels.INK, "--ink"),
-        (panels.MUTED, "--muted"),
-        (panels.PAPER, "--paper"),
+        (page.INK, "--ink"),
+        (page.MUTED, "--muted"),
+        (page.PAPER, "--paper"),
     ):
         assert color not in svg
         assert f"var({name})" in svg
     assert "var(--blue)" in svg
-    assert panels.VERMILION in svg  # negative control: colours are written like that
+    assert page.VERMILION in svg  # negative control: colours are written like that
 
 
 def test_drawing_needs_no_display_and_leaves_no_state() -> None:
-    draw(forecast(), observed(SCORES, "loss_scale_score"))
+    draw(found(), observed(SCORES, "loss_scale_score"))
     assert "matplotlib.pyplot" not in sys.modules
 
 
@@ -236,26 +243,15 @@ def test_models_of_a_comparison_are_side_by_side() -> None:
         "comparison": comparison,
         "trainings": trainings,
     }
-    figure = choice.draw([model, {**model, "name": "two"}])
+    figure = draw_models([model, {**model, "name": "two"}])
     assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
     assert [2.0, 2.0] in heights(figure.axes[0])
 
 
-class TestForecast:
-    def test_window_holds_its_ends_and_expects_a_skip_per_bit(self) -> None:
-        window = Window(-6, 18, 17)
-        assert -6 in window
-        assert 18 in window
-        assert 18.5 not in window
-        assert -7 not in window
-        assert [window.expected_skips(s) for s in (10, 18, 18.5, 19, 24)] == [0, 0, 1, 1, 6]
-
-    def test_samples_count_every_pass(self) -> None:
-        assert forecast().passed_samples == 128 * 2
-
-    @pytest.mark.parametrize(
-        "broken", [[], {}, {**finding(), "window_log2": 3}, {**finding(), "modules": [{}]}, None]
-    )
-    def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
-        with pytest.raises(ReportError, match=r"x.json: is not a finding.*determined_amp find"):
-            Forecast.of_json(broken, "x.json")
+def test_window_holds_its_ends_and_expects_a_skip_per_bit() -> None:
+    window = Window(-6, 18, 17)
+    assert -6 in window
+    assert 18 in window
+    assert 18.5 not in window
+    assert -7 not in window
+    assert [window.expected_skips(s) for s in (10, 18, 18.5, 19, 24)] == [0, 0, 1, 1, 6]

@@ -1,4 +1,4 @@
-"""`python -m report precision` on runs that were really trained, and the files it writes."""
+"""`report precision` on runs that were really trained, and the files it writes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from determined_amp.reports.figure import as_svg
-from determined_amp.reports.precision import command as precision
-from determined_amp.reports.precision.figure import COLORS, draw
-from determined_amp.reports.precision.folders import read_folder
-from tests.precisions import CPU, RESOLVED, found, write_run, write_seeds
+from determined_amp.reports import precision_report as precision
+from determined_amp.reports.page import as_svg
+from determined_amp.reports.precision_figure import COLORS, draw
+from determined_amp.reports.run_folders import read_folder
+from tests.precisions import CPU, LOST, RESOLVED, found, write_run, write_seeds
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small
 
@@ -55,10 +55,12 @@ class TestRealRuns:
         assert needs_the_network(document) == []
         shown = Page(document)
         assert shown.tags.count("svg") == 1
-        told = [line[2:] for line in said.splitlines() if line.startswith("- ")]
-        assert len(told) >= 8
+        told = json.loads((tmp_path / "precision.json").read_text())["sentences"]
+        assert len(told) >= 6
         for sentence in told:
             assert sentence in shown.text
+            assert sentence in said
+        assert said.index(told[0]) < said.index("| claim") < said.index("| precision |")
         assert "audit: every finished run computed all products" in said
         assert "24 batches of 32" in said
         assert "validation_accuracy" in said
@@ -74,7 +76,7 @@ class TestRealRuns:
         accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
         (run,) = [run for run in found["runs"] if run["precision"] == "amp_fp16"]
         speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
-        assert run["samples_per_second"]["middle"] == pytest.approx(np.median(speeds))
+        assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
         assert run["final"] == accuracies[-1]
         assert run["best"] == max(accuracies)
         assert run["peak_memory_mib"] == training[-1]["peak_memory_mib"]
@@ -159,10 +161,9 @@ class TestCommand:
         assert f"got {margin}; allowed: a number above 0" in capsys.readouterr().err
 
     def test_json_of_failed_runs_has_no_nan(self, tmp_path: Path) -> None:
-        lost = {"loss": float("nan")}
         folders = [
             write_run(tmp_path / "a", "fp32", 1),
-            write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, trained=lost),
+            write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, end=LOST),
             write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan")),
         ]
         assert precision.main(list(map(str, folders))) == 0
@@ -239,7 +240,7 @@ class TestFigure:
         assert [text.get_text() for text in axes.texts] == ["no interval\nof one seed"]
 
     def test_lost_precision_has_an_empty_column(self, tmp_path: Path) -> None:
-        lost = write_run(tmp_path / "b", "amp_fp16", 1, last_batch=60, trained={"skip_ratio": 1.0})
+        lost = write_run(tmp_path / "b", "amp_fp16", 1, last_batch=60, end=LOST)
         figure = draw(found(write_run(tmp_path / "a", "fp32", 1), lost))
         axes = self.panel(figure, "Samples per second")
         assert "1 of 1\nfailed" in [text.get_text() for text in axes.texts]

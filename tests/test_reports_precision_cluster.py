@@ -11,12 +11,11 @@ import pytest
 
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.reports.precision import command as precision
-from determined_amp.reports.precision.cluster import read_trials
-from determined_amp.reports.precision.findings import find
-from determined_amp.reports.precision.folders import read_folder
-from determined_amp.reports.precision.run import State
-from determined_amp.reports.sources import ReportError
+from determined_amp.reports import precision_report as precision
+from determined_amp.reports.master_runs import read_experiment
+from determined_amp.reports.precision_findings import find
+from determined_amp.reports.run_folders import read_folder
+from determined_amp.reports.runs import ReportError, Source, State
 from tests.precisions import TRAINED
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small
@@ -29,6 +28,10 @@ HOOK = (
     "[rank=0] || 1 x NVIDIA H100, natively: fp32 yes, tf32 yes, amp_fp16 yes, amp_bf16 yes",
     "[rank=0] || startup-hook: Python 3.10.12 torch==2.3.1 torchvision==0.18.1 numpy==1.26.4",
 )
+
+
+def read(number: int = 7) -> Source:
+    return read_experiment(number, with_settings=True)
 
 
 def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
@@ -65,14 +68,14 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
 
 
 def test_all_trials_are_runs(master: Master) -> None:
-    runs = read_trials(7).runs
+    runs = read().runs
     assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
     assert {run.state for run in runs} == {State.FINISHED}
     assert {run.machine.device for run in runs} == {"NVIDIA H100"}
     assert {run.machine.torch for run in runs} == {"2.3.1"}
     assert all(run.machine.on_gpu and run.machine.has_tf32 for run in runs)
-    assert [run.final("validation_accuracy") for run in runs] == [0.9, 0.901, 0.9, 0.9005]
-    speeds = [run.speed.middle for run in runs if run.speed]
+    assert [run.metrics["validation_accuracy"] for run in runs] == [0.9, 0.901, 0.9, 0.9005]
+    speeds = [run.speed.median for run in runs if run.speed]
     assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
     assert runs[0].machine.date == "2026-01-01T00:00:00+00:00"
 
@@ -82,7 +85,7 @@ def test_trial_that_failed_before_its_log_began_hinders_nothing(master: Master) 
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
     master.logs[10] = []
-    findings = find([read_trials(7)])
+    findings = find([read()])
     assert findings.runs[0].state is State.FAILED
     assert findings.machine.on_gpu
     assert findings.machine.device == "NVIDIA H100"
@@ -91,7 +94,7 @@ def test_trial_that_failed_before_its_log_began_hinders_nothing(master: Master) 
 def test_metric_that_is_no_number_is_left_out(master: Master) -> None:
     for sent in master.reports["validation"]:
         sent["metrics"]["validation_metrics"] |= {"per_class": [0.5, 0.5], "note": "text"}
-    (run, *_) = read_trials(7).runs
+    (run, *_) = read().runs
     assert "per_class" not in run.validation[-1].metrics
 
 
@@ -110,13 +113,13 @@ def test_seeds_that_a_search_gives_are_known(
             master.trials, itertools.product(("fp32", "amp_bf16"), (5, 6)), strict=True
         )
     ]
-    findings = find([read_trials(7)])
+    findings = find([read()])
     assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
     assert findings.comparisons[0].difference.paired
 
 
 def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Master) -> None:
-    findings = find([read_trials(7)])
+    findings = find([read()])
     (comparison,) = findings.comparisons
     assert {run.seed for run in findings.runs} == {None}
     assert not comparison.difference.paired
@@ -126,20 +129,20 @@ def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Maste
 
 def test_seed_of_a_single_experiment_is_its_own(master: Master) -> None:
     master.config = with_overrides(CONFIG, ("searcher.name=single",))
-    assert {run.seed for run in read_trials(7).runs} == {20261121}
+    assert {run.seed for run in read().runs} == {20261121}
 
 
 def test_trial_that_failed_says_why(master: Master) -> None:
     why = "no retry can help: 60% of the optimizer steps were skipped"
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
     master.logs[13].append(f"[rank=0] || {why}")
-    run = read_trials(7).runs[2]
+    run = read().runs[2]
     assert (run.state, run.reason) == (State.FAILED, "60% of the optimizer steps were skipped")
 
 
 def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    run = read_trials(7).runs[2]
+    run = read().runs[2]
     assert (run.state, run.reason) == (State.FAILED, "its log has the reason")
 
 
@@ -149,14 +152,34 @@ def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
     broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
     training = [r for r in master.reports["training"] if r["trialId"] != 13]
     master.reports["training"] = [*training, report(13, 60, "training", broken)]
-    run = read_trials(7).runs[2]
+    run = read().runs[2]
+    assert run.state is State.STOPPED
+    assert run.reason == "60 of 100 batches: ended early by its search"
+    guard = "[rank=0] || ERROR: [12] determined_amp.amp.guard: the training loss is nan in amp_bf16"
+    master.logs[13].append(guard)
+    run = read().runs[2]
     assert run.state is State.FAILED
-    assert run.reason == "the training loss is nan; it ended after 60 of 100 batches"
+    assert run.reason == "the training loss is nan in amp_bf16; it ended after 60 of 100 batches"
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [("CANCELED", State.STOPPED), ("ACTIVE", State.UNFINISHED), ("ERROR", State.FAILED)],
+)
+def test_state_of_a_trial_that_came_half_way_is_the_masters(
+    master: Master, status: str, state: State
+) -> None:
+    master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
+    for group in ("training", "validation"):
+        kept = [r for r in master.reports[group] if r["trialId"] != 13]
+        master.reports[group] = [*kept, report(13, 60, group, {"validation_accuracy": 0.5})]
+    assert read().runs[2].state is state
+    assert read_experiment(7).runs[2].state is state
 
 
 def test_device_that_no_log_names_is_unknown(master: Master) -> None:
     master.logs = {}
-    machine = read_trials(7).runs[0].machine
+    machine = read().runs[0].machine
     assert (machine.device, machine.torch) == ("unknown", "unknown")
     assert machine.on_gpu  # only there, memory is reserved
 
@@ -168,7 +191,7 @@ def test_search_is_the_experiment_with_what_was_sampled(
     length = {"max_length": {"batches": 100}}
     sampled = {"experiment": "experiment_configs/mlp/amp.yaml", "training": length}
     master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled}
-    run = read_trials(7).runs[2]
+    run = read().runs[2]
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.training.max_length.batches"] == 100
 
@@ -179,18 +202,18 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     with pytest.raises(
         ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp.train"
     ):
-        read_trials(7)
+        read()
 
 
 def test_unknown_experiment_is_a_sentence(master: Master) -> None:
     with pytest.raises(ReportError, match="has no experiment 8"):
-        read_trials(8)
+        read(8)
 
 
 def test_run_folder_has_the_same_names_as_a_master(master: Master, tmp_path: Path) -> None:
     """Or runs of both could not be compared."""
     folder = read_folder(run_small("mlp/fp32.yaml", tmp_path / "run"))
-    assert read_trials(7).runs[0].settings.keys() == folder.settings.keys()
+    assert read().runs[0].settings.keys() == folder.settings.keys()
 
 
 def test_report_of_a_master_goes_into_runs(

@@ -11,21 +11,17 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from determined_amp.config.amp import SCALER_KEYS
-from determined_amp.reports.precision.advice import advise
-from determined_amp.reports.precision.findings import Findings, find
-from determined_amp.reports.precision.folders import read_folder, read_search
-from determined_amp.reports.precision.run import State
-from determined_amp.reports.precision.words import sentences, table
-from determined_amp.reports.sources import ReportError
+from determined_amp.reports.precision_findings import Findings, advise, find
+from determined_amp.reports.precision_text import answer, sentences, table
+from determined_amp.reports.run_folders import read_folder, read_search
+from determined_amp.reports.runs import ReportError, State
 from determined_amp.search.study_file import load_study
-from tests.precisions import CPU, GPU, found, write_run
+from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study
-
-OVERFLOWED = {"loss": math.nan, "consecutive_skips": 6, "skip_ratio": 1.0}
 
 
 def told(findings: Findings) -> str:
-    return "\n".join(sentences(findings, advise(findings)))
+    return "\n".join([answer(advise(findings)), *sentences(findings)])
 
 
 class TestDifferences:
@@ -131,7 +127,7 @@ class TestDifferences:
         assert "and 1 more; 0.01 in amp_fp16, seed 1" in str(caught.value)
 
 
-class TestTwins:
+class TestDuplicates:
     def test_are_an_error_that_names_both(self, tmp_path: Path) -> None:
         one, other = (write_run(tmp_path / name, "fp32", 1) for name in "ab")
         amp = write_run(tmp_path / "c", "amp_fp16", 1)
@@ -140,13 +136,13 @@ class TestTwins:
         assert str(one) in str(caught.value)
         assert str(other) in str(caught.value)
 
-    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan}])
-    def test_of_which_one_has_not_finished_are_none(
-        self, tmp_path: Path, trained: dict[str, float]
+    @pytest.mark.parametrize("end", [None, LOST])
+    def test_duplicate_seed_is_allowed_if_one_run_is_unfinished(
+        self, tmp_path: Path, end: dict[str, str] | None
     ) -> None:
         """It was killed, or it failed."""
         one = write_run(tmp_path / "a", "fp32", 1)
-        other = write_run(tmp_path / "b", "fp32", 1, last_batch=50, trained=trained)
+        other = write_run(tmp_path / "b", "fp32", 1, last_batch=50, end=end)
         assert found(one, other, write_run(tmp_path / "c", "amp_fp16", 1)).comparisons
 
 
@@ -172,10 +168,9 @@ class TestMissing:
         with pytest.raises(ReportError, match="no run has finished; left out: fp32, seed 1"):
             found(running)
         failed = [
-            write_run(tmp_path / p, p, 1, last_batch=50, trained=OVERFLOWED)
-            for p in ("fp32", "amp_fp16")
+            write_run(tmp_path / p, p, 1, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")
         ]
-        with pytest.raises(ReportError, match=r"no run has finished: the training loss is nan"):
+        with pytest.raises(ReportError, match=r"no run has finished: 100% of the optimizer"):
             found(*failed)
 
     def test_metric_that_not_all_report_is_an_error(self, tmp_path: Path) -> None:
@@ -248,37 +243,49 @@ class TestAudit:
 
 
 class TestEnd:
-    @pytest.mark.parametrize(
-        ("precision", "trained", "reason"),
-        [
-            ("fp32", {"loss": math.inf}, "the training loss is inf; it ended after 60 of 100"),
-            (
-                "amp_fp16",
-                OVERFLOWED,
-                "100% of the optimizer steps of the last report were skipped; it ended",
-            ),
-            ("amp_fp16", {"consecutive_skips": 51}, "51 optimizer steps in a row were skipped"),
-            (
-                "amp_fp16",
-                {"consecutive_skips": 1, "loss_scale_log2": 0.0},
-                "1 optimizer steps in a row were skipped",
-            ),
-        ],
-    )
-    def test_by_the_guard_is_told_by_the_last_report(
-        self, tmp_path: Path, precision: str, trained: dict[str, float], reason: str
-    ) -> None:
-        run = read_folder(write_run(tmp_path / "a", precision, 1, last_batch=60, trained=trained))
+    def test_is_what_the_run_wrote_down(self, tmp_path: Path) -> None:
+        run = read_folder(write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, end=LOST))
         assert run.state is State.FAILED
-        assert reason in run.reason
+        assert run.reason == f"{LOST['reason']}; it ended after 60 of 100 batches"
 
-    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "skip_ratio": 0.5}])
-    def test_without_trouble_is_a_stop(self, tmp_path: Path, trained: dict[str, float]) -> None:
-        """In float16 the loss of one batch may overflow, and its step is skipped."""
+    def test_healthy_run_that_was_stopped_after_a_skipped_step_is_no_failure(
+        self, tmp_path: Path
+    ) -> None:
+        """The newest batch overflowed at the floor of the scale; then somebody stopped the run."""
+        skipped = {"loss": math.nan, "consecutive_skips": 1, "loss_scale_log2": 0.0}
+        end = {"state": "stopped", "reason": "stopped by SIGTERM"}
+        settings = {"last_batch": 60, "trained": skipped, "end": end}
+        stopped = write_run(tmp_path / "b", "amp_fp16", 2, **settings)  # type: ignore[arg-type]
+        run = read_folder(stopped)
+        assert run.state is State.STOPPED
+        assert run.reason == "60 of 100 batches: stopped by SIGTERM"
+        base, amp = (
+            [write_run(tmp_path / f"{p}{s}", p, s, speed=speed, accuracy=0.9) for s in (1, 3)]
+            for p, speed in (("fp32", 1000.0), ("amp_fp16", 2000.0))
+        )
+        findings = found(*base, *amp, stopped)
+        assert findings.left_out == (f"{run.short_name}: {run.reason}",)
+        assert advise(findings).precision.value == "amp_fp16"
+
+    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "consecutive_skips": 51}])
+    def test_that_nobody_wrote_down_is_unknown(
+        self, tmp_path: Path, trained: dict[str, float]
+    ) -> None:
         folder = write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, trained=trained)
         run = read_folder(folder)
         assert run.state is State.UNFINISHED
-        assert run.reason == "60 of 100 batches: it is running, or was stopped or killed"
+        assert run.reason == "60 of 100 batches: it is running, or was killed"
+
+    def test_of_a_run_that_was_stopped_after_its_last_validation_is_its_finish(
+        self, tmp_path: Path
+    ) -> None:
+        end = {"state": "stopped", "reason": "stopped by SIGTERM"}
+        assert read_folder(write_run(tmp_path / "a", "fp32", 1, end=end)).state is State.FINISHED
+
+    def test_by_an_error_after_the_last_validation_is_a_failure(self, tmp_path: Path) -> None:
+        end = {"state": "failed", "reason": "disk full"}
+        run = read_folder(write_run(tmp_path / "a", "fp32", 1, end=end))
+        assert (run.state, run.reason) == (State.FAILED, "disk full")
 
     def test_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
         length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
@@ -286,6 +293,9 @@ class TestEnd:
         assert read_folder(folder).state is State.UNFINISHED
         lines = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
+        assert read_folder(folder).state is State.FINISHED
+        (folder / "metrics.jsonl").write_text(lines)
+        (folder / "ended.json").write_text('{"state": "completed", "reason": "", "batches": 99}')
         assert read_folder(folder).state is State.FINISHED
 
     def test_with_a_metric_that_is_not_finite_is_a_failure(self, tmp_path: Path) -> None:
@@ -295,7 +305,7 @@ class TestEnd:
     def test_of_all_runs_of_a_precision_is_a_finding(self, tmp_path: Path) -> None:
         base = [write_run(tmp_path / f"a{seed}", "fp32", seed) for seed in (1, 2, 3)]
         lost = [
-            write_run(tmp_path / f"b{seed}", "amp_fp16", seed, last_batch=60, trained=OVERFLOWED)
+            write_run(tmp_path / f"b{seed}", "amp_fp16", seed, last_batch=60, end=LOST)
             for seed in (1, 2, 3)
         ]
         findings = found(*base, *lost)
@@ -342,18 +352,16 @@ class TestSearch:
             write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
         ended = [(run.state, run.reason) for run in read_search(folder).runs[2:]]
         assert ended == [
-            (State.FAILED, "no memory left"),
-            (State.UNFINISHED, "60 of 100 batches: stopped early by the search"),
+            (State.FAILED, "no memory left; it ended after 60 of 100 batches"),
+            (State.STOPPED, "60 of 100 batches: stopped early by the search"),
         ]
 
     def test_trial_without_a_folder_is_named(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32")
         (folder / "trials" / "0002").rename(tmp_path / "elsewhere")
-        reading = read_search(folder)
-        assert len(reading.runs) == 2
-        assert f"trial 2 of {folder}: complete: its run folder is not there" in told(
-            find([reading])
-        )
+        findings = find([read_search(folder)])
+        assert len(findings.runs) == 2
+        assert findings.left_out == (f"trial 2 of {folder}: finished: its run folder is not there",)
 
     def test_that_is_none_is_a_sentence(self, tmp_path: Path) -> None:
         with pytest.raises(ReportError, match="there is no such file"):

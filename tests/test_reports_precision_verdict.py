@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import variance
 
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.config.amp import Precision
-from determined_amp.reports.precision.advice import advise
-from determined_amp.reports.precision.claims import Judgement, claims
-from determined_amp.reports.precision.comparison import Ratio
-from determined_amp.reports.precision.findings import Findings
-from determined_amp.reports.precision.interval import Verdict, paired, student_t, unpaired
-from determined_amp.reports.precision.words import sentences
-from determined_amp.reports.sources import ReportError
-from tests.precisions import CPU, found, write_run, write_seeds
+from determined_amp.reports.precision_comparison import Interval, Ratio, Verdict, paired, welch
+from determined_amp.reports.precision_findings import Findings, Judgement, advise, claims, find
+from determined_amp.reports.precision_text import sentences
+from determined_amp.reports.run_folders import read_folder
+from determined_amp.reports.runs import ReportError, Source
+from tests.precisions import CPU, LOST, found, write_run, write_seeds
 
 BASE = (0.90, 0.91, 0.92)
 
@@ -29,40 +29,50 @@ def shifted(*by: float) -> list[float]:
 ALIKE = shifted(-0.0001, 0.0, 0.0001)
 
 
+def of_differences(differences: Sequence[float]) -> Interval:
+    return paired(differences, [0.0] * len(differences))
+
+
 class TestInterval:
     def test_of_pairs_is_students(self) -> None:
         """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.303."""
-        interval = paired([1.0, 2.0, 3.0])
-        assert (interval.mean, interval.deviation, interval.seeds) == (2.0, 1.0, 3)
-        assert interval.half_width == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
-
-    def test_of_pairs_is_scipys(self) -> None:
-        differences = [0.1, -0.3, 0.25, 0.7]
-        low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
-        interval = paired(differences)
-        assert (interval.low, interval.high) == pytest.approx((low, high))
+        interval = of_differences([1.0, 2.0, 3.0])
+        assert (interval.mean, interval.std, interval.seeds) == (2.0, 1.0, 3)
+        quantile = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # of Student's t with 2, in closed form
+        assert interval.half_width == pytest.approx(quantile / math.sqrt(3), rel=1e-9)
 
     def test_of_other_seeds_is_welchs(self) -> None:
+        """By hand: both variances, and Welch's degrees of freedom."""
         ours, theirs = [1.0, 2.0, 4.0, 3.5], [0.1, 0.2, 0.15]
-        low, high = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-        interval = unpaired(ours, theirs)
-        assert (interval.low, interval.high) == pytest.approx((low, high))
-        assert not interval.paired
+        parts = [variance(ours) / 4, variance(theirs) / 3]
+        dof = sum(parts) ** 2 / (parts[0] ** 2 / 3 + parts[1] ** 2 / 2)
+        half_width = float(stats.t.ppf(0.975, dof)) * math.sqrt(sum(parts))
+        interval = welch(ours, theirs)
+        assert interval.half_width == pytest.approx(half_width, rel=1e-9)
+        assert interval.std == pytest.approx(math.sqrt(variance(ours) + variance(theirs)))
+        assert interval.mean == pytest.approx(2.625 - 0.15)
+        assert (interval.seeds, interval.paired) == (3, False)
+
+    def test_of_seeds_that_hardly_differ_is_no_warning(self) -> None:
+        interval = paired([0.7, 0.8, 0.9], [0.6, 0.7, 0.8])
+        assert interval.std is not None
+        assert 0 < interval.std < 1e-15
+        assert interval.half_width == pytest.approx(interval.std * 4.30265 / 3**0.5, rel=0.2)
 
     @pytest.mark.parametrize("difference", [0.0, 1.0])
     def test_of_seeds_without_a_spread_tells_nothing(self, difference: float) -> None:
         for interval in (
-            paired([difference] * 3),
-            unpaired([1.0 + difference, 1.0 + difference], [1.0, 1.0]),
+            of_differences([difference] * 3),
+            welch([1.0 + difference, 1.0 + difference], [1.0, 1.0]),
         ):
             assert interval.verdict(0.001) is Verdict.UNKNOWN
-            assert interval.seeds_to_tell(0.001) is None
+            assert interval.seeds_needed(0.001) is None
 
     def test_of_one_seed_tells_nothing(self) -> None:
-        for interval in (paired([5.0]), unpaired([5.0], [0.0, 0.0])):
+        for interval in (of_differences([5.0]), welch([5.0], [0.0, 0.0])):
             assert interval.verdict(0.001) is Verdict.UNKNOWN
             assert interval.verdict(1000.0) is Verdict.UNKNOWN
-            assert interval.seeds_to_tell(0.001) is None
+            assert interval.seeds_needed(0.001) is None
 
     @pytest.mark.parametrize(
         ("differences", "verdict"),
@@ -75,22 +85,30 @@ class TestInterval:
         ],
     )
     def test_decides_by_the_margin(self, differences: Sequence[float], verdict: Verdict) -> None:
-        assert paired(differences).verdict(0.003) is verdict
+        assert of_differences(differences).verdict(0.003) is verdict
 
-    def test_number_of_seeds_to_tell_is_the_first_that_would(self) -> None:
-        interval = paired([-0.002, 0.0, 0.002])
-        needed = interval.seeds_to_tell(0.003)
+    def test_number_of_seeds_needed_is_the_first_that_would(self) -> None:
+        interval = of_differences([-0.002, 0.0, 0.002])
+        needed = interval.seeds_needed(0.003)
         assert needed is not None
 
         def half_width(seeds: int) -> float:
-            return student_t(seeds - 1) * 0.002 / math.sqrt(seeds)
+            return float(stats.t.ppf(0.975, seeds - 1)) * 0.002 / math.sqrt(seeds)
 
         assert half_width(needed) <= 0.003 < half_width(needed - 1)
-        assert paired([-1.0, 0.0, 1.0]).seeds_to_tell(0.003) is None  # more than a thousand
+        assert of_differences([-1.0, 0.0, 1.0]).seeds_needed(0.003) is None  # more than a thousand
 
-    def test_number_of_other_seeds_to_tell_is_that_of_each_group(self) -> None:
+    def test_number_of_seeds_needed_does_not_depend_on_the_sign(self) -> None:
+        better, worse = (
+            of_differences([sign * x for x in (0.01, 0.02, 0.05)]).seeds_needed(0.02)
+            for sign in (1, -1)
+        )
+        assert better is not None
+        assert better == worse
+
+    def test_number_of_other_seeds_needed_is_that_of_each_group(self) -> None:
         """Groups of that number, with these variances, are just told apart."""
-        needed = unpaired([0.0, 2.0], [2.0, 4.0]).seeds_to_tell(0.1)
+        needed = welch([0.0, 2.0], [2.0, 4.0]).seeds_needed(0.1)
         assert needed is not None
 
         def low(seeds: int) -> float:
@@ -115,7 +133,7 @@ class TestMetric:
     )
     def test_verdict_is_said(self, tmp_path: Path, shifts: Sequence[float], said: str) -> None:
         findings = self.findings(tmp_path, shifted(*shifts))
-        assert said in "\n".join(sentences(findings, advise(findings)))
+        assert said in "\n".join(sentences(findings))
 
     def test_pairs_by_seed_see_what_groups_do_not(self, tmp_path: Path) -> None:
         """Seeds differ by 0.01, the precisions by 0.004 in each of them."""
@@ -135,13 +153,11 @@ class TestMetric:
         findings = found(
             write_run(tmp_path / "a", "fp32", 1), write_run(tmp_path / "b", "amp_bf16", 1)
         )
-        assert "cannot be told with 1 seed: it takes 2 at least" in "\n".join(
-            sentences(findings, advise(findings))
-        )
+        assert "cannot be told with 1 seed: it takes 2 at least" in "\n".join(sentences(findings))
 
     def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
         findings = self.findings(tmp_path, BASE)
-        said = "\n".join(sentences(findings, advise(findings)))
+        said = "\n".join(sentences(findings))
         assert "told with 3 seeds: the difference is the same in all, which leaves" in said
 
     def test_margin_is_the_users(self, tmp_path: Path) -> None:
@@ -160,7 +176,7 @@ class TestMetric:
         ]
         findings = found(*base, *worse, metric="validation_loss")
         assert findings.margin == pytest.approx(0.02)
-        assert "different, worse" in "\n".join(sentences(findings, advise(findings)))
+        assert "different, worse" in "\n".join(sentences(findings))
 
     def test_direction_that_nobody_knows_has_to_be_said(self, tmp_path: Path) -> None:
         folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
@@ -181,6 +197,43 @@ class TestMetric:
         (comparison,) = findings.comparisons
         assert claims(comparison)[2].judgement is Judgement.UNMEASURED
 
+    def test_accuracy_of_exactly_one_is_not_in_percent(self, tmp_path: Path) -> None:
+        findings = self.findings(tmp_path, (1.0, 1.0, 0.99))
+        assert findings.margin == pytest.approx(0.003)
+        assert claims(findings.comparisons[0])[2].judgement is not Judgement.UNMEASURED
+
+    def test_margin_of_a_negative_metric_is_positive(self, tmp_path: Path) -> None:
+        folders = [
+            write_run(tmp_path / f"{p}{seed}", p, seed, loss=-2.0)
+            for p in ("fp32", "amp_fp16")
+            for seed in (1, 2)
+        ]
+        assert found(*folders, metric="validation_loss").margin == pytest.approx(0.02)
+
+    def test_unknown_seeds_are_not_paired(self, tmp_path: Path) -> None:
+        runs = [
+            dataclasses.replace(read_folder(folder), seed=None)
+            for precision in ("fp32", "amp_fp16")
+            for folder in write_seeds(tmp_path, precision, BASE)
+        ]
+        (comparison,) = find([Source("", tuple(runs))]).comparisons
+        assert not comparison.difference.paired
+        assert comparison.speed is not None
+        assert (comparison.speed.pairs, comparison.speed.by_seed) == (9, False)
+
+    @pytest.mark.parametrize(("shift", "is_not_worse"), [(-0.002, True), (-0.02, False)])
+    def test_one_that_cannot_be_told_may_be_worse_by_the_margin_only(
+        self, tmp_path: Path, shift: float, is_not_worse: bool
+    ) -> None:
+        folders = [
+            write_run(tmp_path / "a", "fp32", 1, accuracy=0.9),
+            write_run(tmp_path / "b", "amp_fp16", 1, accuracy=0.9 + shift),
+        ]
+        (comparison,) = found(*folders).comparisons
+        assert comparison.verdict is Verdict.UNKNOWN
+        assert not comparison.is_better
+        assert comparison.is_not_worse is is_not_worse
+
     def test_searcher_knows_the_direction_of_its_metric(self, tmp_path: Path) -> None:
         upwards = {"searcher.smaller_is_better": False}
         folders = [write_run(tmp_path / p, p, 1, settings=upwards) for p in ("fp32", "amp_fp16")]
@@ -194,12 +247,12 @@ class TestSpeed:
             write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 0.0, 300.0, 110.0]),
             write_run(tmp_path / "b", "amp_fp16", 1, speed=220.0),
         )
-        speeds = [s.speed.middle for s in findings.summaries if s.speed]
+        speeds = [s.speed.median for s in findings.summaries if s.speed]
         assert speeds == [110.0, 220.0]
         ratio = findings.comparisons[0].speed
         assert ratio is not None
         # Of one pair, the range is what its reports make of it.
-        assert (ratio.middle, ratio.low, ratio.high) == pytest.approx((2.0, 220 / 300, 2.2))
+        assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.0, 220 / 300, 2.2))
 
     def test_first_report_of_a_resumed_process_is_left_out(self, tmp_path: Path) -> None:
         resumed = {"audit_share": 1.0, "samples_per_second": 9999.0}
@@ -207,7 +260,7 @@ class TestSpeed:
         findings = found(run, write_run(tmp_path / "b", "amp_fp16", 1))
         speed = findings.summaries[0].speed
         assert speed is not None
-        assert speed.middle == 100.0
+        assert speed.median == 100.0
 
     def test_ratio_is_over_pairs_of_equal_seed(self, tmp_path: Path) -> None:
         """The machine slows down from seed to seed; in each, AMP is twice as fast."""
@@ -218,7 +271,28 @@ class TestSpeed:
         ]
         ratio = found(*folders).comparisons[0].speed
         assert ratio is not None
-        assert (ratio.low, ratio.middle, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 3)
+        assert (ratio.low, ratio.median, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 3)
+
+    def test_of_several_runs_is_their_median(self, tmp_path: Path) -> None:
+        """One machine was busy, and one run waited for its data."""
+        folders = [
+            write_run(
+                tmp_path / f"{precision}{seed}",
+                precision,
+                seed,
+                speed=[1000.0 * times],
+                trained={"data_wait_share": wait},
+            )
+            for precision, ratios in (("fp32", (1.0, 1.0, 1.0)), ("amp_fp16", (2.0, 2.2, 9.0)))
+            for seed, times, wait in zip((1, 2, 3), ratios, (0.0, 0.1, 0.9), strict=True)
+        ]
+        findings = found(*folders)
+        summary, ratio = findings.summaries[1], findings.comparisons[0].speed
+        assert ratio is not None
+        assert summary.speed is not None
+        assert ratio.median == pytest.approx(2.2)
+        assert summary.speed.median == pytest.approx(2200.0)
+        assert summary.data_wait_share == pytest.approx(0.1)
 
     def test_without_equal_seeds_all_are_paired_with_all(self, tmp_path: Path) -> None:
         folders = [
@@ -313,9 +387,7 @@ class TestAdvice:
             *write_seeds(tmp_path, "amp_fp16", BASE, speed=3000.0),
         ]
         assert advise(found(*folders)).precision is Precision.AMP_FP16
-        lost = write_run(
-            tmp_path / "lost", "amp_fp16", 4, last_batch=60, trained={"skip_ratio": 1.0}
-        )
+        lost = write_run(tmp_path / "lost", "amp_fp16", 4, last_batch=60, end=LOST)
         advice = advise(found(*folders, lost))
         assert advice.precision is Precision.FP32
         assert "amp_fp16 lost a run" in advice.why

@@ -1,4 +1,4 @@
-"""`reports.sources` reads what a local search left behind, and says what is wrong with it."""
+"""`reports.run_folders` reads what a local search left behind, and says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from typing import Any
 
 import pytest
 
-from determined_amp.reports.sources import ReportError, flat, nested, read_local
+from determined_amp.reports.loss_scale_text import over_loss_scale
+from determined_amp.reports.run_folders import read_search
+from determined_amp.reports.run_settings import flat, nested
+from determined_amp.reports.runs import ReportError
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 
 def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
     # 70000 was sampled, 2^16 used; the second trial says nothing about it.
     second = {"loss_scale_score": 0.5}
-    search = read_local(write_study(tmp_path, [(70000.0, scored(16)), (2.0**10, second)]))
-    assert [row.scale_log2 for row in search.rows] == [16.0, 10.0]
-    assert [row.batches for row in search.rows] == [4, 4]
-    assert search.rows[0].hparams["amp.init_scale"] == 70000.0
-    assert search.rows[0].hparams["experiment"] == "experiment.yaml"
-    assert search.rows[0].overflow is False
-    assert search.rows[1].overflow is None
-    assert [row.seed for row in search.rows] == [3, 3]
+    search = read_search(write_study(tmp_path, [(70000.0, scored(16)), (2.0**10, second)]))
+    assert [run.scale_log2 for run in search.runs] == [16.0, 10.0]
+    assert [run.batches for run in search.runs] == [4, 4]
+    assert search.runs[0].hparams["amp.init_scale"] == 70000.0
+    assert search.runs[0].hparams["experiment"] == "experiment.yaml"
+    assert search.runs[0].overflow is False
+    assert search.runs[1].overflow is None
+    assert [run.seed for run in search.runs] == [3, 3]
     assert search.name == "small"
     assert search.also_searched == ()
 
 
 def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
-    rows = read_local(write_study(tmp_path, trials)).ranked()
-    assert [row.scale_log2 for row in rows] == [17, 8, 24]
+    rows = read_search(write_study(tmp_path, trials)).ranked()
+    assert [run.scale_log2 for run in rows] == [17, 8, 24]
     upwards: dict[str, Any] = {**SEARCH, "searcher": dict(SEARCH["searcher"])}
     upwards["searcher"]["smaller_is_better"] = False
-    rows = read_local(write_study(tmp_path / "up", trials, upwards)).ranked()
-    assert [row.scale_log2 for row in rows] == [24, 8, 17]
+    rows = read_search(write_study(tmp_path / "up", trials, upwards)).ranked()
+    assert [run.scale_log2 for run in rows] == [24, 8, 17]
 
 
 def test_what_else_differs_is_named() -> None:
@@ -57,7 +60,7 @@ def test_flat_and_nested_are_inverse() -> None:
 
 def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"no such file.*id of an experiment"):
-        read_local(tmp_path / "nowhere")
+        read_search(tmp_path / "nowhere")
 
 
 def test_foreign_study_is_a_sentence_and_left_alone(tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ def test_foreign_study_is_a_sentence_and_left_alone(tmp_path: Path) -> None:
         database.execute("CREATE TABLE trials (a)")
     before = (tmp_path / "study.db").read_bytes()
     with pytest.raises(ReportError, match="is not a study"):
-        read_local(tmp_path)
+        read_search(tmp_path)
     assert (tmp_path / "study.db").read_bytes() == before
 
 
@@ -78,9 +81,9 @@ def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
     }
     folder = write_study(tmp_path, [(0.1, {"loss_scale_score": 1.0})], search, "learning_rate")
     with pytest.raises(ReportError, match=r"init_scale; it searches over learning_rate"):
-        read_local(folder)
+        over_loss_scale(read_search(folder))
 
 
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="has no trials yet"):
-        read_local(write_study(tmp_path, []))
+        over_loss_scale(read_search(write_study(tmp_path, [])))

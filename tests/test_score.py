@@ -88,14 +88,14 @@ class TestTerms:
         observed[4] = Observation(4, True, False, 0.0, headroom)
         found = self.of(4, Exact([[1.0]], [[1.0]]))
         assert found.loss_scale_score == pytest.approx(score)
-        assert found.headroom_bits == headroom
+        assert found.backward_headroom_bits == headroom
 
     def test_room_is_the_predicted_one_where_none_was_seen(
         self, observed: dict[float, Observation]
     ) -> None:
         """All is flushed, or an infinity reached no parameter: 6 bits less the scale's 4."""
         observed[4] = Observation(4, True, False, 1.0, -math.inf)
-        assert self.of(4, Exact([[1.0]], [[0.0]])).headroom_bits == 2
+        assert self.of(4, Exact([[1.0]], [[0.0]])).backward_headroom_bits == 2
 
     @pytest.mark.parametrize(
         ("scale", "works_at", "halvings"),
@@ -110,7 +110,7 @@ class TestTerms:
         assert self.of(scale) == Score(
             loss_scale_score=1.0 + 0.01 * halvings,
             gradient_error=1.0,
-            headroom_bits=min(6 - scale, 0.0),
+            backward_headroom_bits=min(6 - scale, 0.0),
             flushed_share=0.25,
             overflow=1.0,
             halvings=halvings,
@@ -175,7 +175,7 @@ def test_best_power_of_two_is_the_finders(trial: Trial) -> None:
         assert choice is not None
         found = {k: score_batches(context, batches, k) for k in range(choice - 6, choice + 4)}
         assert min(found, key=lambda scale: found[scale].loss_scale_score) == choice
-        assert 1 <= found[choice].headroom_bits < 2
+        assert 1 <= found[choice].backward_headroom_bits < 2
 
     looked_at(trial, work)
 
@@ -189,7 +189,7 @@ def test_overflow_is_worse_than_anything_finite_and_counts_the_halvings() -> Non
         assert [found.halvings for found in (good, one, three, seven)] == [0, 1, 3, 7]
         assert good.loss_scale_score < one.loss_scale_score < seven.loss_scale_score
         assert one.overflow == 1
-        assert one.headroom_bits < 0
+        assert one.backward_headroom_bits < 0
 
     looked_at(SummedLoss, work)
 

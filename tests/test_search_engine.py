@@ -16,7 +16,7 @@ import yaml
 
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.reports.precision.folders import read_search
+from determined_amp.reports.run_folders import read_search
 from determined_amp.search import command
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.study_file import (

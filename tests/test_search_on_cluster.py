@@ -15,8 +15,8 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
+from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
-from determined_amp.reports.forecast import Forecast
 from determined_amp.search import on_cluster
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
@@ -116,7 +116,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
     batches, metrics = one
     assert batches == 2
     assert metrics["init_scale_log2"] == 4.0
-    assert {"loss_scale_score", "headroom_bits", "flushed_share"} <= metrics.keys()
+    assert {"loss_scale_score", "backward_headroom_bits", "flushed_share"} <= metrics.keys()
     assert one == two
 
 
@@ -134,8 +134,7 @@ def test_finder_reports_window_choice_and_curves(
         assert (share["overflow_share"] > 0) == (scale > metrics["window_top_log2"])
     assert "verdict: default is fine" in capsys.readouterr().out
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
-    forecast = Forecast.read(file)
-    assert forecast.window.choice == metrics["init_scale_log2"]
+    assert FoundScale.read(file).finding.choice_log2 == metrics["init_scale_log2"]
     assert json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
 
 

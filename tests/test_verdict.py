@@ -14,7 +14,7 @@ import pytest
 from determined_amp.finder import verdict
 from determined_amp.finder.passes import Observation, Prediction
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
-from determined_amp.finder.verdict import Finding, Verdict, _islands, _judge, find
+from determined_amp.finder.verdict import Finding, Verdict, _islands, _judge, _module, find
 from tests.loss_scale import prediction_of
 
 CONTEXT: Any = object()
@@ -40,9 +40,7 @@ def found(
         of_these = {(CONTEXT, BATCHES): result}
         monkeypatch.setattr(verdict, name, lambda *given, of_these=of_these: of_these[given])
     monkeypatch.setattr(verdict, "observe", observe)
-    finding = find(CONTEXT, BATCHES)
-    assert finding.prediction is prediction
-    return finding
+    return find(CONTEXT, BATCHES)
 
 
 class TestFind:
@@ -53,6 +51,9 @@ class TestFind:
         assert [seen.scale_log2 for seen in finding.verified] == [11]
         assert finding.verdict is Verdict.SCALE
         assert (finding.islands, finding.cause) == ((), "")
+        assert finding.first_overflow_log2 == 13
+        assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
+        assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
 
     @pytest.mark.parametrize(("faintest", "choice"), [(-36, 12), (-35, 11)])
     def test_chooses_the_largest_where_no_other_is_safe(
@@ -155,7 +156,8 @@ class TestIslands:
 
 
 def finding_of(prediction: Prediction, low: int = 0, top: int = 10) -> Finding:
-    return Finding(Verdict.SCALE, prediction, top - 1, low, top, ())
+    modules = tuple(_module(prediction, name) for name in prediction.modules)
+    return Finding(low, top, top - 1, Verdict.SCALE, (), (), modules, 0.0)
 
 
 @pytest.mark.parametrize(("init", "skips"), [(9, 0), (10, 0), (10.5, 1), (11, 1), (16, 6)])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim import SGD
 
 from determined_amp.config.amp import AmpSettings
 from determined_amp.config.settings import ConfigError
@@ -250,7 +251,7 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: if it has dampening, with which zeros are not the same.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    if not isinstance(optimizer, SGD):
         return
     for group in optimizer.param_groups:
         if not (group.get("fused") and group["momentum"]):

@@ -27,7 +27,7 @@ from determined_amp.config.overrides import (
     with_overrides,
 )
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import Run, as_json, json_text, show, yaml_changes
+from determined_amp.finder.advice import Run, json_text, show, yaml_changes
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.finder.written import write_copy
@@ -63,10 +63,10 @@ def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
         options.json.write_text(json_text(finding, run))
     if options.plot:
         # matplotlib takes seconds to import.
-        from determined_amp.reports.figure import draw, save_png  # noqa: PLC0415
-        from determined_amp.reports.forecast import Forecast  # noqa: PLC0415
+        from determined_amp.reports.loss_scale_figure import draw  # noqa: PLC0415
+        from determined_amp.reports.page import save_png  # noqa: PLC0415
 
-        save_png(draw(Forecast.of_json(as_json(finding, run), run.name), None), options.plot)
+        save_png(draw(finding, None), options.plot)
         print(f"written: {options.plot}")
     if options.write:
         write_copy(Path(options.config), options.write, yaml_changes(finding, run))

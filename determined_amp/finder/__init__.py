@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from determined_amp.finder.function import FoundScale, find_loss_scale
+    from determined_amp.finder.advice import FoundScale
+    from determined_amp.finder.function import find_loss_scale
 
 __all__ = ["FoundScale", "find_loss_scale"]
 

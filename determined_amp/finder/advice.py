@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from determined_amp.config.amp import SCALER_KEYS
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
-from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT, Finding, Verdict
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.passes import Observation
+from determined_amp.finder.verdict import (
+    DEFAULT_LOG2,
+    FLUSHED_LIMIT,
+    Finding,
+    ModuleGradients,
+    Shares,
+    Verdict,
+)
 
 # What a task on a cluster leaves in its checkpoint.
 FILE_NAME = "loss_scale.json"
 
-# Rows around the window, in bits.
-_MARGIN = 4
-_MOST_ROWS = 24
-
-# What a search may have been over, in log2.
-_SEARCHED = (-16, 48)
+# Of a table in a text.
+_COLUMNS = 100
 
 # Modules shown for either side of the window.
 _LIMITING = 4
@@ -60,6 +66,74 @@ class Run:
     fp32_modules: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class FoundScale:
+    """A finding and what it is about; `str` of it is what the command line prints.
+
+    Args:
+        finding: Verdict, window and choice.
+        run: What they are about.
+    """
+
+    finding: Finding
+    run: Run
+
+    @property
+    def init_scale(self) -> float | None:
+        """For `torch.amp.GradScaler(init_scale=...)`; None where no scale helps."""
+        choice = self.finding.choice_log2
+        return None if choice is None else 2.0**choice
+
+    @property
+    def passed_samples(self) -> int:
+        """Samples of all forwards and backwards: one in bfloat16, the others in float16."""
+        return self.run.samples * (1 + len(self.finding.verified))
+
+    def as_json(self) -> dict[str, Any]:
+        """What `python -m determined_amp find --json` writes."""
+        return as_json(self.finding, self.run)
+
+    @staticmethod
+    def from_json(found: Any, source: str) -> FoundScale:
+        """Read what `as_json` makes.
+
+        Args:
+            found: A parsed JSON document.
+            source: Where it was read.
+
+        Raises:
+            LossScaleError: if it is anything else.
+        """
+        try:
+            run = {**found["run"], "fp32_modules": tuple(found["run"]["fp32_modules"])}
+            return FoundScale(_finding(found), Run(**run))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LossScaleError(
+                f"{source}: is not a finding: {type(error).__name__} {error}; allowed: what "
+                "`python -m determined_amp find CONFIG --json FILE` of this version writes"
+            ) from error
+
+    @staticmethod
+    def read(path: Path) -> FoundScale:
+        """The finding in a file.
+
+        Raises:
+            LossScaleError: if there is none.
+        """
+        try:
+            found = json.loads(path.read_text())
+        except OSError as error:
+            raise LossScaleError(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise LossScaleError(f"{path}: is not JSON: {error}") from error
+        return FoundScale.from_json(found, str(path))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        show(self.finding, self.run, Console(file=text, width=_COLUMNS))
+        return text.getvalue()
+
+
 def show(finding: Finding, run: Run, console: Console) -> None:
     """Print tables, verdict and the lines to paste."""
     console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
@@ -76,14 +150,13 @@ def scale_table(finding: Finding) -> Table:
     table = Table(title="16-bit gradients by loss scale", title_justify="left")
     for column in ("init_scale", "overflow", "flushed to 0", "measured in float16"):
         table.add_column(column, justify="right")
-    prediction = finding.prediction
     measured = {o.scale_log2: o for o in finding.verified}
-    for scale in shown_scales(finding):
-        seen = measured.get(scale)
+    for scale in finding.shown_scales():
+        seen, predicted = measured.get(scale), finding.at(scale)
         table.add_row(
             f"2^{scale}",
-            _share(prediction.total.overflow_share(scale)),
-            _share(prediction.flushed_share(scale)),
+            _share(predicted.overflow_share),
+            _share(predicted.flushed_share),
             "" if seen is None else "overflow" if seen.overflow else _share(seen.flushed_share),
             style="bold" if scale == finding.choice_log2 else _style(finding, scale),
         )
@@ -91,17 +164,7 @@ def scale_table(finding: Finding) -> Table:
 
 
 def _style(finding: Finding, scale: int) -> str:
-    return "" if finding.low_log2 <= scale <= finding.top_log2 else "dim"
-
-
-def shown_scales(finding: Finding) -> list[int]:
-    """Powers of two from below the window to above it, with 2^16 among them."""
-    low = min(finding.low_log2, finding.top_log2, DEFAULT_LOG2) - _MARGIN
-    top = max(finding.low_log2, finding.top_log2, DEFAULT_LOG2) + _MARGIN
-    step = math.ceil((top - low + 1) / _MOST_ROWS)
-    asked = {DEFAULT_LOG2, finding.low_log2, finding.top_log2}
-    asked |= {int(o.scale_log2) for o in finding.verified}
-    return sorted(asked | set(range(low, top + 1, step)))
+    return "" if scale in finding else "dim"
 
 
 def module_table(finding: Finding) -> Table:
@@ -111,46 +174,31 @@ def module_table(finding: Finding) -> Table:
     flushed = f"{FLUSHED_LIMIT:.1%} flushed below"
     for column in ("largest gradient", "overflows at", flushed):
         table.add_column(column, justify="right")
-    limits = module_limits(finding)
-    for name in limiting_modules(limits):
+    for module in limiting_modules(finding):
         table.add_row(
-            name,
-            f"2^{limits[name]['largest_log2']}",
-            f"2^{limits[name]['first_overflow_log2']}",
-            f"2^{limits[name]['low_log2']}",
+            module.name,
+            f"2^{module.largest_log2}",
+            f"2^{module.first_overflow_log2}",
+            f"2^{module.low_log2}",
         )
     return table
 
 
-def module_limits(finding: Finding) -> dict[str, dict[str, int]]:
-    """Of every module with a gradient that is not 0: its range and its own safe window."""
-    limits = {}
-    for name, histogram in finding.prediction.modules.items():
-        if histogram.largest_log2 is None:
-            continue
-        alone = finding.prediction.of(lambda other, name=name: other == name)  # type: ignore[misc]
-        limits[name] = {
-            "largest_log2": histogram.largest_log2,
-            "first_overflow_log2": alone.first_overflow_log2,
-            "low_log2": alone.smallest_scale_log2(FLUSHED_LIMIT),
-        }
-    return limits
-
-
-def limiting_modules(limits: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The loudest and the faintest, of what `module_limits` gives."""
-    loud = sorted(limits, key=lambda name: limits[name]["first_overflow_log2"])[:_LIMITING]
-    faint = sorted(limits, key=lambda name: -limits[name]["low_log2"])[:_LIMITING]
-    return list(dict.fromkeys([*loud, *faint]))
+def limiting_modules(finding: Finding) -> list[ModuleGradients]:
+    """The loudest modules, then the faintest: they bound the window from above and from below."""
+    modules = [module for module in finding.modules if module.values_by_log2]
+    loud = sorted(modules, key=lambda module: module.first_overflow_log2 or 0)[:_LIMITING]
+    faint = sorted(modules, key=lambda module: -(module.low_log2 or 0))[:_LIMITING]
+    return list({module.name: module for module in (*loud, *faint)}.values())
 
 
 def sentences(finding: Finding, run: Run) -> Iterator[str]:
     """The window, the verdict, and what it means for the YAML's own scale."""
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
-    if finding.prediction.recorded_log2 is not None:
+    if finding.recorded_log2 is not None:
         yield (
-            f"recorded in float16 at 2^{finding.prediction.recorded_log2}: this trial cannot run "
-            f"in bfloat16: {finding.prediction.reason}"
+            f"recorded in float16 at 2^{finding.recorded_log2}: this trial cannot run in bfloat16: "
+            f"{finding.reason}"
         )
     if finding.verdict is Verdict.FORWARD_OVERFLOW:
         yield f"verdict: no scale helps: {finding.cause}"
@@ -197,7 +245,7 @@ def _cost_of_the_yaml(finding: Finding, run: Run) -> Iterator[str]:
             bits = math.ceil(finding.low_log2 - scale)
             yield (
                 f"{whose} 2^{scale:g} flushes "
-                f"{_share(finding.prediction.flushed_share(math.floor(scale)))} of a "
+                f"{_share(finding.at(scale).flushed_share)} of a "
                 f"gradient, and takes {bits * run.growth_interval} steps to grow into the "
                 "window"
             )
@@ -248,55 +296,83 @@ def _yaml(value: Any) -> str:
 
 
 def as_json(finding: Finding, run: Run) -> dict[str, Any]:
-    """Everything, for `determined_amp.reports.loss_scale` and for other programs."""
-    prediction, limits = finding.prediction, module_limits(finding)
+    """Everything, for `FoundScale.from_json` and for other programs."""
     return {
         "run": {**vars(run)},
         "verdict": finding.verdict.value,
         "sentences": list(sentences(finding, run)),
         "choice_log2": finding.choice_log2,
         "window_log2": [finding.low_log2, finding.top_log2],
-        "first_overflow_log2": prediction.first_overflow_log2,
-        "headroom_log2": prediction.headroom_log2,
-        "recorded_log2": prediction.recorded_log2,
+        "first_overflow_log2": finding.first_overflow_log2,
+        "headroom_log2": finding.headroom_log2,
+        "recorded_log2": finding.recorded_log2,
+        "reason": finding.reason,
         "islands": list(finding.islands),
         "cause": finding.cause,
         "expected_skips": {
             "default": finding.expected_skips(DEFAULT_LOG2),
             "yaml": finding.expected_skips(math.log2(run.init_scale)),
         },
-        "predicted": [
-            {
-                "scale_log2": scale,
-                "overflow_share": prediction.total.overflow_share(scale),
-                "flushed_share": prediction.flushed_share(scale),
-            }
-            for scale in range(
-                min(shown_scales(finding)[0], _SEARCHED[0]),
-                max(shown_scales(finding)[-1], _SEARCHED[1]) + 1,
-            )
-        ],
+        "predicted": [asdict(shares) for shares in finding.predicted],
         "measured": [
-            {
-                "scale_log2": seen.scale_log2,
-                "overflow": seen.overflow,
-                "flushed_share": seen.flushed_share,
-                "headroom_bits": seen.headroom_bits if math.isfinite(seen.headroom_bits) else None,
-            }
+            {name: _finite(value) for name, value in asdict(seen).items()}
             for seen in finding.verified
         ],
         "modules": [
-            {
-                "name": name,
-                "in_model": name not in (OUTSIDE, WHOLE_MODEL),
-                "zeros": histogram.zeros,
-                "values_by_log2": histogram.by_power(),
-                **limits.get(name, {}),
-            }
-            for name, histogram in prediction.modules.items()
+            {**asdict(module), "largest_log2": module.largest_log2} for module in finding.modules
         ],
         "yaml": yaml_changes(finding, run),
     }
+
+
+def _finding(found: Mapping[str, Any]) -> Finding:
+    low, top = map(int, found["window_log2"])
+    choice = found["choice_log2"]
+    return Finding(
+        verdict=Verdict(found["verdict"]),
+        choice_log2=None if choice is None else int(choice),
+        low_log2=low,
+        top_log2=top,
+        predicted=tuple(
+            Shares(int(p["scale_log2"]), float(p["overflow_share"]), float(p["flushed_share"]))
+            for p in found["predicted"]
+        ),
+        verified=tuple(_observation(seen) for seen in found["measured"]),
+        modules=tuple(
+            ModuleGradients(
+                name=str(module["name"]),
+                in_model=bool(module["in_model"]),
+                zeros=int(module["zeros"]),
+                values_by_log2={int(q): int(n) for q, n in module["values_by_log2"].items()},
+                first_overflow_log2=module.get("first_overflow_log2"),
+                low_log2=module.get("low_log2"),
+            )
+            for module in found["modules"]
+        ),
+        headroom_log2=float(found["headroom_log2"]),
+        recorded_log2=found["recorded_log2"],
+        reason=str(found.get("reason", "")),
+        islands=tuple(found["islands"]),
+        cause=str(found["cause"]),
+    )
+
+
+def _observation(seen: Mapping[str, Any]) -> Observation:
+    # Files that an older version wrote have another name for it, and lack two others.
+    headroom = seen.get("backward_headroom_bits", seen.get("headroom_bits"))
+    return Observation(
+        scale_log2=float(seen["scale_log2"]),
+        loss_is_finite=bool(seen.get("loss_is_finite", True)),
+        overflow=bool(seen["overflow"]),
+        flushed_share=float(seen["flushed_share"]),
+        backward_headroom_bits=-math.inf if headroom is None else float(headroom),
+        values_left=float(seen.get("values_left", 1.0)),
+    )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no number for infinity."""
+    return value if math.isfinite(value) else None
 
 
 def json_text(finding: Finding, run: Run) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
@@ -11,9 +10,8 @@ from determined import pytorch
 
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.finder.advice import Run, shown_scales
+from determined_amp.finder.advice import Run
 from determined_amp.finder.frozen import FrozenBatch, in_training, wrapped_scaler
-from determined_amp.finder.passes import observe
 from determined_amp.finder.verdict import Finding, find
 
 
@@ -43,9 +41,7 @@ def look(
     init_scale, growth_interval = float(scaler.get_scale()), int(scaler.get_growth_interval())
 
     def work(frozen: Sequence[FrozenBatch]) -> tuple[Finding, Run]:
-        finding = find(context, frozen)
-        if sweep:
-            finding = _measured_everywhere(context, frozen, finding)
+        finding = find(context, frozen, sweep=sweep)
         samples = sum(context.distributed.allgather(sum(batch.samples for batch in frozen)))
         device = DeviceSupport.of(context.device).name
         amp = MixedPrecision.of(context)
@@ -66,11 +62,3 @@ def look(
         return finding, run
 
     return in_training(trial, context, batches, work, latest_checkpoint)
-
-
-def _measured_everywhere(
-    context: pytorch.PyTorchTrialContext, batches: Sequence[FrozenBatch], finding: Finding
-) -> Finding:
-    scales = set(shown_scales(finding)) - {int(seen.scale_log2) for seen in finding.verified}
-    more = [observe(context, batches, scale, finding.prediction) for scale in sorted(scales)]
-    return dataclasses.replace(finding, verified=(*more, *finding.verified))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,46 +10,15 @@ from typing import Any
 
 import torch
 from determined import core, pytorch
-from rich.console import Console
 from torch import nn
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.finder.advice import Run, as_json, show
+from determined_amp.finder.advice import FoundScale, Run
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
-from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, find
+from determined_amp.finder.verdict import DEFAULT_LOG2, find
 
 # Of PyTorch's GradScaler.
 _GROWTH_INTERVAL = 2000
-
-_COLUMNS = 100
-
-
-@dataclass(frozen=True)
-class FoundScale:
-    """The answer; `str` of it is what the command line prints of a trial.
-
-    Args:
-        finding: Verdict, window and choice.
-        run: What they are about.
-    """
-
-    finding: Finding
-    run: Run
-
-    @property
-    def init_scale(self) -> float | None:
-        """For `torch.amp.GradScaler(init_scale=...)`; None where no scale helps."""
-        choice = self.finding.choice_log2
-        return None if choice is None else 2.0**choice
-
-    def as_json(self) -> dict[str, Any]:
-        """What `python -m determined_amp find --json` writes."""
-        return as_json(self.finding, self.run)
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        show(self.finding, self.run, Console(file=text, width=_COLUMNS))
-        return text.getvalue()
 
 
 def find_loss_scale(

@@ -129,7 +129,8 @@ class Observation:
         overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
         flushed_share: As `Prediction.flushed_share`, measured: as many of the smallest values of
             each tensor count as were 0 in float16 and had not been.
-        headroom_bits: log2 of 65520 over the largest 16-bit value; -inf if one is not finite.
+        backward_headroom_bits: log2 of 65520 over the largest 16-bit value of the backward; -inf if
+            one is not finite. (`headroom_bits` of a training is of parameters' gradients.)
         values_left: Share, by number, of the values that were not 0 and still are not.
     """
 
@@ -137,7 +138,7 @@ class Observation:
     loss_is_finite: bool
     overflow: bool
     flushed_share: float
-    headroom_bits: float
+    backward_headroom_bits: float
     values_left: float = 1.0
 
 
@@ -222,7 +223,7 @@ def observe(
         loss_is_finite=passes.loss_is_finite,
         overflow=not passes.gradients_are_finite,
         flushed_share=max(shares, default=0.0),
-        headroom_bits=_headroom(passes.largest),
+        backward_headroom_bits=_headroom(passes.largest),
         values_left=1.0 - sum(lost.values()) / there if there else 1.0,
     )
 

@@ -3,8 +3,8 @@
 The validation loss after a short training cannot rank loss scales: inside the safe window they
 differ by less than seeds do. From frozen parameters and identical batches the answer is exact:
 
-    loss_scale_score = gradient_error + 0.001 |headroom_bits - 1.5|      nothing overflows
-                     = 1 + 0.01 * halvings until nothing overflows       something does
+    loss_scale_score = gradient_error + 0.001 |backward_headroom_bits - 1.5|   nothing overflows
+                     = 1 + 0.01 * halvings until nothing overflows             something does
 
 `gradient_error` punishes what float16 flushes to 0; it is flat where nothing is. There the second
 term decides for one to two bits of room under 65520, which on powers of two is one scale.
@@ -54,8 +54,8 @@ class Score:
         loss_scale_score: Smaller is better; below 1 if and only if nothing overflows.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
             difference to the float32 gradient); 1 if something overflows.
-        headroom_bits: log2 of 65520 over the largest 16-bit gradient. What bfloat16 predicts
-            where that overflows, which makes it negative, or where all is flushed to 0.
+        backward_headroom_bits: log2 of 65520 over the largest 16-bit gradient. What bfloat16
+            predicts where that overflows, which makes it negative, or where all is flushed to 0.
         flushed_share: 2-norm of the 16-bit gradients that float16 made 0, over that of all, in
             the tensor that suffers most.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
@@ -64,7 +64,7 @@ class Score:
 
     loss_scale_score: float
     gradient_error: float
-    headroom_bits: float
+    backward_headroom_bits: float
     flushed_share: float
     overflow: float
     halvings: float
@@ -108,7 +108,7 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     seen = observe(context, batches, scale_log2, prediction)
     if seen.overflow:
         return _score_of_overflow(context, batches, seen, prediction)
-    headroom = seen.headroom_bits
+    headroom = seen.backward_headroom_bits
     if not math.isfinite(headroom):  # all is flushed, or an infinity reached no parameter
         headroom = prediction.headroom_log2 - scale_log2
     errors = [_gradient_error(batch, scale_log2) for batch in batches]
@@ -117,7 +117,7 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     return Score(
         loss_scale_score=error + _HEADROOM_WEIGHT * abs(headroom - _WANTED_HEADROOM),
         gradient_error=error,
-        headroom_bits=headroom,
+        backward_headroom_bits=headroom,
         flushed_share=seen.flushed_share,
         overflow=0.0,
         halvings=0.0,
@@ -141,7 +141,7 @@ def _score_of_overflow(
     return Score(
         loss_scale_score=1.0 + _HALVING_PENALTY * halvings,
         gradient_error=1.0,
-        headroom_bits=min(prediction.headroom_log2 - scale, 0.0),
+        backward_headroom_bits=min(prediction.headroom_log2 - scale, 0.0),
         flushed_share=seen.flushed_share,
         overflow=1.0,
         halvings=float(halvings),

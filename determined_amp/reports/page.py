@@ -1,106 +1,150 @@
-"""The page on the loss scale: sentences, the figure, and what it was drawn from as tables."""
+"""The parts of a page: one HTML file with no script, no font and no picture from elsewhere.
+
+Figures are drawn in the page's colours, which follow the reader's scheme. They are those of Okabe
+and Ito, which readers with any colour vision tell apart.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from determined_amp.reports.document import bullets, document, footer, picture, table
-from determined_amp.reports.forecast import Forecast
-from determined_amp.reports.panels import power
-from determined_amp.reports.sources import Search
+import matplotlib
+from matplotlib.figure import Figure
 
-# Of the trial table; the searcher's own metric comes first.
-_METRICS = ("flushed_share", "overflow", "headroom_bits", "gradient_error", "validation_accuracy")
+# Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
+INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
 
-_CAPTION = (
-    "Lines are predicted from one bfloat16 backward per batch, dots are measured in float16. "
-    "Green: the safe window: nothing overflows, and no gradient loses more than 0.1 % of its norm, "
-    "flushed to 0. Red: a gradient overflows, the step is skipped, the scale halved. "
-    "Amber band: mean and standard deviation over seeds, inside the window. Hollow: stopped early."
-)
+VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.facecolor": "none",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "loss scale",
+}
+
+_STYLE = """
+:root { color-scheme: light dark;
+  --ink: #1f2329; --muted: #6b7279; --paper: #fefefe; --line: #d9dde1; --blue: #0072b2; }
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e4e7ea; --muted: #9aa1a8; --paper: #16191d; --line: #363c43; --blue: #56b4e9; } }
+body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--paper);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
+p, li { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; }
+.verdict { border-left: 3px solid #009e73; padding-left: 1rem; font-size: 1.1rem;
+  font-weight: 600; }
+figure { margin: 1.5rem 0; } figure > div, details, .table { overflow-x: auto; }
+svg { width: 100%; min-width: 40rem; height: auto; }
+figcaption, footer { color: var(--muted); font-size: 0.9rem; }
+pre { border-left: 3px solid #009e73; padding: 0.5rem 1rem; overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+th, td { padding: 0.15rem 0.8rem; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+summary { cursor: pointer; font-weight: 600; margin-top: 1rem; }
+"""
 
 
-def page(
-    title: str,
-    *,
-    svg: str,
-    sentences: Sequence[str],
-    forecast: Forecast | None,
-    search: Search | None,
-    provenance: Mapping[str, Mapping[str, Any]],
-    yaml: str = "",
-) -> str:
-    """The whole document.
+def document(title: str, parts: Iterable[str]) -> str:
+    """The whole file.
 
     Args:
         title: Of the page.
-        svg: The figure, whose colours are those of `determined_amp.reports.figure.as_svg`.
-        sentences: What is to be said, the verdict first.
-        forecast: For its tables.
-        search: For its table.
-        provenance: Who measured, and on what: by part, by name.
-        yaml: Lines to paste.
+        parts: HTML, one below the other; empty ones are left out.
     """
-    parts = [
-        bullets(sentences),
-        f"<pre>{escape(yaml)}</pre>" if yaml else "",
-        picture(svg, _CAPTION),
-        *_tables(forecast, search),
-        footer(provenance),
-    ]
-    return document(title, parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in (f"<h1>{escape(title)}</h1>", *parts) if part)
+        + "\n</body></html>\n"
+    )
 
 
-def _tables(forecast: Forecast | None, search: Search | None) -> Iterable[str]:
-    if forecast is not None:
-        measured = {m.scale_log2: m for m in forecast.measured}
-        scales = (
-            [
-                power(p.scale_log2),
-                f"{p.overflow_share:.2g}",
-                f"{p.flushed_share:.2g}",
-                _measured(measured.get(p.scale_log2)),
-            ]
-            for p in forecast.predicted
-        )
-        heads = ["init_scale", "overflow", "flushed to 0", "measured in float16"]
-        yield table("Scales: share of the gradient values", heads, scales)
-        modules = (
-            [m.name, power(min(m.values_by_log2)), power(max(m.values_by_log2) + 1)]
-            if m.values_by_log2
-            else [m.name, "all 0", ""]
-            for m in reversed(forecast.modules)
-        )
-        yield table(
-            "Modules: gradients without a scale", ["module", "smallest", "largest, below"], modules
-        )
-    if search is not None:
-        yield _trials(search)
+def verdict(sentence: str, lines: str) -> str:
+    """The answer, which comes first.
+
+    Args:
+        sentence: The verdict.
+        lines: To paste into a YAML; may be empty.
+    """
+    said = f'<p class="verdict">{escape(sentence)}</p>'
+    return said + (f"<pre>{escape(lines)}</pre>" if lines else "")
 
 
-def _measured(seen: Any) -> str:
-    if seen is None:
-        return ""
-    return "overflow" if seen.overflow else f"{seen.flushed_share:.2g} flushed"
+def bullets(sentences: Iterable[str]) -> str:
+    """One item per sentence."""
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
-def _trials(search: Search) -> str:
-    known = {name for row in search.rows for name in row.metrics}
-    metrics = [m for m in (search.metric, *_METRICS) if m in known]
-    skips = any(row.skipped_steps is not None for row in search.rows)
-    heads = ["trial", "init_scale", *search.also_searched, "state", "batches", *metrics]
-    heads += ["skipped_steps"] if skips else []
-    rows = []
-    for row in sorted(search.rows, key=lambda row: (row.scale_log2, row.number)):
-        others = [str(row.hparams.get(name, "")) for name in search.also_searched]
-        values = [_number(row.metrics.get(name)) for name in metrics]
-        values += [_number(row.skipped_steps)] if skips else []
-        start = [str(row.number), power(row.scale_log2), *others, row.state, str(row.batches)]
-        rows.append([*start, *values])
-    return table(f"Trials: {len(rows)}", heads, rows)
+def picture(svg: str, caption: str) -> str:
+    """A figure whose colours are those of `as_svg`, and what it shows."""
+    return f"<figure><div>{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def table(
+    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, folded: bool = True
+) -> str:
+    """A table below its title; one that is wider than the page scrolls.
+
+    Args:
+        title: What it holds.
+        heads: Of its columns.
+        rows: Their cells.
+        folded: Show the title alone until a reader asks for more.
+    """
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    body = "\n".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    cells = f"<table><tr>{head}</tr>\n{body}</table>"
+    if folded:
+        return f"<details><summary>{escape(title)}</summary>{cells}</details>"
+    return f'<h2>{escape(title)}</h2><div class="table">{cells}</div>'
+
+
+def footer(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Who measured, and on what: by part, by name."""
+    told = (
+        f"<p>{escape(part)}: "
+        + escape(", ".join(f"{name} {value}" for name, value in facts.items()))
+        + "</p>"
+        for part, facts in parts.items()
+    )
+    return f"<footer>{''.join(told)}</footer>"
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a picture with a background of its own."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, dpi=130, facecolor=PAPER, metadata={"Software": None})
+
+
+def as_svg(figure: Figure) -> str:
+    """An SVG element whose ink is that of the page around it.
+
+    The page gives `--ink`, `--muted`, `--paper` and `--blue`.
+    """
+    written = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    svg = written.getvalue()
+    inks = {INK: "--ink", MUTED: "--muted", PAPER: "--paper", BLUE: "--blue"}
+    for color, name in inks.items():
+        svg = svg.replace(color, f"var({name})")
+    return svg[svg.index("<svg") :]

@@ -31,7 +31,7 @@ from rich.console import Console
 from determined_amp.config.errors import UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import FILE_NAME, Run, json_text, show, shown_scales
+from determined_amp.finder.advice import FILE_NAME, Run, json_text, show
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.context import with_averaging
@@ -149,11 +149,11 @@ def _batches_to_look_at(experiment: Experiment[Any]) -> int:
 
 
 def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
-    prediction = finding.prediction
-    for scale in range(1, shown_scales(finding)[-1] + 1):
+    for scale in range(1, finding.shown_scales()[-1] + 1):
+        predicted = finding.at(scale)
         shares = {
-            "overflow_share": prediction.total.overflow_share(scale),
-            "flushed_share": prediction.flushed_share(scale),
+            "overflow_share": predicted.overflow_share,
+            "flushed_share": predicted.flushed_share,
         }
         train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
     metrics = {

@@ -28,7 +28,7 @@ from determined_amp.search.trial_kind import TrialKind
 _DIAGNOSIS = (
     ("init_scale_log2", "scale", "2^{:g}"),
     ("gradient_error", "error", "{:.1e}"),
-    ("headroom_bits", "headroom", "{:.2f}"),
+    ("backward_headroom_bits", "headroom", "{:.2f}"),
     ("halvings", "halvings", "{:.0f}"),
     ("flushed_share", "flushed", "{:.2%}"),
     ("skipped_steps", "skipped", "{:.0f}"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from determined_amp.config.amp import Precision
 from determined_amp.config.experiment import Experiment, Platform
 from determined_amp.config.plan import read_plan
 from determined_amp.config.settings import ConfigError, plain, read
-from determined_amp.reports.sources import flat
 
 AMP = "hyperparameters.amp"
 PRECISION = f"{AMP}.precision"
@@ -20,7 +19,6 @@ SEED = "reproducibility.experiment_seed"
 METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 ACCURACY = "validation_accuracy"
-GUARD = tuple(f"{AMP}.{key}" for key in ("min_scale", "max_consecutive_skips", "max_skip_ratio"))
 
 
 def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,3 +49,30 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
 def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
     """The same of a configuration that was parsed."""
     return by_name(experiment.resolved())
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested hyperparameters by dotted name; a search space is one value."""
+    return dict(_leaves(values, prefix))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "type" not in value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and value["type"] == "const":
+            yield f"{prefix}{key}", value.get("val")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The opposite of `flat`."""
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split(".")
+        section = made
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return made

@@ -1,18 +1,22 @@
-"""What the numbers say, in sentences and one table."""
+"""What the numbers say: the answer, sentences and two tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from determined_amp.config.amp import SCALER_KEYS, Precision
-from determined_amp.reports.precision.advice import RULE, Advice
-from determined_amp.reports.precision.claims import claims
-from determined_amp.reports.precision.comparison import Comparison, Ratio
-from determined_amp.reports.precision.findings import Findings
-from determined_amp.reports.precision.interval import Interval, Verdict
-from determined_amp.reports.precision.run import Run, Spread
-from determined_amp.reports.precision.settings import AMP, BATCH_SIZE
-from determined_amp.reports.precision.summary import WAITS_FOR_DATA, Summary
+from determined_amp.finder.advice import yaml_lines
+from determined_amp.reports.precision_comparison import (
+    WAITS_FOR_DATA,
+    Comparison,
+    Interval,
+    Ratio,
+    Summary,
+    Verdict,
+)
+from determined_amp.reports.precision_findings import RULE, Advice, Findings, claims
+from determined_amp.reports.run_settings import AMP, BATCH_SIZE
+from determined_amp.reports.runs import Spread
 
 HEADS = (
     "precision",
@@ -30,19 +34,38 @@ HEADS = (
 )
 
 
-def sentences(findings: Findings, advice: Advice) -> list[str]:
-    """All that is to be said, the advice last."""
+def answer(advice: Advice) -> str:
+    """Which precision to use here, and why."""
+    return f"use {advice.precision.value} here: {advice.why}"
+
+
+def lines_to_paste(advice: Advice) -> str:
+    """For an experiment YAML."""
+    return yaml_lines({"precision": advice.precision.value})
+
+
+def sentences(findings: Findings) -> list[str]:
+    """What there is to say beside the answer, the comparisons first."""
     return [
-        *_measured(findings),
+        *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
+        *_waiting(findings),
         *_left_out(findings),
         *_audited(findings),
         *_mixed(findings),
         *_notes(findings),
-        *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
-        *(_claimed(c) for c in findings.with_baseline if c.ours.precision.autocast_dtype),
-        *_waiting(findings),
-        f"use {advice.precision.value} here: {advice.why}. The rule: {RULE}",
+        *_measured(findings),
     ]
+
+
+def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per claim; no row without an AMP precision that finished."""
+    compared = [c for c in findings.with_baseline if c.ours.precision.autocast_dtype]
+    judged = zip(*(claims(c) for c in compared), strict=True)
+    rows = [
+        [same[0].text, *(f"{claim.judgement.value} ({claim.measured})" for claim in same)]
+        for same in judged
+    ]
+    return ["claim for ResNet-50", *map(_title, compared)], rows
 
 
 def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
@@ -54,18 +77,26 @@ def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     for summary in findings.summaries:
         ratio = speeds.get(summary.precision)
         is_base = summary.precision is findings.baseline
-        times = "1" if is_base else f"{ratio.middle:.2f}x" if ratio else ""
+        times = "1" if is_base else f"{ratio.median:.2f}x" if ratio else ""
         rows.append([summary.name, _count(summary), *_numbers(summary, times)])
     return heads, rows
 
 
-def markdown(title: str, findings: Findings, told: Sequence[str]) -> str:
-    """Table and sentences as one file."""
-    heads, rows = table(findings)
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    drawn = [f"| {' | '.join(line)} |" for line in lines]
-    items = [f"- {sentence}" for sentence in told]
-    return "\n".join([f"# {title}", "", *drawn, "", *items, ""])
+def markdown(title: str, findings: Findings, advice: Advice) -> str:
+    """The answer, the tables and the sentences as one file."""
+    tables = (
+        "\n".join(f"| {' | '.join(line)} |" for line in (heads, _rule(heads), *rows))
+        for heads, rows in (claims_table(findings), table(findings))
+        if rows
+    )
+    items = "\n".join(f"- {sentence}" for sentence in sentences(findings))
+    lines = f"```yaml\n{lines_to_paste(advice)}\n```"
+    parts = [f"# {title}", f"**{answer(advice)}**", lines, *tables, items, f"The rule: {RULE}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rule(heads: Sequence[str]) -> list[str]:
+    return ["---", *["---:"] * (len(heads) - 1)]
 
 
 def setting(findings: Findings) -> str:
@@ -95,16 +126,12 @@ def _left_out(findings: Findings) -> Iterator[str]:
     for summary in findings.summaries:
         failed, count = summary.failed, len(summary.failed) + len(summary.runs)
         if failed:
-            why = "; ".join(f"{_where(run)}: {run.reason}" for run in failed)
+            why = "; ".join(f"{run.seed_name} ({run.name}): {run.reason}" for run in failed)
             yield f"{summary.name}: {len(failed)} of {count} runs failed: {why}" + (
                 "; its numbers are those of the runs that finished" if summary.runs else ""
             )
     if findings.left_out:
         yield f"left out: {'; '.join(findings.left_out)}"
-
-
-def _where(run: Run) -> str:
-    return f"{'seed unknown' if run.seed is None else f'seed {run.seed}'} ({run.name})"
 
 
 def _audited(findings: Findings) -> Iterator[str]:
@@ -171,7 +198,7 @@ def _speed(ratio: Ratio | None) -> str:
     if ratio is None:
         return "speed not measured"
     word = _size(ratio, "faster", "slower", "no difference beyond the spread")
-    inverse = f" ({1 / ratio.middle:.1f} times the time)" if ratio.is_smaller else ""
+    inverse = f" ({1 / ratio.median:.1f} times the time)" if ratio.is_smaller else ""
     return f"speed {_times(ratio)}: {word}{inverse}"
 
 
@@ -186,7 +213,7 @@ def _times(ratio: Ratio) -> str:
         of = "over the reports of one pair of runs"
     else:
         of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
-    return f"{ratio.middle:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
+    return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
 
 
 def _metric(comparison: Comparison) -> str:
@@ -198,7 +225,7 @@ def _metric(comparison: Comparison) -> str:
         Verdict.UNKNOWN: _untold(found, comparison.margin),
     }[verdict]
     interval = ""
-    if found.deviation and found.half_width is not None:
+    if found.std and found.half_width is not None:
         kind = "paired by seed" if found.paired else "seeds differ"
         interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
     return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
@@ -206,18 +233,13 @@ def _metric(comparison: Comparison) -> str:
 
 def _untold(found: Interval, margin: float) -> str:
     said = f"cannot be told with {found.seeds} seed{'s' * (found.seeds != 1)}"
-    if found.deviation is None:
+    if found.std is None:
         return f"{said}: it takes 2 at least, and how many more shows only then"
-    if found.deviation == 0.0:  # as with a metric of few validation samples
+    if found.std == 0.0:  # as with a metric of few validation samples
         return f"{said}: the difference is the same in all, which leaves no spread to judge by"
-    needed = found.seeds_to_tell(margin)
+    needed = found.seeds_needed(margin)
     many = "more than 1000" if needed is None else f"about {needed}"
     return f"{said}: it would take {many}, if they go on like this (margin {margin:.2g})"
-
-
-def _claimed(comparison: Comparison) -> str:
-    judged = (f"{c.words} {c.judgement.value} ({c.figure})" for c in claims(comparison))
-    return f"{_title(comparison)}, the claims for ResNet-50: {'; '.join(judged)}"
 
 
 def _waiting(findings: Findings) -> Iterator[str]:
@@ -238,11 +260,11 @@ def _count(summary: Summary) -> str:
 def _numbers(summary: Summary, times: str) -> list[str]:
     if not summary.runs:
         return [""] * (len(HEADS) - 2)
-    deviation = "" if summary.deviation is None else f" ± {summary.deviation:.2g}"
+    std = "" if summary.std is None else f" ± {summary.std:.2g}"
     shares = summary.spread(lambda run: run.audit_share)
     wait = summary.data_wait_share
     return [
-        f"{summary.mean:.4g}{deviation}",
+        f"{summary.mean:.4g}{std}",
         _range(summary.speed),
         times,
         _memory(summary),
@@ -274,8 +296,8 @@ def _range(spread: Spread | None) -> str:
     """Median, and the range if there is one that shows."""
     if spread is None:
         return ""
-    middle, low, high = map(_number, (spread.middle, spread.low, spread.high))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    median, low, high = map(_number, (spread.median, spread.low, spread.high))
+    return median if low == high else f"{median} ({low} to {high})"
 
 
 def _number(value: float) -> str:

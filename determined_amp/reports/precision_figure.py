@@ -18,14 +18,20 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from determined_amp.config.amp import Precision
-from determined_amp.reports.figure import STYLE
-from determined_amp.reports.panels import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
-from determined_amp.reports.precision.comparison import Comparison, Ratio
-from determined_amp.reports.precision.findings import Findings
-from determined_amp.reports.precision.interval import Verdict
-from determined_amp.reports.precision.run import Run
-from determined_amp.reports.precision.summary import Summary
-from determined_amp.reports.precision.words import seeds, setting
+from determined_amp.reports.page import (
+    AMBER,
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    PAPER,
+    STYLE,
+    VERMILION,
+)
+from determined_amp.reports.precision_comparison import Comparison, Ratio, Summary, Verdict
+from determined_amp.reports.precision_findings import Findings
+from determined_amp.reports.precision_text import seeds, setting
+from determined_amp.reports.runs import Run
 
 COLORS = {
     Precision.FP32: INK,
@@ -97,7 +103,7 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int
 
 def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
     def speed(run: Run) -> float | None:
-        return run.speed.middle if run.speed else None
+        return run.speed.median if run.speed else None
 
     _columns(axes, findings, speed, ratios)
     axes.set_title("Samples per second (more is better)")
@@ -125,8 +131,8 @@ def _columns(
         if spread is None:
             axes.text(place, 0.0, _missing(summary), ha="center", va="bottom", color=MUTED)
             continue
-        axes.bar(place, spread.middle, width, color=color, alpha=0.25, linewidth=0)
-        axes.hlines(spread.middle, place - width / 2, place + width / 2, color=color, linewidth=2)
+        axes.bar(place, spread.median, width, color=color, alpha=0.25, linewidth=0)
+        axes.hlines(spread.median, place - width / 2, place + width / 2, color=color, linewidth=2)
         values = [v for run in summary.runs if (v := value(run)) is not None]
         axes.plot(_beside(place, len(values)), values, "o", color=color, markersize=4, mew=0)
         label = _ratio_label(summary.precision, findings, ratios)
@@ -153,7 +159,7 @@ def _ratio_label(
     if precision is findings.baseline:
         return "baseline" if any(ratios.values()) else ""
     ratio = ratios.get(precision)
-    return f"{ratio.middle:.2f}x" if ratio else ""
+    return f"{ratio.median:.2f}x" if ratio else ""
 
 
 def _missing(summary: Summary) -> str:
@@ -184,8 +190,8 @@ def _differences(axes: Axes, findings: Findings) -> None:
     axes.set_ylabel(f"difference of {findings.metric}")
     axes.set_title(f"Difference, 95 % interval; band: margin of {margin:.2g}")
     if not compared:
-        words = "no other precision has a finished run"
-        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=MUTED)
+        text = "no other precision has a finished run"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED)
 
 
 def _difference(axes: Axes, place: int, comparison: Comparison) -> None:

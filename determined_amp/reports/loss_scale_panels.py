@@ -1,13 +1,12 @@
 """The panels of the loss-scale figures; each draws one thing into one axes.
 
-A line is predicted and a dot is measured, everywhere. Colours are those of Okabe and Ito, which
-readers with any colour vision tell apart.
+A line is predicted and a dot is measured, everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
@@ -17,19 +16,18 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from determined_amp.reports.forecast import Forecast, Module, Window
+from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
+from determined_amp.finder.verdict import (
+    DEFAULT_LOG2,
+    FLUSHED_LIMIT,
+    Finding,
+    ModuleGradients,
+    Window,
+)
+from determined_amp.reports.page import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
 
-# Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
-INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
-
-VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
-DEFAULT_LOG2 = 16
-
-# float16: the largest power of two that rounds to 0, the smallest normal one, the first infinite.
-FLUSHED, NORMAL, INFINITE = -25, -14, 16
-
-# As the finder has it.
-_FLUSHED_LIMIT = 0.01
+# The smallest normal power of two of float16.
+NORMAL_LOG2 = -14
 
 # Right of every scale that float32 can hold.
 _FAR = 200
@@ -66,7 +64,7 @@ def power(log2: float) -> str:
 
 def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
     """Window, overflow, the choice and PyTorch's default, on an axes over log2 of the scale."""
-    low, top, choice = window.low, window.top, window.choice
+    low, top, choice = window.low_log2, window.top_log2, window.choice_log2
     if low <= top:
         axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
     axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, zorder=0)
@@ -102,27 +100,27 @@ def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> 
 
 
 def shares(
-    axes: Axes, forecast: Forecast | None, flushed: Sequence[Point], overflowed: Sequence[float]
+    axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
 ) -> None:
     """Share of the 16-bit gradients that is flushed to 0, by norm, and that overflows, by number.
 
     Args:
         axes: Where to draw.
-        forecast: The lines, and measurements of the finder's own.
+        finding: The lines, and measurements of the finder's own.
         flushed: Measured shares, where nothing overflowed.
         overflowed: log2 of scales at which something did.
     """
-    if forecast is not None:
-        scales = [p.scale_log2 for p in forecast.predicted]
-        lost = [p.flushed_share for p in forecast.predicted]
-        over = [p.overflow_share for p in forecast.predicted]
+    if finding is not None:
+        scales = [p.scale_log2 for p in finding.predicted]
+        lost = [p.flushed_share for p in finding.predicted]
+        over = [p.overflow_share for p in finding.predicted]
         axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
         _name_line(axes, scales, lost, "flushed to 0")
-        seen = [m for m in forecast.measured if not m.overflow]
+        seen = [m for m in finding.verified if not m.overflow]
         flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in seen)]
-        overflowed = [*overflowed, *(m.scale_log2 for m in forecast.measured if m.overflow)]
-        axes.axhline(_FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
+        overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
+        axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
     _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
     if overflowed:
         axes.plot(
@@ -141,11 +139,14 @@ def shares(
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
+    axes.set_title(
+        "Gradients that float16 loses (lines: predicted; dots, crosses: measured)", pad=18
+    )
 
 
 def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
-    """Beside the falling line, where it is still well above 1 %."""
-    high = [i for i, value in enumerate(values) if value >= 4 * _FLUSHED_LIMIT]
+    """Beside the falling line, where it is still well above the limit."""
+    high = [i for i, value in enumerate(values) if value >= 4 * FLUSHED_LIMIT]
     if high:
         i = high[-1]
         axes.annotate(
@@ -273,15 +274,15 @@ def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
     axes.set_ylabel("skipped steps")
 
 
-def modules(axes: Axes, forecast: Forecast) -> None:
+def modules(axes: Axes, finding: Finding) -> None:
     """Where each module's gradients lie in float16, at the scale of the choice.
 
     A row is a module, in the order of the forward; the darker, the more of its values.
     """
-    scale = forecast.window.choice or 0
-    rows = [m for m in reversed(forecast.modules) if m.values_by_log2]
+    scale = finding.choice_log2 or 0
+    rows = [m for m in reversed(finding.modules) if m.values_by_log2]
     powers = [q + scale for m in rows for q in m.values_by_log2]
-    left, right = min([*powers, FLUSHED - 6]), max([*powers, INFINITE + 5]) + 1
+    left, right = min([*powers, FLUSH_LOG2 - 6]), max([*powers, OVERFLOW_LOG2 + 5]) + 1
     heat = np.ma.masked_equal(np.array([_density(m, scale, left, right) for m in rows]), 0.0)
     axes.pcolormesh(
         np.arange(left, right + 1),
@@ -296,28 +297,28 @@ def modules(axes: Axes, forecast: Forecast) -> None:
     _name_rows(axes, rows)
     above = axes.get_xaxis_transform()
     regions = (
-        (left, FLUSHED, VERMILION, "flushed to 0"),
-        (FLUSHED, NORMAL, AMBER, "loses bits"),
-        (NORMAL, INFINITE, "none", "full precision"),
-        (INFINITE, right, VERMILION, "overflow"),
+        (left, FLUSH_LOG2, VERMILION, "flushed to 0"),
+        (FLUSH_LOG2, NORMAL_LOG2, AMBER, "loses bits"),
+        (NORMAL_LOG2, OVERFLOW_LOG2, "none", "full precision"),
+        (OVERFLOW_LOG2, right, VERMILION, "overflow"),
     )
-    for start, end, color, words in regions:
+    for start, end, color, text in regions:
         axes.axvspan(start, end, color=color, alpha=0.10, linewidth=0, zorder=0)
         centre = (start + end) / 2
         ink = GREEN if color == "none" else color
-        axes.text(centre, 1.02, words, transform=above, color=ink, ha="center", va="bottom")
-    for border in (FLUSHED, NORMAL, INFINITE):
+        axes.text(centre, 1.02, text, transform=above, color=ink, ha="center", va="bottom")
+    for border in (FLUSH_LOG2, NORMAL_LOG2, OVERFLOW_LOG2):
         axes.axvline(border, color=INK, linewidth=0.8)
     axes.set_xlabel(f"log₂ of |gradient| · {power(scale)}, 16-bit values of the backward")
+    axes.set_title("Gradients of each module in float16", pad=18)
 
 
-def _density(module: Module, scale: int, left: int, right: int) -> list[float]:
+def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list[float]:
     most = max(module.values_by_log2.values())
-    counts: Mapping[int, int] = module.values_by_log2
-    return [counts.get(power - scale, 0) / most for power in range(left, right)]
+    return [module.values_by_log2.get(power - scale, 0) / most for power in range(left, right)]
 
 
-def _name_rows(axes: Axes, rows: Sequence[Module]) -> None:
+def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
     """All names, or as many as fit, evenly."""
     shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
     axes.set_yticks(list(shown), [rows[i].name for i in shown])

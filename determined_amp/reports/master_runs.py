@@ -1,0 +1,242 @@
+"""Runs on a Determined master: the trials of an experiment, through its SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from determined import errors as det_errors
+from determined.common.api import bindings, errors
+
+from determined_amp.config.experiment import parse
+from determined_amp.config.settings import ConfigError
+from determined_amp.finder.advice import FILE_NAME, FoundScale
+from determined_amp.local.folder import End
+from determined_amp.local.master import log_in
+from determined_amp.reports.run_settings import SEED, flat, of_experiment
+from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, State, ended
+from determined_amp.search.compose import compose
+
+if TYPE_CHECKING:
+    from determined.experimental.client import Checkpoint, Determined, Trial
+
+Reports = tuple[Report, ...]
+
+MASTER = "DET_MASTER"
+
+# What the platform writes for a float that JSON has no number for.
+_NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
+
+# Of a search's trial that the guard ended; the platform calls it completed.
+_GUARD = "determined_amp.amp.guard: "
+
+
+def read_experiment(number: int, *, with_settings: bool = False) -> Source:
+    """An experiment and its trials, from the master that `DET_MASTER` names.
+
+    Args:
+        number: Of the experiment.
+        with_settings: Read the configuration of every trial, which has to be one of
+            `determined_amp.train`, and its log, for the machine and for the reason of its end.
+
+    Raises:
+        ReportError: if there is no such master, login or experiment, or its configuration cannot be
+            read here.
+    """
+    with _asking_for(number) as (determined, origin):
+        experiment = determined.get_experiment(number)
+        trials = experiment.list_trials()
+        config = experiment.config or {}
+        training = _reports(determined, trials, "training")
+        validation = _reports(determined, trials, "validation")
+        runs = (
+            _run(origin, config, t, training[t.id], validation[t.id], with_settings=with_settings)
+            for t in trials
+        )
+        return Source(origin, tuple(runs), config)
+
+
+def read_finding(number: int) -> FoundScale:
+    """What an experiment of `hp_search/find_loss_scale.yaml` found, from its checkpoint.
+
+    Raises:
+        ReportError: if there is no such experiment, or it left no finding.
+        LossScaleError: if what it left is something else.
+    """
+    with _asking_for(number) as (determined, origin):
+        checkpoints = determined.get_experiment(number).list_checkpoints()
+        found = [one for one in checkpoints if FILE_NAME in (one.resources or {})]
+        if not found:
+            raise ReportError(
+                f"{origin}: has no checkpoint with {FILE_NAME}; allowed: one of "
+                "hp_search/find_loss_scale.yaml that has completed"
+            )
+        return FoundScale.from_json(_downloaded(found[0], origin), origin)
+
+
+def _downloaded(checkpoint: Checkpoint, origin: str) -> Any:
+    uuid = checkpoint.uuid
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            checkpoint.download(folder)
+        except det_errors.MultipleDownloadsFailed as error:
+            raise ReportError(
+                f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
+                f"be reached: det checkpoint download {uuid}; and here: --finding {FILE_NAME}"
+            ) from error
+        return json.loads((Path(folder) / FILE_NAME).read_text())
+
+
+def _run(
+    origin: str,
+    config: Mapping[str, Any],
+    trial: Trial,
+    training: Reports,
+    validation: Reports,
+    *,
+    with_settings: bool,
+) -> Run:
+    hparams = trial.hparams or {}
+    settings = _settings(origin, config, hparams) if with_settings else {}
+    # In a search every trial has a seed of its own, made from the experiment's; or it is given one.
+    known = settings.get("searcher.name") == "single" or {"experiment", "seed"} <= hparams.keys()
+    return Run(
+        f"{origin}, trial {trial.id}",
+        settings,
+        training,
+        validation,
+        *_ended(settings, trial, training, validation),
+        seed=settings.get(SEED) if known else None,
+        machine=_machine(trial, training) if with_settings else Machine(),
+        number=trial.id,
+        hparams=flat(hparams),
+    )
+
+
+def _ended(
+    settings: Mapping[str, Any], trial: Trial, training: Reports, validation: Reports
+) -> tuple[State, str]:
+    """The master's state decides; a trial that is completed before its end is no finished one.
+
+    Without settings nobody knows where its end is, and its log is not asked for.
+    """
+    status = str(trial.state.value if trial.state else "").removeprefix("STATE_").lower()
+    said = None
+    if settings and status == "error":
+        said = _last_match(trial, "no retry can help", r"no retry can help: (.*)")
+    ends = {
+        "error": End("failed", said[0] if said else "", 0),
+        "canceled": End("stopped", "it was canceled", 0),
+        "completed": End("stopped" if settings else "completed", "ended early by its search", 0),
+    }
+    state, reason = ended(settings, training, validation, ends.get(status))
+    if state is State.STOPPED and status == "completed":
+        said = _last_match(trial, _GUARD, rf"ERROR: .*{re.escape(_GUARD)}(.*)")
+        if said:
+            return ended(settings, training, validation, End("failed", said[0], 0))
+    return state, reason
+
+
+def _settings(
+    origin: str, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The configuration of one trial with every default filled in, as a run folder has it."""
+    try:
+        if "experiment" in hyperparameters:  # a search of this repository
+            config = compose(config, hyperparameters, Path.cwd())
+            hyperparameters = config["hyperparameters"]
+        experiment = parse(
+            config, origin, hyperparameters=hyperparameters, completed_by_master=True
+        )
+    except ConfigError as error:
+        raise ReportError(
+            f"{error}\nallowed: an experiment of determined_amp.train, asked for where its code is"
+        ) from error
+    return of_experiment(experiment)
+
+
+def _reports(determined: Determined, trials: Iterable[Trial], group: str) -> dict[int, Reports]:
+    """The reports of one group, by trial."""
+    found: dict[int, list[Report]] = {trial.id: [] for trial in trials}
+    if found:  # the master would answer with the metrics of none, or with an error
+        for report in determined.iter_trials_metrics(list(found), group):
+            date = report.end_time.isoformat(timespec="seconds")
+            numbers = _numbers(report.metrics)
+            found[report.trial_id].append(Report(report.steps_completed, numbers, date))
+    return {
+        trial: tuple(sorted(reports, key=lambda report: report.batches))
+        for trial, reports in found.items()
+    }
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name != "batches"
+        if isinstance(value, (int, float)) or (isinstance(value, str) and value in _NO_JSON_NUMBERS)
+    }
+
+
+def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
+    """What the startup hook wrote into the log; no report has it."""
+    natively = r"\d+ x (.+), natively: .*tf32 (yes|no)"
+    device, tf32 = _last_match(trial, ", natively: ", natively) or (Machine.device, None)
+    versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
+    python, torch = versions or (Machine.torch, Machine.torch)
+    on_gpu = any("peak_reserved_memory_mib" in report.metrics for report in training)
+    return Machine(
+        device=device,
+        on_gpu=on_gpu,
+        has_tf32=on_gpu if tf32 is None else tf32 == "yes",
+        torch=torch,
+        versions={"python": python},
+        date=training[0].date if training else None,
+    )
+
+
+def _last_match(trial: Trial, text: str, pattern: str) -> tuple[str, ...] | None:
+    """The groups of a pattern in the last line of a trial's log that has this text and matches."""
+    lines = trial.iter_logs(search_text=text)
+    found = [match.groups() for line in lines if (match := re.search(pattern, line))]
+    return found[-1] if found else None
+
+
+@contextmanager
+def _asking_for(number: int) -> Iterator[tuple[Determined, str]]:
+    """The master that `DET_MASTER` names, and what to call its experiment `number`.
+
+    Raises:
+        MasterError: if there is no such master, or it does not let us in.
+        ReportError: for whatever goes wrong meanwhile: there is no such experiment.
+    """
+    address = os.environ.get(MASTER)
+    if not address:
+        raise ReportError(
+            f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
+            "of the master, or give the folder of a local search"
+        )
+    session = log_in(address)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
+        from determined.experimental.client import Determined  # noqa: PLC0415
+    try:
+        yield Determined._from_session(session), f"experiment {number} on {session.master}"
+    except errors.NotFoundException as error:
+        raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
+    except (
+        errors.BadRequestException,
+        errors.BadResponseException,
+        bindings.APIHttpError,
+        OSError,
+        KeyError,
+        ValueError,
+    ) as error:
+        raise ReportError(f"{session.master} gave no experiment {number}: {error}") from error

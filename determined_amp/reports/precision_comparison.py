@@ -1,0 +1,362 @@
+"""One precision held against another: speed, memory and the metric, with what seeds can tell.
+
+That a difference is not significant does not make two things equal. Equal within a margin they are
+if the whole 95 % confidence interval of the difference lies inside it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean, median, stdev, variance
+from typing import Any
+
+from scipy import stats  # type: ignore[import-untyped]
+
+from determined_amp.config.amp import Precision
+from determined_amp.reports.runs import Machine, Run, Spread, State
+
+# A loop that waits for data for more than this share of its time is not made faster by AMP.
+WAITS_FOR_DATA = 0.2
+
+# A smaller change of speed or memory is not worth another precision.
+MIN_EFFECT = 1.05
+
+_CONFIDENCE = 0.95
+_MOST_SEEDS = 1000
+
+
+class Verdict(enum.Enum):
+    """What can be said of a difference."""
+
+    EQUAL = "equal within the margin"
+    DIFFERENT = "different"
+    UNKNOWN = "cannot be told"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean difference and its 95 % confidence interval.
+
+    Args:
+        mean: The difference.
+        seeds: How many there are of each of the two; of pairs, if paired.
+        std: Standard deviation of the difference that one seed gives; None of one seed.
+        half_width: Of the interval; None of one seed.
+        paired: Whether differences are those of equal seeds.
+    """
+
+    mean: float
+    seeds: int
+    std: float | None
+    half_width: float | None
+    paired: bool
+
+    @property
+    def low(self) -> float:
+        return self.mean - (math.inf if self.half_width is None else self.half_width)
+
+    @property
+    def high(self) -> float:
+        return self.mean + (math.inf if self.half_width is None else self.half_width)
+
+    def verdict(self, margin: float) -> Verdict:
+        """Equal comes first: a difference that is real and smaller than the margin is none.
+
+        Seeds that all differ by the same say nothing of how far others do: a metric of few
+        validation samples has few values.
+        """
+        if not self.std:
+            return Verdict.UNKNOWN
+        if -margin <= self.low and self.high <= margin:
+            return Verdict.EQUAL
+        if self.low > 0 or self.high < 0:
+            return Verdict.DIFFERENT
+        return Verdict.UNKNOWN
+
+    def seeds_needed(self, margin: float) -> int | None:
+        """How many it would take for a verdict, if mean and deviation stay as they are.
+
+        None if there is no deviation yet, or if it would take more than a thousand.
+        """
+        if not self.std:
+            return None
+        # Wide enough for one of the two verdicts.
+        wanted = max(margin - abs(self.mean), abs(self.mean))
+        for seeds in range(2, _MOST_SEEDS + 1):
+            dof = seeds - 1 if self.paired else 2 * (seeds - 1)
+            quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, dof))
+            if quantile * self.std / math.sqrt(seeds) <= wanted:
+                return seeds
+        return None
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Of the differences between runs of equal seed, in equal order."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    std = stdev(differences) if len(differences) > 1 else None
+    half_width = _half_width(stats.ttest_rel, ours, theirs) if std else std
+    return Interval(mean(differences), len(differences), std, half_width, paired=True)
+
+
+def welch(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Of the difference between two groups of other seeds, of other variance."""
+    difference, seeds = mean(ours) - mean(theirs), min(len(ours), len(theirs))
+    std = math.sqrt(variance(ours) + variance(theirs)) if seeds > 1 else None
+    half_width = _half_width(stats.ttest_ind, ours, theirs, equal_var=False) if std else std
+    return Interval(difference, seeds, std, half_width, paired=False)
+
+
+def _half_width(test: Callable[..., Any], *groups: Sequence[float], **options: bool) -> float:
+    with warnings.catch_warnings():
+        # Seeds that hardly differ: their mean and deviation are right, the test's p need not be.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        low, high = test(*groups, **options).confidence_interval(_CONFIDENCE)
+    return float(high - low) / 2
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The runs of one precision.
+
+    Args:
+        precision: Theirs.
+        runs: Those that finished, by seed.
+        failed: Those that failed.
+        metric: Validation metric that is compared.
+    """
+
+    precision: Precision
+    runs: tuple[Run, ...]
+    failed: tuple[Run, ...]
+    metric: str
+
+    @property
+    def name(self) -> str:
+        return self.precision.value
+
+    @property
+    def machine(self) -> Machine:
+        """What they ran on, the same for all runs that are compared."""
+        return (*self.runs, *self.failed)[0].machine
+
+    @property
+    def is_only_fp32(self) -> bool:
+        """Whether it is `tf32` on a device that has none."""
+        return (*self.runs, *self.failed)[0].is_only_fp32
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the finished runs, as far as they are known."""
+        return tuple(run.seed for run in self.runs if run.seed is not None)
+
+    def values(self, metric: str | None = None) -> list[float]:
+        """The metric after the last validation of every finished run that has it."""
+        return self._known(lambda run: run.metrics.get(metric or self.metric))
+
+    @property
+    def mean(self) -> float | None:
+        values = self.values()
+        return mean(values) if values else None
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the metric over seeds; None of one."""
+        values = self.values()
+        return stdev(values) if len(values) > 1 else None
+
+    @property
+    def speed(self) -> Spread | None:
+        """Samples per second: of the medians of the runs."""
+        return self.spread(lambda run: run.speed.median if run.speed else None)
+
+    @property
+    def memory(self) -> Spread | None:
+        """Peak memory in MiB: allocated by torch on a GPU, resident on a CPU."""
+        return self.spread(lambda run: run.last("peak_memory_mib"))
+
+    @property
+    def reserved_memory(self) -> Spread | None:
+        """Peak of the GPU memory that torch held, in MiB."""
+        return self.spread(lambda run: run.last("peak_reserved_memory_mib"))
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the time that the loop waited for data: the median of the runs."""
+        shares = self.spread(lambda run: run.data_wait_share)
+        return shares.median if shares else None
+
+    @property
+    def waits_for_data(self) -> bool:
+        return (self.data_wait_share or 0.0) > WAITS_FOR_DATA
+
+    def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
+        """Median and range over the finished runs that have the value."""
+        return Spread.of(self._known(value))
+
+    def _known(self, value: Callable[[Run], float | None]) -> list[float]:
+        values = (value(run) for run in self.runs)
+        return [found for found in values if found is not None]
+
+
+def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
+    """One per precision that has a finished or a failed run, in the order of `Precision`."""
+
+    def having(precision: Precision, state: State) -> tuple[Run, ...]:
+        found = [run for run in runs if run.precision is precision and run.state is state]
+        return tuple(sorted(found, key=lambda run: (run.seed or 0, run.name)))
+
+    made = [
+        Summary(p, having(p, State.FINISHED), having(p, State.FAILED), metric) for p in Precision
+    ]
+    return [summary for summary in made if summary.runs or summary.failed]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A quotient of ours and theirs over pairs of runs.
+
+    Args:
+        median: The median of the pairs.
+        low: The smallest. Of a single pair, what its reports make of it at worst.
+        high: The largest, likewise.
+        pairs: How many.
+        by_seed: Whether the two of a pair have the same seed; if not, all were paired with all.
+    """
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+    by_seed: bool
+
+    @property
+    def is_larger(self) -> bool:
+        """Whether ours is larger in every pair, and by as much as matters."""
+        return self.low > 1.0 and self.median >= MIN_EFFECT
+
+    @property
+    def is_smaller(self) -> bool:
+        return self.high < 1.0 and self.median <= 1.0 / MIN_EFFECT
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changes from one precision to another.
+
+    Args:
+        ours: The precision in question.
+        base: What it is held against.
+        metric: Validation metric.
+        smaller_is_better: Its direction.
+        margin: Difference of the metric that does not matter.
+        speed: Of samples per second; None if not measured.
+        memory: Of allocated memory; None if not measured, as on a CPU.
+        difference: Of the metric.
+    """
+
+    ours: Summary
+    base: Summary
+    metric: str
+    smaller_is_better: bool
+    margin: float
+    speed: Ratio | None
+    memory: Ratio | None
+    difference: Interval
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the metric."""
+        return self.difference.verdict(self.margin)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the mean of the metric is, whatever the verdict."""
+        return (self.difference.mean < 0) is self.smaller_is_better
+
+    @property
+    def is_not_worse(self) -> bool:
+        """Whether nothing speaks against it: if it cannot be told, its mean may be no worse."""
+        if self.verdict is Verdict.UNKNOWN:
+            return self.is_better or abs(self.difference.mean) <= self.margin
+        return self.verdict is Verdict.EQUAL or self.is_better
+
+
+def compare(ours: Summary, base: Summary, *, smaller_is_better: bool, margin: float) -> Comparison:
+    """Hold one precision against another; both have finished runs."""
+    on_gpu = ours.machine.on_gpu
+    return Comparison(
+        ours=ours,
+        base=base,
+        metric=ours.metric,
+        smaller_is_better=smaller_is_better,
+        margin=margin,
+        speed=speed_ratio(ours, base),
+        memory=_ratio(ours, base, _allocated) if on_gpu else None,
+        difference=difference(ours, base, ours.metric),
+    )
+
+
+def comparisons(
+    found: Sequence[Summary], base: Precision, *, smaller_is_better: bool, margin: float
+) -> list[Comparison]:
+    """Everything against the baseline, and AMP against tf32 as well where that is TF32.
+
+    Without AMP an Ampere GPU would run in TF32: there, that is what AMP has to beat.
+    """
+    finished = {s.precision: s for s in found if s.runs}
+    real = {p: s for p, s in finished.items() if not s.is_only_fp32}
+    pairs = [(s, finished[base]) for p, s in real.items() if p is not base]
+    if base is Precision.FP32 and Precision.TF32 in real:
+        pairs += [(s, real[Precision.TF32]) for p, s in real.items() if p.autocast_dtype]
+    return [
+        compare(ours, theirs, smaller_is_better=smaller_is_better, margin=margin)
+        for ours, theirs in pairs
+    ]
+
+
+def speed_ratio(ours: Summary, base: Summary) -> Ratio | None:
+    """Of samples per second; None if not measured."""
+    return _ratio(ours, base, lambda run: run.speed)
+
+
+def difference(ours: Summary, base: Summary, metric: str) -> Interval:
+    """Of a metric that all finished runs have: paired by seed if two seeds or more are common."""
+    pairs = _by_seed(ours, base)
+    if len(pairs) > 1 or (pairs and min(len(ours.runs), len(base.runs)) < 2):
+        return paired(
+            *zip(*((a.metrics[metric], b.metrics[metric]) for a, b in pairs), strict=True)
+        )
+    return welch(ours.values(metric), base.values(metric))
+
+
+def _by_seed(ours: Summary, base: Summary) -> list[tuple[Run, Run]]:
+    theirs = {run.seed: run for run in base.runs if run.seed is not None}
+    return [(run, theirs[run.seed]) for run in ours.runs if run.seed in theirs]
+
+
+def _ratio(ours: Summary, base: Summary, value: Callable[[Run], Spread | None]) -> Ratio | None:
+    by_seed = _by_seed(ours, base)
+    pairs = [
+        (a, b)
+        for run, other in by_seed or product(ours.runs, base.runs)
+        if (a := value(run)) and (b := value(other))
+    ]
+    if not pairs:
+        return None
+    ratios = [a.median / b.median for a, b in pairs]
+    low, high = min(ratios), max(ratios)
+    if len(pairs) == 1:
+        ((a, b),) = pairs
+        low, high = a.low / b.high, a.high / b.low
+    return Ratio(median(ratios), low, high, len(pairs), bool(by_seed))
+
+
+def _allocated(run: Run) -> Spread | None:
+    # The peaks of a process grow. Those of its first batches are forgotten after them.
+    peak = run.last("peak_memory_mib")
+    return Spread.of([peak] if peak else [])

@@ -1,0 +1,227 @@
+"""Compare precisions: is AMP on, is it faster and smaller on this model, is it safe?
+
+    python -m determined_amp report precision runs/mlp-fp32/TIME runs/mlp-amp/TIME ... # run folders
+    python -m determined_amp report precision runs/SEARCH/TIME                     # a local search
+    python -m determined_amp report precision 12 13                                # on DET_MASTER
+    python -m determined_amp report precision SOURCE [SOURCE ...] [--margin X] [--output FOLDER]
+                                [--metric NAME [--better larger|smaller]]
+
+Give it runs that differ in precision and seed alone, of fp32 or tf32 at least one. It writes
+precision.png, precision.html, precision.md and precision.json, and prints the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from determined_amp.reports import page, report_command
+from determined_amp.reports import precision_text as text
+from determined_amp.reports.precision_comparison import Comparison, Summary
+from determined_amp.reports.precision_figure import draw
+from determined_amp.reports.precision_findings import RULE, Advice, Findings, advise, claims, find
+from determined_amp.reports.run_settings import TRIAL
+from determined_amp.reports.runs import Run
+
+_CAPTION = (
+    "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
+    "median. Equal is "
+    "what has its whole interval inside the green band; hollow: one seed, no interval."
+)
+
+
+_METHOD = (
+    "Speed is that of the steady reports: the first of every process is left out.",
+    f"The precision to use is {RULE}.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 with a report, 2 if there is none."""
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp report precision",
+        description="Compare the precisions of runs that differ in nothing else but their seeds.",
+    )
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="run folder, folder of a local search, or id of an experiment on DET_MASTER",
+    )
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="validation metric; default: validation_accuracy, else the searcher's",
+    )
+    parser.add_argument(
+        "--better",
+        choices=("larger", "smaller"),
+        help="direction of --metric; default: the searcher's, or what the name says",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_positive,
+        metavar="X",
+        help="difference that does not matter; default: 0.003 of an accuracy, else 1 %% of the "
+        "baseline's mean",
+    )
+    return report_command.run(_report, parser, arguments)
+
+
+def _positive(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {given}; allowed: a number above 0")
+    return value
+
+
+def _report(options: argparse.Namespace) -> None:
+    findings = find(
+        [report_command.read(source, with_settings=True) for source in options.sources],
+        options.metric,
+        options.margin,
+        smaller_is_better=None if options.better is None else options.better == "smaller",
+    )
+    folder: Path = options.output or report_command.folder_beside(options.sources[0])
+    advice, drawn = advise(findings), report_command.drawn()
+    title = f"Precisions: {findings.runs[0].settings[TRIAL]}"
+    figure = draw(findings)
+    page.save_png(figure, folder / "precision.png")
+    html = _page(title, page.as_svg(figure), findings, advice, drawn)
+    (folder / "precision.html").write_text(html)
+    markdown = text.markdown(title, findings, advice)
+    (folder / "precision.md").write_text(markdown)
+    told = [text.answer(advice), *text.sentences(findings)]
+    found = {"drawn": drawn, "sentences": told, **numbers(findings, advice)}
+    (folder / "precision.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    print(markdown)
+    names = (f"precision.{kind}" for kind in ("png", "html", "md", "json"))
+    print(f"written: {', '.join(str(folder / name) for name in names)}")
+
+
+def _page(
+    title: str, svg: str, findings: Findings, advice: Advice, drawn: Mapping[str, str]
+) -> str:
+    claimed = text.claims_table(findings)
+    heads = ["run", "precision", "seed", "state", "reason"]
+    runs = [
+        [run.name, run.precision.value, str(run.seed), run.state.value, run.reason]
+        for run in findings.runs
+    ]
+    measured = {"on": text.setting(findings), **findings.machine.versions}
+    parts = [
+        page.verdict(text.answer(advice), text.lines_to_paste(advice)),
+        page.table("Claims", *claimed, folded=False) if claimed[1] else "",
+        page.bullets(text.sentences(findings)),
+        page.picture(svg, _CAPTION),
+        page.table("By precision", *text.table(findings), folded=False),
+        page.table(f"Runs: {len(runs)}", heads, runs),
+        page.bullets(_METHOD),
+        page.footer({"measured": measured, "drawn": drawn}),
+    ]
+    return page.document(title, parts)
+
+
+def numbers(findings: Findings, advice: Advice) -> dict[str, Any]:
+    """Per run, per precision and per comparison; null is what was not measured or not finite."""
+    machine = findings.machine
+    found: dict[str, Any] = _finite(
+        {
+            "device": machine.device,
+            "torch": machine.torch,
+            "versions": machine.versions,
+            "dates": findings.dates,
+            "metric": findings.metric,
+            "smaller_is_better": findings.smaller_is_better,
+            "margin": findings.margin,
+            "baseline": findings.baseline.value,
+            "use": advice.precision.value,
+            "why": advice.why,
+            "precisions": [_of_summary(summary) for summary in findings.summaries],
+            "comparisons": [_of_comparison(comparison) for comparison in findings.comparisons],
+            "runs": [_of_run(run, findings) for run in findings.runs],
+            "left_out": findings.left_out,
+        }
+    )
+    return found
+
+
+def _of_run(run: Run, findings: Findings) -> dict[str, Any]:
+    curve = run.curve(findings.metric)
+    best = min if findings.smaller_is_better else max
+    return {
+        "name": run.name,
+        "precision": run.precision.value,
+        "seed": run.seed,
+        "state": run.state.value,
+        "reason": run.reason,
+        "device": run.machine.device,
+        "torch": run.machine.torch,
+        "versions": run.machine.versions,
+        "date": run.machine.date,
+        "final": run.metrics.get(findings.metric),
+        "best": best((value for _, value in curve), default=None),
+        "curve": curve,
+        "samples_per_second": _plain(run.speed),
+        "training_seconds": run.training_seconds,
+        "peak_memory_mib": run.last("peak_memory_mib"),
+        "peak_reserved_memory_mib": run.last("peak_reserved_memory_mib"),
+        "applied_steps": run.last("applied_steps"),
+        "skipped_steps": run.last("skipped_steps"),
+        "loss_scale_log2": run.last("loss_scale_log2"),
+        "data_wait_share": run.data_wait_share,
+        "audit_share": run.audit_share,
+    }
+
+
+def _of_summary(summary: Summary) -> dict[str, Any]:
+    return {
+        "precision": summary.name,
+        "n": len(summary.runs),
+        "failed": len(summary.failed),
+        "seeds": summary.seeds,
+        "mean": summary.mean,
+        "std": summary.std,
+        "samples_per_second": _plain(summary.speed),
+        "peak_memory_mib": _plain(summary.memory),
+        "peak_reserved_memory_mib": _plain(summary.reserved_memory),
+        "data_wait_share": summary.data_wait_share,
+    }
+
+
+def _of_comparison(comparison: Comparison) -> dict[str, Any]:
+    found = comparison.difference
+    return {
+        "precision": comparison.ours.name,
+        "against": comparison.base.name,
+        "speed": _plain(comparison.speed),
+        "memory": _plain(comparison.memory),
+        "difference": {**dataclasses.asdict(found), "low": found.low, "high": found.high},
+        "verdict": comparison.verdict.value,
+        "seeds_needed": found.seeds_needed(comparison.margin),
+        "claims": [
+            {"claim": c.text, "judgement": c.judgement.value, "measured": c.measured}
+            for c in (claims(comparison) if comparison.ours.precision.autocast_dtype else ())
+        ],
+    }
+
+
+def _plain(found: Any) -> dict[str, Any] | None:
+    return None if found is None else dataclasses.asdict(found)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no number for infinity and NaN."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

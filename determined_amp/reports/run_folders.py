@@ -1,0 +1,123 @@
+"""Runs of this machine: run folders, and the trials of a local search."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from determined_amp.local.folder import End, read_end, read_metrics
+from determined_amp.reports.run_settings import SEED, by_name, flat
+from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, ended, one_line
+from determined_amp.search.study_file import FILE_NAME, SearchTrial, StudyError, read_study
+
+_VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
+
+
+def read_folder(path: Path) -> Run:
+    """The run in a run folder.
+
+    Raises:
+        ReportError: if it is none.
+    """
+    return _read(path, read_end)
+
+
+def is_search(path: Path) -> bool:
+    """Whether it is the folder of a local search, or its `study.db`."""
+    return path.name == FILE_NAME or (path / FILE_NAME).exists()
+
+
+def read_search(path: Path) -> Source:
+    """The trials of a local search, in its folder or its `study.db`.
+
+    Raises:
+        ReportError: if there is none.
+    """
+    try:
+        study = read_study(path)
+    except StudyError as error:
+        raise ReportError(
+            f"{error}; allowed: the folder that `python -m determined_amp search` leaves, "
+            "or the id of an experiment on a cluster"
+        ) from error
+    constants = {
+        name: value
+        for name, value in flat(study.search["hyperparameters"]).items()
+        if not isinstance(value, Mapping)
+    }
+    runs = (
+        dataclasses.replace(
+            _trial(path, trial),
+            number=trial.number,
+            hparams={**constants, **(flat(trial.used) or trial.params)},
+            shares_device=study.workers > 1,
+        )
+        for trial in study.trials
+    )
+    return Source(str(path), tuple(runs), study.search)
+
+
+def _trial(path: Path, trial: SearchTrial) -> Run:
+    """From its run folder, or what the search knows of it if that is gone."""
+    # The search knows more of its end than the run folder does.
+    ends = {
+        "complete": End("completed", "", 0),
+        "failed": End("failed", trial.reason or "the search does not say why", 0),
+        "stopped": End("stopped", "stopped early by the search", 0),
+    }
+    end = ends.get(trial.state)
+    try:
+        return _read(trial.folder, lambda _: end)
+    except ReportError:
+        training = (Report(0, trial.training),) if trial.training else ()
+        validation = tuple(Report(batches, metrics) for batches, metrics in trial.history)
+        state, reason = ended({}, training, validation, end)
+        reason = reason or "its run folder is not there"
+        name = f"trial {trial.number} of {path}"
+        return Run(name, {}, training, validation, state, reason, trial.seed)
+
+
+def _read(path: Path, end_of: Callable[[Path], End | None]) -> Run:
+    try:
+        end = end_of(path)
+        settings = by_name(yaml.safe_load((path / "resolved.yaml").read_text()))
+        machine = _machine(json.loads((path / "environment.json").read_text()))
+        training, validation = _reports(path / "metrics.jsonl")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ReportError(
+            f"{path}: is not a run folder that this version reads: {type(error).__name__} "
+            f"{one_line(str(error))}; allowed: what `python -m determined_amp train` leaves in "
+            "runs/NAME/TIME"
+        ) from error
+    state, reason = ended(settings, training, validation, end)
+    return Run(str(path), settings, training, validation, state, reason, settings[SEED], machine)
+
+
+def _machine(environment: Mapping[str, Any]) -> Machine:
+    device = environment["device"]
+    on_gpu = device["name"] != "cpu"
+    # How many threads of how many processors is what makes two CPUs here the same device.
+    processors, threads = environment["processors"], environment["torch_threads"]
+    cpu = f"cpu ({processors} processors, torch threads: {threads})"
+    return Machine(
+        device=str(device["name"]) if on_gpu else cpu,
+        on_gpu=on_gpu,
+        has_tf32=bool(device["tf32"]),
+        torch=str(environment["torch"]),
+        versions={name: environment[name] for name in _VERSIONS if name in environment},
+        date=str(environment["date"]),
+    )
+
+
+def _reports(path: Path) -> tuple[tuple[Report, ...], tuple[Report, ...]]:
+    """The reports of training and of validation."""
+    found: dict[str, list[Report]] = {"training": [], "validation": []}
+    for line in read_metrics(path):
+        numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}
+        found.setdefault(line["group"], []).append(Report(int(numbers.pop("batches")), numbers))
+    return tuple(found["training"]), tuple(found["validation"])
