@@ -25,7 +25,7 @@ from determined_amp.config.errors import GuardError
 from determined_amp.local.checkpoints import complete_checkpoints
 from tests import training
 from tests.test_metrics import Context
-from trials.data.loading import Loaders
+from trials.task import Task
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
@@ -415,9 +415,9 @@ class TestRun:
     @pytest.fixture
     def poisoned(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From the fifth batch on, the third sample of every batch has a NaN."""
-        original = Loaders.training_loader
+        original = Task.training_loader
 
-        def training_loader(loaders: Loaders) -> tuple[pytorch.DataLoader, int]:
+        def training_loader(loaders: Task[Any]) -> tuple[pytorch.DataLoader, int]:
             loader, epoch = original(loaders)
             dataset: Any = loader.dataset
             load, batches = dataset.__getitems__, itertools.count()
@@ -432,7 +432,7 @@ class TestRun:
             dataset.__getitems__ = load_and_poison
             return loader, epoch
 
-        monkeypatch.setattr(Loaders, "training_loader", training_loader)
+        monkeypatch.setattr(Task, "training_loader", training_loader)
 
     @pytest.mark.usefixtures("poisoned")
     def test_that_overflows_ends_with_cause_and_checkpoint(

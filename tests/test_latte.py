@@ -19,7 +19,8 @@ from tests.training import ROOT, checkpoint, digest, metrics, resume
 from trials import mlp
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample
-from trials.latte import LatteHparams, LatteTrial, make_denoiser
+from trials.latte import LatteHparams, LatteTrial
+from trials.models.denoiser import Denoiser
 from trials.models.diffusion import Diffusion, ValidationClips
 
 BATCHES = 8
@@ -126,7 +127,7 @@ def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None
     noised = diffusion.for_validation(*batch)
     losses = []
     for weights in (state["callbacks"]["ema"], state["models_state_dict"][0]):
-        model = make_denoiser(config.hparams, config.data)
+        model = Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
         model.load_state_dict(weights)
         with torch.no_grad():
             noise = model(noised.clips, noised.timesteps, noised.labels)
@@ -168,7 +169,7 @@ class TestSettings:
     def test_patches_must_fit_the_frame(self) -> None:
         config = parsed("hyperparameters.model.patch_size=3")
         with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
-            make_denoiser(config.hparams, config.data)
+            Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
     def test_late_clip_needs_a_clip(self) -> None:
         with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
