@@ -30,9 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_search_local.py", "test_hostile.py", "test_strangers.py", "test_finder.py"),
+    *("test_search_engine.py", "test_hostile.py", "test_strangers.py", "test_finder.py"),
     *("test_package.py", "test_processes.py", "test_contract.py", "test_search_strangers.py"),
-    *("test_lr_schedulers.py", "test_your_trial.py", "test_startup_hook.py"),
+    *("test_search_asha.py", "test_lr_schedulers.py", "test_your_trial.py"),
 )
 
 
