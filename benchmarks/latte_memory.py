@@ -34,7 +34,8 @@ from determined_amp.amp.precision import prepare_backend
 from determined_amp.config import experiment
 from determined_amp.config.amp import Precision
 from determined_amp.config.experiment import Experiment
-from trials.latte import LatteHparams, make_denoiser
+from trials.latte import LatteHparams
+from trials.models.denoiser import Denoiser
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
@@ -91,12 +92,13 @@ class Step:
         checkpointing: bool,
         device: torch.device,
     ) -> None:
-        hparams = dataclasses.replace(config.hparams, gradient_checkpointing=checkpointing)
         self._data = config.data
         self._device = device
         self._dtype = precision.autocast_dtype
         with device:  # made there: fake parameters cannot be moved
-            self.model = make_denoiser(hparams, config.data)
+            self.model = Denoiser(
+                config.hparams.model, config.data, gradient_checkpointing=checkpointing
+            )
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 

@@ -28,7 +28,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "checkpoints"
 
 
+# Files that take longest, started first: workers that end together leave no core idle.
+LONGEST = (
+    *("test_search_engine.py", "test_hostile.py", "test_strangers.py", "test_finder.py"),
+    *("test_package.py", "test_processes.py", "test_contract.py", "test_search_strangers.py"),
+    *("test_search_asha.py", "test_lr_schedulers.py", "test_your_trial.py"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -133,6 +133,8 @@ def fake_cuda() -> Iterator[Syncs]:
         patch.setattr(torch.cuda, "Event", partial(_Event, syncs))
         patch.setattr(torch.cuda, "synchronize", lambda device=None: syncs.add("wait"))
         patch.setattr(torch.Tensor, "backward", backward)
+        # Outside of autograd's engine, checkpointing recomputes a block for each of its tensors.
+        patch.setattr(torch._C, "_current_graph_task_id", lambda: _backwards)
         patch.setattr(nn.Module, "to", _to)
         # Otherwise torch concludes from `is_available` that it may initialise the device.
         patch.setattr(fake_tensor.FakeTensorMode, "avoid_device_init", True)
@@ -238,11 +240,16 @@ def _moved(
     )
 
 
+_backwards = 0
+
+
 def backward(loss: torch.Tensor, gradient: torch.Tensor | None = None, **_: object) -> None:
     """`Tensor.backward` on this thread: autograd's own, one per device, ask CUDA for streams.
 
     The nodes are autograd's; only the order in which they are called is found here.
     """
+    global _backwards  # noqa: PLW0603
+    _backwards += 1
     root: Any = loss.grad_fn
     missing = _edges_into(root)
     received: defaultdict[Any, dict[int, torch.Tensor]] = defaultdict(dict)

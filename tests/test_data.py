@@ -22,14 +22,14 @@ from determined_amp.config.settings import read
 from trials.data import images as data
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
-from trials.data.loading import Batch, DataError, Images, Sample
+from trials.data.loading import Batch, DataError, Labelled, Sample
 
 
-def samples_of(images: Images, epoch: int = 0) -> list[Sample]:
+def samples_of(images: Labelled, epoch: int = 0) -> list[Sample]:
     return [Sample(epoch, image) for image in range(len(images))]
 
 
-def everything(images: Images, epoch: int = 0) -> Batch:
+def everything(images: Labelled, epoch: int = 0) -> Batch:
     return images.__getitems__(samples_of(images, epoch))
 
 

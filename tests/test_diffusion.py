@@ -9,7 +9,7 @@ import torch
 
 from determined_amp.config.settings import read
 from trials.data.clips import ClipDataset, ClipSettings, load
-from trials.data.loading import Sample
+from trials.data.loading import Sample, to_device
 from trials.models.diffusion import (
     BetaSchedule,
     Conditioning,
@@ -17,7 +17,6 @@ from trials.models.diffusion import (
     DiffusionSettings,
     TrainingClips,
     ValidationClips,
-    to_device,
 )
 
 CPU = torch.device("cpu")

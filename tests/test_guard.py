@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import determined as det
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 
-from determined_amp import __main__ as door
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.guard import Guard, RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp import AmpSettings, OnOverflow, Precision
 from determined_amp.config.errors import GuardError
-from determined_amp.local.checkpoints import complete_checkpoints
-from tests import training
 from tests.test_metrics import Context
-from trials.data.loading import Loaders
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
@@ -435,55 +428,6 @@ class TestDiagnosis:
         assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
         assert last.weight.grad.item() == 7
         assert last.bias.grad is None
-
-
-class TestRun:
-    @pytest.fixture
-    def poisoned(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From the fifth batch on, the third sample of every batch has a NaN."""
-        original = Loaders.training_loader
-
-        def training_loader(loaders: Loaders) -> tuple[pytorch.DataLoader, int]:
-            loader, epoch = original(loaders)
-            dataset: Any = loader.dataset
-            load, batches = dataset.__getitems__, itertools.count()
-
-            def load_and_poison(samples: Any) -> Any:
-                images, labels = load(samples)
-                if next(batches) >= 4:
-                    images = images.clone()
-                    images[2, 0, 0, 0] = math.nan
-                return images, labels
-
-            dataset.__getitems__ = load_and_poison
-            return loader, epoch
-
-        monkeypatch.setattr(Loaders, "training_loader", training_loader)
-
-    @pytest.mark.usefixtures("poisoned")
-    def test_that_overflows_ends_with_cause_and_checkpoint(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """Six of ten steps, the fewest to judge, are skipped; the weights are those of batch 4."""
-        arguments = training.arguments("mlp/amp.yaml")
-        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
-        message = capfd.readouterr().err
-        assert "no retry can help: 60% of the optimizer steps" in message
-        assert "not finite in samples [2]" in message
-        newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
-        assert newest.name == "batch-00000010"
-        weights = training.checkpoint(tmp_path, 10)["models_state_dict"][0]
-        assert all(torch.isfinite(value).all() for value in weights.values())
-
-    @pytest.mark.usefixtures("poisoned")
-    def test_in_fp32_ends_without_a_checkpoint_of_lost_weights(
-        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        arguments = training.arguments("mlp/fp32.yaml")
-        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
-        assert "the training loss is nan in fp32" in capfd.readouterr().err
-        newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
-        assert newest.name == "batch-00000004"
 
 
 def test_scale_stops_at_its_floor() -> None:

@@ -235,18 +235,25 @@ PHOTOS = (
 )
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random photos: 2 x 24 to train on, which are 12 batches of 4, and 2 x 4 to validate on."""
+    root = tmp_path_factory.mktemp("photos")
     draw = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 4)):
         for name in ("cat", "dog"):
-            folder = tmp_path / "photos" / split / name
+            folder = root / split / name
             folder.mkdir(parents=True)
             for index in range(count):
                 pixels = draw.integers(0, 256, (10, 10, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{index:02}.png")
-    return tmp_path / "photos"
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The end of a run on the photos, which it loads itself."""
+    return final(train_on(photos, tmp_path_factory.mktemp("undisturbed"), workers=0))
 
 
 def sample_of_the_tenth_batch() -> int:
@@ -298,7 +305,12 @@ def lose_the_drive() -> None:
 class TestDataThatBreaks:
     @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
     def test_ends_the_run_with_the_cause_and_all_that_was_saved(
-        self, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+        self,
+        tmp_path: Path,
+        photos: Path,
+        undisturbed: str,
+        monkeypatch: pytest.MonkeyPatch,
+        workers: int,
     ) -> None:
         """The error of a worker is raised when its batch is due: both end after 9 batches.
 
@@ -313,10 +325,10 @@ class TestDataThatBreaks:
         assert newest(run) == "batch-00000008"
         assert training.metrics(run)[-1]["batches"] == 8
         training.resume(run)
-        assert final(run) == final(train_on(photos, tmp_path / "whole", 1 - workers))
+        assert final(run) == undisturbed
 
     def test_by_a_killed_worker_ends_the_run(
-        self, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, photos: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As by the kernel, short of memory: when 8 batches are saved and the tenth is fetched.
 
@@ -338,15 +350,15 @@ class TestDataThatBreaks:
             train_on(photos, run, workers=1)
         assert newest(run) == "batch-00000008"
         training.resume(run)
-        assert final(run) == final(train_on(photos, tmp_path / "whole", workers=0))
+        assert final(run) == undisturbed
 
     @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
     def test_names_a_photo_that_is_cut_off(
         self, tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str], workers: int
     ) -> None:
-        damaged = photo_of_the_tenth_batch(photos)
+        damaged = photo_of_the_tenth_batch(shutil.copytree(photos, tmp_path / "photos"))
         damaged.write_bytes(damaged.read_bytes()[:20])
-        place = (f"data.directory={photos}", f"data.workers={workers}")
+        place = (f"data.directory={tmp_path / 'photos'}", f"data.workers={workers}")
         arguments = training.arguments("mlp/amp.yaml", *PHOTOS, *place)
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path / "run")]) == 2
         assert str(damaged) in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`trials.latte`, trained for a few batches: recipe, precisions, resume, clipping, validation."""
+"""`trials.latte`, trained for a few batches: averaged weights, clipping, overflow, settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from determined_amp import train
 from determined_amp.config.experiment import parse
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
-from tests.test_docs import STEP, lines_between
-from tests.training import ROOT, checkpoint, digest, metrics, resume
-from trials import mlp
+from tests.training import ROOT, checkpoint, metrics
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample
-from trials.latte import LatteHparams, LatteTrial, make_denoiser
+from trials.latte import LatteHparams
+from trials.models.denoiser import Denoiser
 from trials.models.diffusion import Diffusion, ValidationClips
 
 BATCHES = 8
@@ -54,67 +53,6 @@ def parsed(*overrides: str) -> Any:
     return parse(with_overrides(raw, [*TINY, *overrides]), "fp32.yaml")
 
 
-def test_steps_by_the_recipe_of_every_trial() -> None:
-    """But for the clip, which starts late, and the result, which waits for the average."""
-    step, reference = (
-        lines_between(trial.train_batch, *STEP) for trial in (LatteTrial, mlp.MLPTrial)
-    )
-    different = [pair for pair in zip(step, reference, strict=True) if pair[0] != pair[1]]
-    assert len(reference) > 4
-    clip, end = different
-    assert clip[0].replace("self.max_norm()", "self.hparams.max_norm") == clip[1]
-    assert end[0].replace("metrics =", "return") == end[1]
-
-
-@pytest.mark.parametrize("config", ["fp32.yaml", "bf16.yaml", "amp.yaml", "amp_checkpointing.yaml"])
-def test_trains_in_every_precision(config: str, tmp_path: Path) -> None:
-    """And the audit at its start finds the precision that the file asks for."""
-    run = run_tiny(config, tmp_path)
-    reports = metrics(run)
-    assert reports[0]["audit_share"] > 0.99
-    last = [report for report in reports if "loss" in report][-1]
-    assert last["applied_steps"] + last["skipped_steps"] == BATCHES
-    assert last["skipped_steps"] == 0
-    # A new model predicts 0, and the mean square of the noise is 1.
-    assert reports[0]["loss"] == pytest.approx(1.0, abs=0.2)
-    validation = [r["validation_loss"] for r in reports if "validation_loss" in r]
-    assert len(validation) == 2
-    assert validation[-1] == pytest.approx(1.0, abs=0.2)
-
-
-@pytest.mark.parametrize("conditioning", ["class", "none"])
-def test_resumed_run_ends_as_one_that_was_not_interrupted(
-    conditioning: str, tmp_path: Path
-) -> None:
-    """Weights, averages, optimizer, counts, random state; noise and dropped labels with them."""
-    extra = (
-        "hyperparameters.lr_schedule=constant",  # the cosine depends on the length of the run
-        f"hyperparameters.diffusion.conditioning={conditioning}",
-        *_dropout(conditioning),
-    )
-    whole = run_tiny("fp32.yaml", tmp_path / "whole", *extra)
-    part = run_tiny("fp32.yaml", tmp_path / "part", *extra, _length(4))
-    config = part / "config.yaml"
-    raw = yaml.safe_load(config.read_text())
-    raw["hyperparameters"]["training"]["max_length"]["batches"] = BATCHES
-    config.write_text(yaml.safe_dump(raw))
-    resume(part)
-    ends = [checkpoint(run, BATCHES) for run in (whole, part)]
-    assert digest(ends[0]) == digest(ends[1])
-    assert "ema" in ends[0]["callbacks"]
-    # Negative control: the digest sees the average.
-    next(iter(ends[0]["callbacks"]["ema"].values())).add_(1.0e-3)
-    assert digest(ends[0]) != digest(ends[1])
-
-
-def _dropout(conditioning: str) -> tuple[str, ...]:
-    return ("hyperparameters.diffusion.class_dropout=0.0",) * (conditioning == "none")
-
-
-def _length(batches: int) -> str:
-    return f"hyperparameters.training.max_length.batches={batches}"
-
-
 def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None:
     """Computed again from the checkpoint, whose weights themselves give another loss."""
     run = run_tiny("fp32.yaml", tmp_path, "hyperparameters.learning_rate=2.0e-2")
@@ -126,7 +64,7 @@ def test_validation_loss_is_that_of_the_averaged_weights(tmp_path: Path) -> None
     noised = diffusion.for_validation(*batch)
     losses = []
     for weights in (state["callbacks"]["ema"], state["models_state_dict"][0]):
-        model = make_denoiser(config.hparams, config.data)
+        model = Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
         model.load_state_dict(weights)
         with torch.no_grad():
             noise = model(noised.clips, noised.timesteps, noised.labels)
@@ -168,7 +106,7 @@ class TestSettings:
     def test_patches_must_fit_the_frame(self) -> None:
         config = parsed("hyperparameters.model.patch_size=3")
         with pytest.raises(ConfigError, match=r"patch_size: got 3, which does not divide .* 8"):
-            make_denoiser(config.hparams, config.data)
+            Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
 
     def test_late_clip_needs_a_clip(self) -> None:
         with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):

@@ -1,7 +1,7 @@
 """No training step makes the host wait for the device, and a report waits once.
 
-The trials run in Determined's own loop, loader and validation included, on the fake CUDA device of
-`fake_cuda`. `test_gpu.py` asks a real device the same question.
+The MLP runs in Determined's own loop, loader and validation included, on the fake CUDA device of
+`fake_cuda`. `test_contract.py` asks this of every trial, `test_gpu.py` on a real device.
 """
 
 from __future__ import annotations
@@ -160,23 +160,6 @@ def test_batches_never_wait_and_a_report_reads_once(
     assert calls["_fused_adam_"] == steps
     assert calls["_amp_update_scale_"] == scaled
     assert calls["index_select"] == scaled  # the schedule; on the host where nothing is skipped
-    assert run.trial.optimizer.defaults["fused"] is True
-
-
-@needs_fake_cuda
-def test_batches_of_convolutions_never_wait() -> None:
-    """ResNet-50: batch normalisation, channels_last copies, fused SGD with momentum."""
-    with fake_cuda() as syncs:
-        run = train(
-            syncs.during,
-            "resnet50/amp.yaml",
-            "data.image_size=32",
-            "hyperparameters.training.max_length={batches: 2}",
-        )
-    assert syncs.waits["batches"] == {}
-    assert syncs.waits["report"] == {"read": 1}
-    assert syncs.calls["batches"]["convolution"] == 2 * 53
-    assert syncs.calls["batches"]["_fused_sgd_"] == 2
     assert run.trial.optimizer.defaults["fused"] is True
 
 

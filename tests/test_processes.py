@@ -1,4 +1,4 @@
-"""Several ranks on this machine: torchrun, gloo, DistributedDataParallel."""
+"""Several ranks on this machine: gloo, DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from tests import training
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks left: their output in `output`, a small MLP run in `two`."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.two_ranks")
-    process = training.start(*command, str(folder))
+    process = training.start("-m", "tests.two_ranks", str(folder))
     output, _ = process.communicate(timeout=170)
     assert process.returncode == 0, output
     (folder / "output").write_text(output)
     return folder
+
+
+def said(folder: Path, key: str) -> list[dict[str, Any]]:
+    """What both ranks said in the lines that begin with this key, which is their rank."""
+    lines = (folder / "output").read_text().splitlines()
+    ranks = [json.loads(line) for line in lines if line.startswith(f'{{"{key}"')]
+    assert {rank[key] for rank in ranks} == {0, 1}
+    return ranks
 
 
 def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
@@ -33,9 +40,7 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
 
     Steps: -0.5 * 1, skipped, -0.5 * mean(1, 3) = -1. Scale from 4: one good step, halved, one good.
     """
-    lines = (folder / "output").read_text().splitlines()
-    ranks = [json.loads(line) for line in lines if line.startswith('{"rank"')]
-    assert {rank["rank"] for rank in ranks} == {0, 1}
+    ranks = said(folder, "rank")
     for rank in ranks:
         assert rank["weights"] == [0.5, 0.5, -0.5]
         assert rank["scales"] == [4, 2, 2]
@@ -49,16 +54,25 @@ def test_a_window_exchanges_gradients_once(folder: Path) -> None:
     In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks skip. The
     negative control is Determined's own accumulation, which exchanges after every batch.
     """
-    lines = (folder / "output").read_text().splitlines()
-    ranks = [json.loads(line) for line in lines if line.startswith('{"window"')]
-    assert {rank["window"] for rank in ranks} == {0, 1}
-    for rank in ranks:
+    for rank in said(folder, "window"):
         assert rank["weights"] == [1, 0.25, 0.25, 0.25]
         assert rank["scales"] == [4, 4, 4, 2]
         assert rank["exchanges"] == 2
         assert rank["exchanges of replays"] == 0  # each rank looks at its own batch
         assert rank["weights of Determined alone"] == rank["weights"]
         assert rank["exchanges of Determined alone"] == 4
+
+
+def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None:
+    """Rank 0 gets every first row. Its discriminator overflows in the second batch.
+
+    Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1 and 2.
+    """
+    for rank in said(folder, "optimizers"):
+        assert rank["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
+        assert rank["applied"] == [2, 3]
+        assert rank["diagnosed"] == 1  # on both, though only one of them saw the fault
+        assert "input 0 of the batch is not finite" in rank["warning"]
 
 
 def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from determined_amp.local.folder import read_end
 from tests import training
 from trials.mlp import MLPTrial
 
@@ -51,27 +48,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestResumedRun:
-    def test_ends_with_the_same_state(self, killed_run: Path, whole: Path) -> None:
-        """Weights, optimizer, scaler, counts, schedule and random state, to the bit."""
-        folder = training.resume(killed_run)
-        assert training.digest(training.checkpoint(folder, 12)) == training.digest(
-            training.checkpoint(whole, 12)
-        )
-
-    def test_reports_the_same_metrics_once(self, killed_run: Path, whole: Path) -> None:
-        """Batches 9 and 10 were reported before the kill and are trained again."""
-        assert training.metrics(killed_run)[-1]["batches"] == 10
-        folder = training.resume(killed_run)
-
-        def numbers(run: Path) -> list[dict[str, object]]:
-            return [
-                # A resumed process is audited anew.
-                {name: value for name, value in line.items() if not name.startswith("audit_")}
-                for line in training.same_numbers(run)
-            ]
-
-        assert numbers(folder) == numbers(whole)
-
     def test_differs_if_the_data_order_were_not_restored(self, tmp_path: Path, whole: Path) -> None:
         """Negative control: the digest sees another order of the same data."""
         other = training.run_small(
@@ -117,47 +93,3 @@ class TestResumedRun:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
         assert "scaler_state_dict" not in training.checkpoint(folder, 12)
         assert training.metrics(folder)[-2]["applied_steps"] == 6
-
-
-def wait_for_checkpoint(folder: Path, process: object, name: str) -> None:
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / name).exists():
-        assert time.monotonic() < deadline, "no checkpoint in two minutes"
-        time.sleep(0.01)
-
-
-LONG = (
-    *RICH,
-    "hyperparameters.training.max_length.batches=240",
-    "hyperparameters.training.validation_period.batches=40",
-    "hyperparameters.training.checkpoint_period.batches=20",
-    "hyperparameters.training.reporting_period.batches=10",
-)
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest of an undisturbed run of 240 batches."""
-    folder = training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("long"), *LONG)
-    return training.digest(training.checkpoint(folder, 240))
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
-def test_stopped_process_loses_nothing_but_time(
-    tmp_path: Path, long: str, number: signal.Signals
-) -> None:
-    """SIGKILL falls back to the newest checkpoint; SIGTERM makes one at the next report."""
-    folder = tmp_path / "run"
-    process = training.start(
-        *("-m", "determined_amp", "train", *training.arguments("mlp/amp.yaml", *LONG)),
-        *("--run-folder", str(folder)),
-    )
-    wait_for_checkpoint(folder, process, "batch-00000020")
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == (-9 if number is signal.SIGKILL else 0), output
-    assert not (folder / "checkpoints" / "batch-00000240").exists(), "it ended before the signal"
-    end = read_end(folder)
-    assert (None if end is None else end.state) == (None if number is signal.SIGKILL else "stopped")
-    training.resume(folder)
-    assert training.digest(training.checkpoint(folder, 240)) == long

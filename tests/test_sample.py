@@ -47,13 +47,13 @@ def sampled(source: Path, out: Path, *options: str) -> int:
 
 
 def test_writes_an_animation_and_a_strip(run: Path, tmp_path: Path) -> None:
-    """Two clips of three frames: 96 pixels a side, and a border of 4 around each."""
+    """Two clips of three frames: 96 pixels a side, 4 between them and around."""
     assert sampled(run, tmp_path / "clip.gif", "--class", "3", "--class", "7") == 0
     with Image.open(tmp_path / "clip.gif") as animation:
         assert animation.n_frames == 3
-        assert animation.size == (2 * 104, 104)
+        assert animation.size == (2 * 100 + 4, 104)
     with Image.open(tmp_path / "clip.png") as strip:
-        assert strip.size == (3 * 104, 2 * 104)
+        assert strip.size == (3 * 100 + 4, 2 * 100 + 4)
 
 
 def test_clip_of_every_class_by_default(run: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ and SGD with rate 0.5 moves w by -0.5 * mean(x). A row is a batch of one sample 
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from determined_amp import GuardError, MixedPrecision
-from tests import training
-from tests.gan_ranks import ROWS, TwoWeights
 from tests.loops import Fitted, content, fit
 from tests.test_amp import FUSED_ON_CPU
+from tests.two_weights import TwoWeights
 
 INF = math.inf
 AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
-
-
 HIGH = {**AMP, "init_scale": 2.0**10}  # far from its floor
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
 
 
 def run(
@@ -149,31 +136,6 @@ class TestGuard:
         assert warned.trial.diagnosed > 0 == silent.trial.diagnosed
         assert warned.trial.weights() == silent.trial.weights() == [0.0, -1.0]
         assert warned.trial.norms == silent.trial.norms
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks of `gan_ranks` said."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.gan_ranks")
-    process = training.start(*command, str(folder))
-    output, _ = process.communicate(timeout=170)
-    assert process.returncode == 0, output
-    return [json.loads(line) for line in output.splitlines() if line.startswith('{"rank"')]
-
-
-def test_two_ranks_skip_the_step_of_one_optimizer_together(ranks: list[dict[str, Any]]) -> None:
-    """Rank 0 gets every first row. Its discriminator overflows in the second batch.
-
-    Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1 and 2.
-    """
-    assert ROWS[2] == (INF, 1.0)
-    assert {seen["rank"] for seen in ranks} == {0, 1}
-    for seen in ranks:
-        assert seen["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
-        assert seen["applied"] == [2, 3]
-        assert seen["diagnosed"] == 1  # on both, though only one of them saw the fault
-        assert "input 0 of the batch is not finite" in seen["warning"]
 
 
 class Unused(pytorch.PyTorchTrial):

@@ -1,11 +1,14 @@
-"""Started by torchrun on two ranks; prints what each saw as JSON, a line each.
+"""Two ranks that print what each saw as JSON, a line each.
 
-One start serves all tests of `test_processes.py`: importing torch costs more than training.
+One start serves all tests of `test_processes.py`: importing torch costs more than training. So the
+ranks are forks of a process that has imported it; `test_strangers.py` starts some with torchrun.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,18 +16,25 @@ from typing import Any
 
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.spawn import start_processes
 
 from determined_amp import __main__ as door
+from determined_amp.amp import guard
 from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.diagnosis import undisturbed
 from determined_amp.local.processes import process_group
 from tests import training
+from tests.loops import fit
 from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
+from tests.two_weights import TwoWeights
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
+
+# For two optimizers; dealt to the ranks in turn.
+PAIRS = [(1.0, 1.0), (1.0, 1.0), (math.inf, 1.0), (1.0, 1.0), (1.0, 1.0), (3.0, 3.0)]
 
 # Two windows of two batches; rank 0 overflows in the first batch of the second.
 WINDOWS = [ONE, ONE, ONE, [3.0, 3.0], INF, ONE, ONE, ONE]
@@ -65,12 +75,53 @@ def say(seen: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def main(folder: Path) -> None:
+class Warnings(logging.Handler):
+    """Keeps what the guard says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def two_weights(checkpoints: Path) -> dict[str, Any]:
+    """Two optimizers, one of which overflows on one rank."""
+    heard = Warnings()
+    guard.logger.addHandler(heard)
+    # It starts at its floor, where the guard warns of any skip.
+    amp = {"precision": "amp_fp16", "init_scale": 4.0, "min_scale": 4.0, "on_overflow": "warn"}
+    with process_group() as processes:
+        made: Any = fit(
+            lambda context: TwoWeights(context, PAIRS),
+            checkpoints,
+            amp,
+            batches=len(PAIRS) // processes.size,
+            batch_size=1,
+            processes=processes,
+        )
+    return {
+        "optimizers": processes.rank,
+        "weights": made.trial.weights(),
+        "applied": [int(made.trial.amp.steps(o).applied) for o in made.trial.optimizers],
+        "diagnosed": made.trial.diagnosed,
+        "warning": heard.lines[0],
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    of_torchrun = {
+        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
+        **{"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
+    }
+    os.environ.update({name: str(value) for name, value in of_torchrun.items()})
     work, checkpoints = folder / "work", folder / "checkpoints"
     work.mkdir(exist_ok=True)
     checkpoints.mkdir(exist_ok=True)
     os.chdir(work)  # which the loop copies into every checkpoint
-    distributed.init_process_group("gloo")
+    meeting = f"file://{folder / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     with process_group() as processes:
         made = run(Recipe(ROWS), checkpoints, processes=processes)
         seen = {
@@ -97,6 +148,7 @@ def main(folder: Path) -> None:
         "exchanges of Determined alone": always.exchanges,
     }
     say(seen)
+    say(two_weights(checkpoints))
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert door.main(["train", *odd, "--run-folder", str(folder / "odd")]) == 2
@@ -104,4 +156,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    ranks: Any = start_processes  # torch has no types here
+    ranks(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

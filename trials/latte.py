@@ -17,14 +17,15 @@ import torch
 from determined import pytorch
 from torch.nn import functional
 
-from determined_amp import ConfigError, MixedPrecision
+from determined_amp import MixedPrecision
 from determined_amp.amp.ema import EMAWeights
 from determined_amp.config.settings import setting
+from trials.data import loading
 from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising
 from trials.hparams import Hparams
 from trials.models.denoiser import Denoiser, DenoiserSettings
-from trials.models.diffusion import DiffusionSettings, to_device
+from trials.models.diffusion import DiffusionSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class LatteHparams(Hparams):
     Args:
         model: Size of the transformer.
         diffusion: Noise and conditioning.
-        gradient_checkpointing: Less memory for about a third more products; see `Denoiser`.
+        gradient_checkpointing: Less memory for about a third more matmuls; see `Denoiser`.
         ema_decay: Share of the averaged weights that an optimizer step keeps.
         clip_start_step: Optimizer steps before `max_grad_norm` takes effect; skipped ones count.
     """
@@ -62,9 +63,6 @@ class LatteTrial(pytorch.PyTorchTrial):
 
     Args:
         context: Determined's context of this trial.
-
-    Raises:
-        ConfigError: if the frames cannot be cut into patches.
     """
 
     Hparams = LatteHparams
@@ -74,8 +72,12 @@ class LatteTrial(pytorch.PyTorchTrial):
         self.context = context
         self.hparams = hparams = LatteHparams.of(context)
         self.amp = MixedPrecision(context)
-        self.task = ClipDenoising(context, hparams.diffusion, self.amp)
-        model = make_denoiser(hparams, self.task.settings)
+        self.task = ClipDenoising(context, self.amp, hparams.diffusion)
+        model = Denoiser(
+            hparams.model,
+            self.task.settings,
+            gradient_checkpointing=hparams.gradient_checkpointing,
+        )
         self.model = context.wrap_model(self.amp.prepare(model))
         self.optimizer = context.wrap_optimizer(
             torch.optim.AdamW(
@@ -91,7 +93,7 @@ class LatteTrial(pytorch.PyTorchTrial):
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
         """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a seed."""
-        clips, labels, seed = to_device(batch, self.amp.device)
+        clips, labels, seed = loading.to_device(batch, self.amp.device)
         noised = self.task.diffusion.for_training(clips, labels, seed)
         with self.amp.autocast():  # forward and loss, never the backward
             noise = self.model(noised.clips, noised.timesteps, noised.labels)  # autocast dtype
@@ -107,8 +109,8 @@ class LatteTrial(pytorch.PyTorchTrial):
         return metrics
 
     def max_norm(self) -> float:
-        clips = self.amp.attempted_steps >= self.hparams.clip_start_step
-        return self.hparams.max_norm if clips else math.inf
+        too_early = self.amp.attempted_steps < self.hparams.clip_start_step
+        return math.inf if too_early else self.hparams.max_norm
 
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
         return self.task.evaluate(self.ema, batch)
@@ -125,21 +127,3 @@ class LatteTrial(pytorch.PyTorchTrial):
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         return {**self.amp.callbacks(self), "ema": self.ema}
-
-
-def make_denoiser(hparams: LatteHparams, data: ClipSettings) -> Denoiser:
-    """The model of an experiment.
-
-    Raises:
-        ConfigError: if the frames cannot be cut into patches.
-    """
-    side = data.image_size
-    if side % hparams.model.patch_size:
-        raise ConfigError(
-            "experiment configuration",
-            [
-                f"hyperparameters.model.patch_size: got {hparams.model.patch_size}, which does not "
-                f"divide data.image_size {side}; allowed: a divisor of it"
-            ],
-        )
-    return Denoiser(hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing)

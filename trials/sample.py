@@ -19,16 +19,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 from diffusers import DDIMScheduler
-from numpy.typing import NDArray
 from PIL import Image
 from rich.progress import track
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
 
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config import experiment
 from determined_amp.config.errors import UserError
 from determined_amp.local.checkpoints import complete_checkpoints
 from trials.data.clips import ClipDataset
-from trials.latte import LatteHparams, make_denoiser
+from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 from trials.models.diffusion import Conditioning
 
@@ -97,7 +98,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
     latte = cast("experiment.Experiment[LatteHparams]", config)
-    denoiser = make_denoiser(latte.hparams, latte.data)
+    denoiser = Denoiser(latte.hparams.model, latte.data, gradient_checkpointing=False)
     try:
         denoiser.load_state_dict(weights)
     except RuntimeError as error:
@@ -181,15 +182,10 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
     if out.suffix == ".npy":
         np.save(out, clips.numpy())
         return [out]
-    tiles = _tiles(clips)  # (B, F, H, W, 3)
+    frames = _pictures(clips).transpose(1, 2)  # (B, F, C, H, W)
     strip = out.with_suffix(".png")
-    Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in tiles])).save(strip)
-    columns = min(5, len(tiles))
-    missing = -len(tiles) % columns
-    tiles = np.concatenate([tiles, np.zeros_like(tiles[:1]).repeat(missing, axis=0)])
-    first, *rest = (
-        Image.fromarray(_grid(tiles[:, frame], columns)) for frame in range(tiles.shape[1])
-    )
+    _grid(frames.flatten(0, 1), columns=frames.shape[1]).save(strip)
+    first, *rest = (_grid(frame, columns=min(5, len(frame))) for frame in frames.unbind(1))
     first.save(out, save_all=True, append_images=rest, duration=150, loop=0)
     return [out, strip]
 
@@ -205,20 +201,18 @@ def check_out(out: Path, channels: int) -> None:
         )
 
 
-def _tiles(clips: torch.Tensor) -> NDArray[np.uint8]:
-    """Frames as pictures, enlarged without smoothing, with a grey border: (B, F, H, W, 3)."""
+def _pictures(clips: torch.Tensor) -> torch.Tensor:
+    """Clips in [-1, 1] as bytes, enlarged without smoothing, (B, C, F, H, W)."""
     enlarge = max(1, round(SHOWN_SIDE / clips.shape[-1]))
     pixels = clips.clamp(-1.0, 1.0).add(1.0).mul(127.5).round().to(torch.uint8)
-    pixels = pixels.permute(0, 2, 3, 4, 1).expand(-1, -1, -1, -1, 3)
-    pixels = pixels.repeat_interleave(enlarge, dim=2).repeat_interleave(enlarge, dim=3)
-    around = ((0, 0), (0, 0), (BORDER, BORDER), (BORDER, BORDER), (0, 0))
-    framed: NDArray[np.uint8] = np.pad(pixels.numpy(), around, constant_values=96)
-    return framed
+    return pixels.repeat_interleave(enlarge, dim=-1).repeat_interleave(enlarge, dim=-2)
 
 
-def _grid(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
-    rows = [np.concatenate(tiles[i : i + columns], axis=1) for i in range(0, len(tiles), columns)]
-    return np.concatenate(rows)
+def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
+    """Pictures (N, C, H, W), row by row, with grey between them."""
+    grid = make_grid(pictures, nrow=columns, padding=BORDER, pad_value=96)
+    picture: Image.Image = to_pil_image(grid)
+    return picture
 
 
 def _labels(

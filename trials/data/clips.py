@@ -10,18 +10,22 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torchvision.transforms import v2
 
 from determined_amp.config.settings import setting
-from trials.data import images as data
 from trials.data.augment import uniform_numbers
-from trials.data.images import check_same_classes
+from trials.data.images import digit_scans
 from trials.data.latents import LatentFolder
-from trials.data.loading import Batch, DataError, Sample
+from trials.data.loading import (
+    Batch,
+    DatasetSettings,
+    Labelled,
+    Sample,
+    check_same_classes,
+)
 
 # The validation clips are the same ones whatever the seed of a trial.
 VALIDATION_SEED = 20240105
@@ -41,7 +45,7 @@ class ClipDataset(enum.Enum):
 
 
 @dataclass(frozen=True)
-class ClipSettings:
+class ClipSettings(DatasetSettings):
     """The `data` section of an experiment on clips.
 
     Args:
@@ -70,14 +74,11 @@ class ClipSettings:
         return self.channels, self.frames, self.image_size, self.image_size
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        name = self.dataset.value
-        reads = self.dataset is ClipDataset.VIDEO_LATENTS
-        if reads and self.directory is None:
-            yield "directory", f"missing; dataset {name} needs a directory"
-        if not reads and "directory" in given:
-            yield "directory", f"given, but dataset {name} reads no directory"
-        if self.dataset is not ClipDataset.SYNTHETIC and "samples" in given:
-            yield "samples", f"given, but dataset {name} has its own size"
+        yield from self.dataset_contradictions(
+            given,
+            reads_directory=self.dataset is ClipDataset.VIDEO_LATENTS,
+            synthetic=self.dataset is ClipDataset.SYNTHETIC,
+        )
         if self.dataset is ClipDataset.MOVING_DIGITS:
             if self.channels != 1:
                 yield "channels", f"got {self.channels}, but moving_digits are grey; allowed: 1"
@@ -89,17 +90,7 @@ class ClipSettings:
                 )
 
 
-class Clips(Protocol):
-    """Labelled clips, fetched a batch at a time."""
-
-    classes: int
-
-    def __len__(self) -> int: ...
-
-    def __getitems__(self, samples: Sequence[Sample]) -> Batch: ...
-
-
-def load(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     """The training and the validation clips.
 
     Raises:
@@ -107,11 +98,7 @@ def load(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
             not what `settings` says.
     """
     train, validation = _LOADERS[settings.dataset](settings, seed)
-    if train.classes != settings.classes:
-        raise DataError(
-            f"data.classes: got {settings.classes}, but {settings.dataset.value} has "
-            f"{train.classes} classes; allowed: {train.classes}"
-        )
+    settings.check_classes(train)
     return train, validation
 
 
@@ -206,18 +193,15 @@ class SyntheticClips:
         return self._clips[index % len(self._clips)], index % self.classes
 
 
-def _moving_digits(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
-    def clips(scans: tuple[torch.Tensor, torch.Tensor], seed: int, *, moves_on: bool) -> Clips:
-        return MovingDigits(*scans, settings, seed, moves_on=moves_on)
-
-    train, validation = data.digit_scans()
+def _moving_digits(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
+    train, validation = digit_scans()
     return (
-        clips(train, seed, moves_on=True),
-        clips(validation, VALIDATION_SEED, moves_on=False),
+        MovingDigits(*train, settings, seed, moves_on=True),
+        MovingDigits(*validation, settings, VALIDATION_SEED, moves_on=False),
     )
 
 
-def _video_latents(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+def _video_latents(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     root = Path(str(settings.directory)).expanduser()
     train, validation = (
         LatentFolder(root / part, settings.clip_shape) for part in ("train", "val")
@@ -226,14 +210,14 @@ def _video_latents(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
     return train, validation
 
 
-def _synthetic(settings: ClipSettings, seed: int) -> tuple[Clips, Clips]:
+def _synthetic(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     return (
         SyntheticClips(settings.samples, settings, seed),
         SyntheticClips(settings.samples // 10, settings, VALIDATION_SEED),
     )
 
 
-_LOADERS: dict[ClipDataset, Callable[[ClipSettings, int], tuple[Clips, Clips]]] = {
+_LOADERS: dict[ClipDataset, Callable[[ClipSettings, int], tuple[Labelled, Labelled]]] = {
     ClipDataset.MOVING_DIGITS: _moving_digits,
     ClipDataset.VIDEO_LATENTS: _video_latents,
     ClipDataset.SYNTHETIC: _synthetic,

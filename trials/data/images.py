@@ -18,7 +18,15 @@ from torchvision.transforms import v2
 
 from determined_amp.config.settings import setting
 from trials.data.augment import crop_and_flip, uniform_numbers
-from trials.data.loading import Batch, DataError, Images, Sample
+from trials.data.loading import (
+    Batch,
+    DataError,
+    DatasetSettings,
+    Labelled,
+    Sample,
+    check_same_classes,
+    class_folders,
+)
 
 
 class DatasetName(enum.Enum):
@@ -38,7 +46,7 @@ class DatasetName(enum.Enum):
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(DatasetSettings):
     """The `data` section of an experiment.
 
     Args:
@@ -63,37 +71,26 @@ class DataSettings:
         on_disk = (DatasetName.MNIST, DatasetName.CIFAR10, DatasetName.IMAGE_FOLDER)
         if self.channels == 2:
             yield "channels", "got 2; allowed: 1 (grey) or 3 (colour)"
-        if self.dataset in on_disk and self.directory is None:
-            yield (
-                "directory",
-                f"missing; dataset {self.dataset.value} needs a directory",
-            )
-        if self.dataset not in on_disk and "directory" in given:
-            yield (
-                "directory",
-                f"given, but dataset {self.dataset.value} reads no directory",
-            )
-        if self.dataset is not DatasetName.SYNTHETIC and "samples" in given:
-            yield "samples", f"given, but dataset {self.dataset.value} has its own size"
+        yield from self.dataset_contradictions(
+            given,
+            reads_directory=self.dataset in on_disk,
+            synthetic=self.dataset is DatasetName.SYNTHETIC,
+        )
 
 
-def load(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+def load(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
     """The training and the validation images; the training ones are augmented if they are photos.
 
     Raises:
         DataError: if a directory is missing or the number of classes is not what `settings` says.
     """
     train, validation = _LOADERS[settings.dataset](settings, seed)
-    if train.classes != settings.classes:
-        raise DataError(
-            f"data.classes: got {settings.classes}, but {settings.dataset.value} has "
-            f"{train.classes} classes; allowed: {train.classes}"
-        )
+    settings.check_classes(train)
     return train, validation
 
 
 class TensorImages:
-    """Images that fit in memory.
+    """Labelled that fit in memory.
 
     Args:
         images: (N, C, H, W), uint8.
@@ -142,12 +139,7 @@ class FolderImages:
     """
 
     def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
-        if not root.is_dir():
-            raise DataError(f"data.directory: {root} is not a directory; image_folder reads it")
-        try:
-            self._folder = datasets.ImageFolder(str(root))
-        except FileNotFoundError as error:
-            raise DataError(f"data.directory: {root}: {error}") from error
+        self._folder = class_folders(root, "image_folder", datasets.ImageFolder)
         self.class_names = self._folder.classes
         self.classes = len(self.class_names)
         self._channels = settings.channels
@@ -216,8 +208,8 @@ def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
     return (scans[train], labels[train]), (scans[validation], labels[validation])
 
 
-def _digits(settings: DataSettings, seed: int) -> tuple[Images, Images]:
-    def images(scans: torch.Tensor, labels: torch.Tensor) -> Images:
+def _digits(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
+    def images(scans: torch.Tensor, labels: torch.Tensor) -> Labelled:
         pixels = (scans * 255.0).round().to(torch.uint8)[:, None]
         return TensorImages(pixels, labels, 10, settings)
 
@@ -225,8 +217,8 @@ def _digits(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     return images(*train), images(*validation)
 
 
-def _mnist(settings: DataSettings, seed: int) -> tuple[Images, Images]:
-    def images(*, train: bool) -> Images:
+def _mnist(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
+    def images(*, train: bool) -> Labelled:
         with _node_lock("mnist"):
             raw = datasets.MNIST(str(settings.directory), train=train, download=True)
         return TensorImages(raw.data[:, None], raw.targets, 10, settings)
@@ -234,8 +226,8 @@ def _mnist(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     return images(train=True), images(train=False)
 
 
-def _cifar10(settings: DataSettings, seed: int) -> tuple[Images, Images]:
-    def images(*, train: bool) -> Images:
+def _cifar10(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
+    def images(*, train: bool) -> Labelled:
         with _node_lock("cifar10"):
             raw = datasets.CIFAR10(str(settings.directory), train=train, download=True)
         pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
@@ -245,7 +237,7 @@ def _cifar10(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     return images(train=True), images(train=False)
 
 
-def _image_folder(settings: DataSettings, seed: int) -> tuple[Images, Images]:
+def _image_folder(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
     root = Path(str(settings.directory)).expanduser()
     train = FolderImages(root / "train", settings, seed)
     validation = FolderImages(root / "val", settings, None)
@@ -253,22 +245,8 @@ def _image_folder(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     return train, validation
 
 
-def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
-    """A label is a position in the sorted list of folders.
-
-    Raises:
-        DataError: if `root/train` and `root/val` have different ones.
-    """
-    if train != validation:
-        different = sorted({*train} ^ {*validation})
-        raise DataError(
-            f"data.directory: {root}/train and {root}/val have different class folders: "
-            f"{', '.join(different)}"
-        )
-
-
-def _synthetic(settings: DataSettings, seed: int) -> tuple[Images, Images]:
-    def images(count: int, salt: int) -> Images:
+def _synthetic(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
+    def images(count: int, salt: int) -> Labelled:
         generator = torch.Generator().manual_seed(seed + salt)
         shape = (count, settings.channels, settings.image_size, settings.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -278,7 +256,7 @@ def _synthetic(settings: DataSettings, seed: int) -> tuple[Images, Images]:
     return images(settings.samples, 0), images(settings.samples // 10, 1)
 
 
-_LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Images, Images]]] = {
+_LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Labelled, Labelled]]] = {
     DatasetName.DIGITS: _digits,
     DatasetName.MNIST: _mnist,
     DatasetName.CIFAR10: _cifar10,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torchvision import datasets
 
-from trials.data.loading import Batch, DataError, Sample
+from trials.data.loading import Batch, DataError, Sample, class_folders
 
 
 class LatentFolder:
@@ -34,12 +35,8 @@ class LatentFolder:
     """
 
     def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
-        if not root.is_dir():
-            raise DataError(f"data.directory: {root} is not a directory; video_latents reads it")
-        try:
-            folder = datasets.DatasetFolder(str(root), mapped, extensions=(".npy", ".pt"))
-        except FileNotFoundError as error:
-            raise DataError(f"data.directory: {root}: {error}") from error
+        read = partial(datasets.DatasetFolder, loader=mapped, extensions=(".npy", ".pt"))
+        folder = class_folders(root, "video_latents", read)
         self.class_names: list[str] = folder.classes
         self.classes = len(self.class_names)
         self._clips: list[tuple[str, int, int]] = []  # file, which of its clips, label

@@ -9,22 +9,21 @@ resume, and ranks whose generators differ train on overlapping shards.)
 
 from __future__ import annotations
 
+import enum
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from determined import pytorch
 from torch.utils.data import Dataset, Sampler
+from torchvision import datasets
 
 from determined_amp import UserError
-from determined_amp.config.settings import read_section
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-T = TypeVar("T")
 
 
 class Sample(NamedTuple):
@@ -42,14 +41,46 @@ class Samples(Protocol):
     def __getitems__(self, samples: Sequence[Sample]) -> tuple[Any, ...]: ...
 
 
-class Images(Protocol):
-    """`Samples` whose batches are images and labels."""
+class Labelled(Protocol):
+    """`Samples` whose batches are pictures or clips, and labels in [0, classes)."""
 
     classes: int
 
     def __len__(self) -> int: ...
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch: ...
+
+
+FolderT = TypeVar("FolderT", bound=datasets.DatasetFolder)
+
+
+class DatasetSettings:
+    """What the `data` sections of images and of clips have in common."""
+
+    dataset: enum.Enum
+    classes: int
+    directory: str | None
+    workers: int
+
+    def dataset_contradictions(
+        self, given: frozenset[str], *, reads_directory: bool, synthetic: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Keys that the dataset needs and lacks, or has and ignores."""
+        name = self.dataset.value
+        if reads_directory and self.directory is None:
+            yield "directory", f"missing; dataset {name} needs a directory"
+        if not reads_directory and "directory" in given:
+            yield "directory", f"given, but dataset {name} reads no directory"
+        if not synthetic and "samples" in given:
+            yield "samples", f"given, but dataset {name} has its own size"
+
+    def check_classes(self, found: Labelled) -> None:
+        """Raises: DataError: if `classes` is not what the dataset has."""
+        if found.classes != self.classes:
+            raise DataError(
+                f"data.classes: got {self.classes}, but {self.dataset.value} has "
+                f"{found.classes} classes; allowed: {found.classes}"
+            )
 
 
 class DataError(UserError):
@@ -135,68 +166,57 @@ def _loader(
     )
 
 
-class Loaders(ABC):
-    """The training and the validation loader of one trial.
-
-    Args:
-        context: The trial's context.
-        workers: Loader processes per slot; 0 loads in the training process.
-    """
-
-    def __init__(self, context: pytorch.PyTorchTrialContext, workers: int) -> None:
-        context.experimental.disable_auto_to_device()  # it waits for every copy
-        self._context = context
-        self._workers = workers
-
-    @abstractmethod
-    def load(self, seed: int) -> tuple[Samples, Samples]:
-        """The samples to train and to validate on."""
-
-    @cached_property
-    def samples(self) -> tuple[Samples, Samples]:
-        """Loaded when first asked for, not by a mere inference."""
-        return self.load(self._context.get_trial_seed())
-
-    def training_loader(self) -> tuple[pytorch.DataLoader, int]:
-        """The loader, and the batches that the chief trains per epoch.
-
-        Raises:
-            DataError: if there is not one whole batch.
-        """
-        size, seed = self._context.get_per_slot_batch_size(), self._context.get_trial_seed()
-        loader = training_loader(self.samples[0], size, seed, self._workers)
-        return loader, batches_per_epoch(loader, self._context.distributed.size)
-
-    def validation_loader(self) -> pytorch.DataLoader:
-        """Raises: DataError: if there is not a batch for every slot."""
-        size, slots = self._context.get_per_slot_batch_size(), self._context.distributed.size
-        return validation_loader(self.samples[1], size, self._workers, slots)
-
-
-def data_section(cls: type[T], context: pytorch.PyTorchTrialContext) -> T:
-    """The `data` section of the experiment, as `cls`.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
-    return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
-
-
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
     """Batches that the chief trains per epoch: Determined deals whole batches to the slots."""
     return math.ceil(len(loader) / slots)
 
 
-def to_device(batch: pytorch.TorchData, device: torch.device) -> Batch:
-    """Copy a batch without waiting: asynchronous from pinned memory, which the loaders use.
+def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
+    """Copy the tensors of a batch without waiting: asynchronous from pinned memory.
 
     Determined's own copy waits for the device; call `disable_auto_to_device` and use this. Images
     of three channels become channels_last, the layout tensor cores convolve in.
     """
-    images, labels = cast("Batch", batch)
-    if images.shape[1] == 3:
-        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
-    return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    return tuple(_copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch)
+
+
+def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if value.dim() == 4 and value.shape[1] == 3:
+        return value.to(device, non_blocking=True, memory_format=torch.channels_last)
+    return value.to(device, non_blocking=True)
+
+
+def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> FolderT:
+    """The files in `root/CLASS/`.
+
+    Args:
+        root: The folder of class folders.
+        dataset: What reads it, for the message.
+        make: torchvision's dataset of a folder.
+
+    Raises:
+        DataError: if there is no such folder, or a class in it without a file.
+    """
+    if not root.is_dir():
+        raise DataError(f"data.directory: {root} is not a directory; {dataset} reads it")
+    try:
+        return make(str(root))
+    except FileNotFoundError as error:
+        raise DataError(f"data.directory: {root}: {error}") from error
+
+
+def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
+    """A label is a position in the sorted list of folders.
+
+    Raises:
+        DataError: if `root/train` and `root/val` have different ones.
+    """
+    if train != validation:
+        different = sorted({*train} ^ {*validation})
+        raise DataError(
+            f"data.directory: {root}/train and {root}/val have different class folders: "
+            f"{', '.join(different)}"
+        )
 
 
 class _AsDataset(Dataset[tuple[Any, ...]]):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from determined_amp import ConfigError
 from determined_amp.config.settings import setting
 from trials.data.clips import ClipSettings
 
@@ -68,16 +69,26 @@ class Denoiser(nn.Module):
 
     Args:
         settings: Size of the transformer.
-        clips: Shape of the clips and number of classes. `image_size` must be a multiple of
-            `patch_size`.
+        clips: Shape of the clips and number of classes.
         gradient_checkpointing: Keep the inputs of the blocks only, and compute the rest again in
-            the backward: less memory for about a third more products.
+            the backward: less memory for about a third more matmuls.
+
+    Raises:
+        ConfigError: if the frames cannot be cut into patches.
     """
 
     def __init__(
         self, settings: DenoiserSettings, clips: ClipSettings, *, gradient_checkpointing: bool
     ) -> None:
         super().__init__()
+        if clips.image_size % settings.patch_size:
+            raise ConfigError(
+                "experiment configuration",
+                [
+                    f"hyperparameters.model.patch_size: got {settings.patch_size}, which does not "
+                    f"divide data.image_size {clips.image_size}; allowed: a divisor of it"
+                ],
+            )
         self.null_label = clips.classes
         self._tokens = (settings.class_tokens, settings.width)
         self.class_tokens = nn.Embedding(clips.classes + 1, settings.class_tokens * settings.width)

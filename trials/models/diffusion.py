@@ -20,8 +20,8 @@ from diffusers import DDPMScheduler
 
 from determined_amp.config.settings import setting
 from trials.data.augment import uniform_numbers
-from trials.data.clips import VALIDATION_SEED, Clips
-from trials.data.loading import Sample
+from trials.data.clips import VALIDATION_SEED
+from trials.data.loading import Labelled, Sample
 
 
 class BetaSchedule(enum.Enum):
@@ -178,7 +178,7 @@ class TrainingClips:
         seed: Of the trial.
     """
 
-    def __init__(self, clips: Clips, seed: int) -> None:
+    def __init__(self, clips: Labelled, seed: int) -> None:
         self._clips = clips
         self._seed = seed
 
@@ -200,7 +200,7 @@ class ValidationClips:
     # The fractional parts of multiples of the golden ratio are spread as evenly as can be.
     _GOLDEN = (5**0.5 - 1) / 2
 
-    def __init__(self, clips: Clips) -> None:
+    def __init__(self, clips: Labelled) -> None:
         self._clips = clips
 
     def __len__(self) -> int:
@@ -216,11 +216,3 @@ class ValidationClips:
         ]
         level = torch.tensor([sample.image * self._GOLDEN % 1.0 for sample in samples])
         return clips, labels, torch.from_numpy(np.stack(noise)), level
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch without waiting: asynchronous from pinned memory."""
-    return tuple(
-        value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for value in batch
-    )

@@ -1,4 +1,4 @@
-"""`trials.validation`: exact means over samples, whatever the batches and slots."""
+"""`trials.task`: exact means over samples, whatever the batches and slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp import AmpSettings, EvalPrecision, Precision
 from tests.test_metrics import Context
 from trials.classification import ImageClassification
-from trials.validation import MeanMetrics
+from trials.task import MeanMetrics
 
 
 def metrics(slots: int = 1) -> MeanMetrics:
@@ -24,7 +24,7 @@ def classification(settings: AmpSettings) -> ImageClassification:
     """As much of it as `evaluate` needs."""
     context: Any = Context()
     task = ImageClassification.__new__(ImageClassification)
-    task._amp, task._metrics = MixedPrecision(context, settings), MeanMetrics(context)
+    task._amp, task._means = MixedPrecision(context, settings), MeanMetrics(context)
     return task
 
 
@@ -65,8 +65,8 @@ class TestClassification:
         identity = torch.nn.Identity()
         one.evaluate(identity, (logits.repeat(2, 1), torch.tensor([0, 1])))
         other.evaluate(identity, (logits, torch.tensor([1])))
-        slots = [one._metrics.per_slot_reduce(), other._metrics.per_slot_reduce()]
-        report = one._metrics.cross_slot_reduce(slots)
+        slots = [one._means.per_slot_reduce(), other._means.per_slot_reduce()]
+        report = one._means.cross_slot_reduce(slots)
         loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
         assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
         assert report["validation_accuracy"] == pytest.approx(2 / 3)
@@ -77,5 +77,5 @@ class TestClassification:
         task = classification(settings)
         logits = torch.zeros(4096, 10, dtype=torch.float16)
         task.evaluate(torch.nn.Identity(), (logits, torch.zeros(4096, dtype=torch.int64)))
-        report = task._metrics.cross_slot_reduce([task._metrics.per_slot_reduce()])
+        report = task._means.cross_slot_reduce([task._means.per_slot_reduce()])
         assert report["validation_loss"] == pytest.approx(math.log(10), rel=1e-6)

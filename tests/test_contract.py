@@ -1,0 +1,288 @@
+"""What every trial of the repository must do: train in each precision, resume, never wait, stop.
+
+The trials are small, and complete: `train` runs them from their own YAML.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from determined_amp import train
+from determined_amp.config.amp import Precision
+from determined_amp.local.checkpoints import complete_checkpoints
+from tests import training
+from tests.fake_cuda import fake_cuda
+from tests.test_no_sync import needs_fake_cuda
+from tests.test_no_sync import train as train_on_fake_cuda
+from trials.task import Task
+
+BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Example:
+    """A trial of the repository, made small.
+
+    Args:
+        config: Its YAML in `experiment_configs`.
+        trial: Its import path.
+        overrides: What makes it small.
+        calls: Kernels that four batches on a CUDA device call, in the precision of the YAML.
+        fake_overrides: What makes it small there.
+    """
+
+    config: str
+    trial: str
+    overrides: tuple[str, ...]
+    calls: dict[str, int]
+    fake_overrides: tuple[str, ...] = ()
+
+
+TINY_LATTE = (
+    "data.dataset=synthetic",
+    "data.image_size=8",
+    "data.frames=2",
+    "hyperparameters.model={num_layers: 1, num_attention_heads: 2, attention_head_dim: 4}",
+    "hyperparameters.clip_start_step=2",
+)
+EXAMPLES = {
+    "mlp": Example(
+        "mlp/amp.yaml",
+        "trials.mlp:MLPTrial",
+        ("data.image_size=8", "hyperparameters.hidden_features=16"),
+        {"_fused_adam_": 4},
+    ),
+    "resnet50": Example(
+        "resnet50/amp.yaml",
+        "trials.resnet50:ResNet50Trial",
+        # Smaller ones end in 3 x 3 convolutions of one pixel: NaN in bfloat16 on some CPUs.
+        ("data.image_size=32",),
+        {"_fused_sgd_": 4, "convolution": 4 * 17},
+        ("data.image_size=32",),
+    ),
+    "latte": Example(
+        "latte/fp32.yaml",
+        "trials.latte:LatteTrial",
+        TINY_LATTE,
+        # The average moves towards the weights after each step; timesteps come from the device.
+        {"_fused_adamw_": 4, "_foreach_sub": 4, "randint": 4},
+        TINY_LATTE,
+    ),
+    "latte without classes, checkpointed": Example(
+        "latte/amp_checkpointing.yaml",
+        "trials.latte:LatteTrial",
+        (*TINY_LATTE, "hyperparameters.diffusion={conditioning: none, class_dropout: 0.0}"),
+        {"_fused_adamw_": 4, "_foreach_sub": 4, "randint": 4},
+        TINY_LATTE,
+    ),
+}
+# A schedule that moves, accumulation, growth of the scale: a resume has to restore all of it.
+SCALING = ", init_scale: 1024.0, growth_interval: 3"
+RUN = (
+    "data.dataset=synthetic",
+    "data.samples=80",
+    "hyperparameters.global_batch_size=4",
+    "hyperparameters.lr_schedule=cosine",
+    "hyperparameters.warmup_steps=2",
+    "hyperparameters.aggregation_frequency=2",
+    f"hyperparameters.training.max_length={{batches: {BATCHES}}}",
+    "hyperparameters.training.validation_period={batches: 4}",
+    "hyperparameters.training.checkpoint_period={batches: 4}",
+    "hyperparameters.training.reporting_period={batches: 2}",
+)
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _narrow_resnet() -> Iterator[None]:
+    """A block a stage instead of 16, and narrow ones; 17 convolutions."""
+
+    def narrow(**options: Any) -> ResNet:
+        return ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=8, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trials.resnet50.resnet50", narrow)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of an undisturbed run by trial and precision, trained when first asked for."""
+
+    @cache
+    def run(name: str, precision: Precision) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        assert start(name, folder, precision) == 0
+        return folder
+
+    return run
+
+
+def start(name: str, folder: Path, precision: Precision, *overrides: str) -> int:
+    """Train from the start; the exit status."""
+    example = EXAMPLES[name]
+    scaling = SCALING * (precision is Precision.AMP_FP16)
+    amp = f"hyperparameters.amp={{precision: {precision.value}{scaling}}}"
+    changes = (*RUN, *example.overrides, amp, *overrides)
+    words = [word for change in changes for word in ("--config", change)]
+    path = str(training.ROOT / "experiment_configs" / example.config)
+    torch.manual_seed(0)
+    return train.main([path, *words, "--run-folder", str(folder)])
+
+
+def trial_class(name: str) -> Any:
+    module, _, attribute = EXAMPLES[name].trial.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@every_example
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_trains_and_is_audited_in_every_precision(
+    name: str, precision: Precision, runs: Any
+) -> None:
+    reports = training.metrics(runs(name, precision))
+    assert reports[0]["audit_share"] > 0.99
+    last = [report for report in reports if report["group"] == "training"][-1]
+    assert (last["applied_steps"], last["skipped_steps"]) == (BATCHES // 2, 0)
+    assert [r["batches"] for r in reports if r["group"] == "validation"] == [4, BATCHES]
+    losses = [value for r in reports for key, value in r.items() if key.endswith("loss")]
+    assert torch.tensor(losses).isfinite().all()
+
+
+class KilledError(Exception):
+    """The process ends here, without a word to anybody."""
+
+
+@every_example
+def test_resumed_run_ends_as_one_that_nothing_disturbed(
+    name: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost in the seventh batch, resumed after the fourth: the same to the bit.
+
+    Weights, averages, optimizer, scaler, counts, schedule, random state, noise and reports.
+    """
+    kind, killed = trial_class(name), tmp_path / "killed"
+    original = kind.train_batch
+
+    def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx == 6:
+            raise KilledError
+        return original(trial, batch, epoch_idx, batch_idx)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(kind, "train_batch", train_batch)
+        with pytest.raises(KilledError):
+            start(name, killed, Precision.AMP_FP16)
+    assert complete_checkpoints(killed / "checkpoints")[-1].name == "batch-00000004"
+    assert training.metrics(killed)[-1]["batches"] == 6  # reported before, and trained again
+    training.resume(killed)
+    whole = runs(name, Precision.AMP_FP16)
+    states = [training.checkpoint(run, BATCHES) for run in (whole, killed)]
+    assert training.digest(states[0]) == training.digest(states[1])
+    assert computed(whole) == computed(killed)
+    # Negative control: the digest sees each part.
+    for part in states[0]["callbacks"]:
+        changed = {**states[0], "callbacks": {**states[0]["callbacks"], part: None}}
+        assert training.digest(changed) != training.digest(states[1])
+
+
+def computed(run: Path) -> list[dict[str, Any]]:
+    """The reports without what was measured; a resumed process is audited again."""
+    measured = {"samples_per_second", "data_wait_share", "peak_memory_mib"}
+    return [
+        {
+            key: value
+            for key, value in report.items()
+            if key not in measured and not key.startswith("audit_")
+        }
+        for report in training.metrics(run)
+    ]
+
+
+@needs_fake_cuda
+@every_example
+def test_batches_never_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = EXAMPLES[name]
+    kind = trial_class(name)  # before a generator is replaced: annotations name it
+    # Without a driver there is no generator of the device; fake kernels draw from none.
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+    length = "hyperparameters.training.max_length={batches: 4}"
+    with fake_cuda() as syncs:
+        run = train_on_fake_cuda(
+            syncs.during, example.config, length, "data.samples=32", *example.fake_overrides
+        )
+    assert isinstance(run.trial, kind)
+    assert syncs.waits["batches"] == {}
+    assert syncs.waits["report"] == {"read": 1}
+    assert Counter(example.calls) <= syncs.calls["batches"]
+    assert run.dtypes == {torch.float32 if "fp32" in example.config else torch.float16}
+    assert run.trial.optimizer.defaults["fused"] is True
+
+
+@every_example
+@pytest.mark.parametrize(
+    ("precision", "said", "newest"),
+    [
+        (Precision.AMP_FP16, "no retry can help: 60% of the optimizer steps", 10),
+        (Precision.FP32, "the training loss is nan in fp32", 4),
+    ],
+    ids=["amp_fp16", "fp32"],
+)
+def test_guard_ends_a_run_that_no_longer_trains(
+    name: str,
+    precision: Precision,
+    said: str,
+    newest: int,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From the fifth batch on a sample is NaN. The newest checkpoint is one of sound weights.
+
+    In float16, six of ten steps are skipped, the fewest to judge; in float32 none is.
+    """
+    poison_batches_from(4, monkeypatch)
+    every_batch = "hyperparameters.aggregation_frequency=1"
+    longer = "hyperparameters.training.max_length={batches: 40}"
+    assert start(name, tmp_path, precision, every_batch, longer) == 2
+    message = capfd.readouterr().err
+    assert said in message
+    assert "not finite in samples [2]" in message
+    saved = complete_checkpoints(tmp_path / "checkpoints")[-1]
+    assert saved.name == f"batch-{newest:08d}"
+    weights = training.checkpoint(tmp_path, newest)["models_state_dict"][0]
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def poison_batches_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From that batch on, the third training sample of every batch has a NaN."""
+    original = Task.training_loader
+
+    def training_loader(task: Task[Any]) -> Any:
+        loader, epoch = original(task)
+        dataset: Any = loader.dataset
+        load, batches = dataset.__getitems__, iter(range(10**6))
+
+        def load_and_poison(samples: Any) -> Any:
+            images, *others = load(samples)
+            if next(batches) >= first:
+                images = images.clone()
+                images[2].view(-1)[0] = torch.nan
+            return (images, *others)
+
+        dataset.__getitems__ = load_and_poison
+        return loader, epoch
+
+    monkeypatch.setattr(Task, "training_loader", training_loader)
