@@ -17,7 +17,7 @@ import pytest
 import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from determined_amp import train
+from determined_amp import __main__ as door
 from determined_amp.config.amp import Precision
 from determined_amp.local.checkpoints import complete_checkpoints
 from tests import training
@@ -137,7 +137,7 @@ def start(name: str, folder: Path, precision: Precision, *overrides: str) -> int
     words = [word for change in changes for word in ("--config", change)]
     path = str(training.ROOT / "experiment_configs" / example.config)
     torch.manual_seed(0)
-    return train.main([path, *words, "--run-folder", str(folder)])
+    return door.main(["train", path, *words, "--run-folder", str(folder)])
 
 
 def trial_class(name: str) -> Any:
