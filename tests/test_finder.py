@@ -26,7 +26,7 @@ from determined_amp import __main__ as door
 from determined_amp.commands import find as finder
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder.advice import FoundScale, Run, json_text, yaml_changes
+from determined_amp.finder.advice import FinderRun, FoundScale, json_text, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
@@ -311,13 +311,13 @@ class TestIslands:
     def test_patterns_in_the_yaml_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
         found = finding(DeepPlain)
-        run = Run("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
+        run = FinderRun("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
         assert yaml_changes(found, run)["fp32_modules"] == ["^0$", f"^{found.islands[0]}$"]
 
 
 class TestJson:
     def test_finding_is_read_as_it_was_written(self) -> None:
-        run = Run("a", "cpu", "2.6", "2026-01-01", 2, 32, 8.0, 9, True, 1.0, ("^0$",))
+        run = FinderRun("a", "cpu", "2.6", "2026-01-01", 2, 32, 8.0, 9, True, 1.0, ("^0$",))
         found = FoundScale(finding(SummedLoss), run)
         text = json_text(found.finding, run)
         assert FoundScale.from_json(json.loads(text), "") == found

@@ -17,7 +17,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder.advice import Run, as_json, sentences
+from determined_amp.finder.advice import FinderRun, as_json, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
@@ -27,7 +27,7 @@ from tests.training import ROOT, SMALL
 
 Loss = Callable[..., torch.Tensor]
 
-RUN = Run("", "", "", "", 1, 1, 65536.0, 2000, is_ours=False)
+RUN = FinderRun("", "", "", "", 1, 1, 65536.0, 2000, is_ours=False)
 
 
 def finding(trial: Trial) -> Finding:

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.config.amp import Precision
-from determined_amp.reports.precision_comparison import Interval, Ratio, Verdict, paired, welch
+from determined_amp.reports.precision_comparison import Equivalence, Interval, Ratio, paired, welch
 from determined_amp.reports.precision_findings import Findings, Judgement, advise, claims, find
 from determined_amp.reports.precision_text import sentences
 from determined_amp.reports.run_folders import read_folder
@@ -65,26 +65,28 @@ class TestInterval:
             of_differences([difference] * 3),
             welch([1.0 + difference, 1.0 + difference], [1.0, 1.0]),
         ):
-            assert interval.verdict(0.001) is Verdict.UNKNOWN
+            assert interval.verdict(0.001) is Equivalence.UNKNOWN
             assert interval.seeds_needed(0.001) is None
 
     def test_of_one_seed_tells_nothing(self) -> None:
         for interval in (of_differences([5.0]), welch([5.0], [0.0, 0.0])):
-            assert interval.verdict(0.001) is Verdict.UNKNOWN
-            assert interval.verdict(1000.0) is Verdict.UNKNOWN
+            assert interval.verdict(0.001) is Equivalence.UNKNOWN
+            assert interval.verdict(1000.0) is Equivalence.UNKNOWN
             assert interval.seeds_needed(0.001) is None
 
     @pytest.mark.parametrize(
         ("differences", "verdict"),
         [
-            ((-0.001, 0.0, 0.001), Verdict.EQUAL),  # half width 0.0025
-            ((0.001, 0.0011, 0.0012), Verdict.EQUAL),  # real, and too small to matter
-            ((0.01, 0.011, 0.012), Verdict.DIFFERENT),
-            ((0.0, 0.0, 0.01), Verdict.UNKNOWN),
-            ((-0.002, 0.0, 0.002), Verdict.UNKNOWN),  # not significant, which is not equal
+            ((-0.001, 0.0, 0.001), Equivalence.EQUAL),  # half width 0.0025
+            ((0.001, 0.0011, 0.0012), Equivalence.EQUAL),  # real, and too small to matter
+            ((0.01, 0.011, 0.012), Equivalence.DIFFERENT),
+            ((0.0, 0.0, 0.01), Equivalence.UNKNOWN),
+            ((-0.002, 0.0, 0.002), Equivalence.UNKNOWN),  # not significant, which is not equal
         ],
     )
-    def test_decides_by_the_margin(self, differences: Sequence[float], verdict: Verdict) -> None:
+    def test_decides_by_the_margin(
+        self, differences: Sequence[float], verdict: Equivalence
+    ) -> None:
         assert of_differences(differences).verdict(0.003) is verdict
 
     def test_number_of_seeds_needed_is_the_first_that_would(self) -> None:
@@ -139,7 +141,7 @@ class TestMetric:
         """Seeds differ by 0.01, the precisions by 0.004 in each of them."""
         (comparison,) = self.findings(tmp_path / "a", shifted(0.0039, 0.004, 0.0041)).comparisons
         assert comparison.difference.paired
-        assert comparison.verdict is Verdict.DIFFERENT
+        assert comparison.verdict is Equivalence.DIFFERENT
         base = write_seeds(tmp_path / "b", "fp32", BASE)
         others = [
             write_run(tmp_path / f"b/{seed}", "amp_fp16", seed, accuracy=value)
@@ -147,7 +149,7 @@ class TestMetric:
         ]
         (comparison,) = found(*base, *others).comparisons
         assert not comparison.difference.paired
-        assert comparison.verdict is Verdict.UNKNOWN
+        assert comparison.verdict is Equivalence.UNKNOWN
 
     def test_one_seed_says_so(self, tmp_path: Path) -> None:
         findings = found(
@@ -165,8 +167,8 @@ class TestMetric:
             *write_seeds(tmp_path, "fp32", BASE),
             *write_seeds(tmp_path, "amp_fp16", shifted(-0.01, 0.0, 0.01)),
         ]
-        assert found(*folders).comparisons[0].verdict is Verdict.UNKNOWN
-        assert found(*folders, margin=0.1).comparisons[0].verdict is Verdict.EQUAL
+        assert found(*folders).comparisons[0].verdict is Equivalence.UNKNOWN
+        assert found(*folders, margin=0.1).comparisons[0].verdict is Equivalence.EQUAL
 
     def test_of_a_loss_one_percent_is_the_margin_and_less_is_better(self, tmp_path: Path) -> None:
         base = write_seeds(tmp_path, "fp32", BASE, loss=2.0)
@@ -230,7 +232,7 @@ class TestMetric:
             write_run(tmp_path / "b", "amp_fp16", 1, accuracy=0.9 + shift),
         ]
         (comparison,) = found(*folders).comparisons
-        assert comparison.verdict is Verdict.UNKNOWN
+        assert comparison.verdict is Equivalence.UNKNOWN
         assert not comparison.is_better
         assert comparison.is_not_worse is is_not_worse
 

@@ -27,7 +27,7 @@ from determined_amp.config.overrides import (
     with_overrides,
 )
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import Run, json_text, show, yaml_changes
+from determined_amp.finder.advice import FinderRun, json_text, show, yaml_changes
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.finder.written import write_copy
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _save(finding: Finding, run: Run, options: argparse.Namespace) -> None:
+def _save(finding: Finding, run: FinderRun, options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json_text(finding, run))
     if options.plot:

@@ -36,7 +36,7 @@ _LIMITING = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class FinderRun:
     """What a finding is about.
 
     Args:
@@ -76,7 +76,7 @@ class FoundScale:
     """
 
     finding: Finding
-    run: Run
+    run: FinderRun
 
     @property
     def init_scale(self) -> float | None:
@@ -106,7 +106,7 @@ class FoundScale:
         """
         try:
             run = {**found["run"], "fp32_modules": tuple(found["run"]["fp32_modules"])}
-            return FoundScale(_finding(found), Run(**run))
+            return FoundScale(_finding(found), FinderRun(**run))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
                 f"{source}: is not a finding: {type(error).__name__} {error}; allowed: what "
@@ -134,7 +134,7 @@ class FoundScale:
         return text.getvalue()
 
 
-def show(finding: Finding, run: Run, console: Console) -> None:
+def show(finding: Finding, run: FinderRun, console: Console) -> None:
     """Print tables, verdict and the lines to paste."""
     console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
     console.print(scale_table(finding))
@@ -192,7 +192,7 @@ def limiting_modules(finding: Finding) -> list[ModuleGradients]:
     return list({module.name: module for module in (*loud, *faint)}.values())
 
 
-def sentences(finding: Finding, run: Run) -> Iterator[str]:
+def sentences(finding: Finding, run: FinderRun) -> Iterator[str]:
     """The window, the verdict, and what it means for the YAML's own scale."""
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
     if finding.recorded_log2 is not None:
@@ -231,7 +231,7 @@ def sentences(finding: Finding, run: Run) -> Iterator[str]:
         )
 
 
-def _cost_of_the_yaml(finding: Finding, run: Run) -> Iterator[str]:
+def _cost_of_the_yaml(finding: Finding, run: FinderRun) -> Iterator[str]:
     ours = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
         skips = finding.expected_skips(scale)
@@ -251,7 +251,7 @@ def _cost_of_the_yaml(finding: Finding, run: Run) -> Iterator[str]:
             )
 
 
-def yaml_changes(finding: Finding, run: Run) -> dict[str, Any]:
+def yaml_changes(finding: Finding, run: FinderRun) -> dict[str, Any]:
     """What the verdict changes in the `amp` section; None takes a key out."""
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
@@ -267,7 +267,7 @@ def yaml_changes(finding: Finding, run: Run) -> dict[str, Any]:
     return changes
 
 
-def lines_to_paste(finding: Finding, run: Run) -> str:
+def lines_to_paste(finding: Finding, run: FinderRun) -> str:
     """For an experiment YAML; of a trial that reads no such section, what to give to what."""
     changes = yaml_changes(finding, run)
     if run.is_ours:
@@ -295,7 +295,7 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-def as_json(finding: Finding, run: Run) -> dict[str, Any]:
+def as_json(finding: Finding, run: FinderRun) -> dict[str, Any]:
     """Everything, for `FoundScale.from_json` and for other programs."""
     return {
         "run": {**vars(run)},
@@ -375,7 +375,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def json_text(finding: Finding, run: Run) -> str:
+def json_text(finding: Finding, run: FinderRun) -> str:
     """The content of a file with `as_json` in it."""
     return json.dumps(as_json(finding, run), indent=1) + "\n"
 

@@ -10,7 +10,7 @@ from determined import pytorch
 
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.finder.advice import Run
+from determined_amp.finder.advice import FinderRun
 from determined_amp.finder.frozen import FrozenBatch, in_training, wrapped_scaler
 from determined_amp.finder.verdict import Finding, find
 
@@ -23,7 +23,7 @@ def look(
     *,
     latest_checkpoint: str | None = None,
     sweep: bool = False,
-) -> tuple[Finding, Run]:
+) -> tuple[Finding, FinderRun]:
     """Find the initial loss scale of a trial; the trial cannot be used afterwards.
 
     Args:
@@ -40,13 +40,13 @@ def look(
     scaler = wrapped_scaler(context)
     init_scale, growth_interval = float(scaler.get_scale()), int(scaler.get_growth_interval())
 
-    def work(frozen: Sequence[FrozenBatch]) -> tuple[Finding, Run]:
+    def work(frozen: Sequence[FrozenBatch]) -> tuple[Finding, FinderRun]:
         finding = find(context, frozen, sweep=sweep)
         samples = sum(context.distributed.allgather(sum(batch.samples for batch in frozen)))
         device = DeviceSupport.of(context.device).name
         amp = MixedPrecision.of(context)
         settings = None if amp is None else amp.settings
-        run = Run(
+        run = FinderRun(
             name=name,
             device=device,
             torch=torch.__version__,

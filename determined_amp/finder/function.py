@@ -13,7 +13,7 @@ from determined import core, pytorch
 from torch import nn
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.finder.advice import FoundScale, Run
+from determined_amp.finder.advice import FinderRun, FoundScale
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.verdict import DEFAULT_LOG2, find
 
@@ -55,7 +55,7 @@ def find_loss_scale(
     if not (init_scale > 0 and math.isfinite(init_scale)):
         raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
     finding = find(Alone([model]), frozen)
-    run = Run(
+    run = FinderRun(
         name=type(model).__name__,
         device=DeviceSupport.of(where).name,
         torch=torch.__version__,

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.config.errors import UserError
 from determined_amp.finder.advice import FoundScale, lines_to_paste
 from determined_amp.finder.advice import sentences as finder_sentences
@@ -171,7 +172,7 @@ def _trials(search: Source) -> str:
     metrics = [m for m in (search.metric, *_METRICS) if m in known]
     skips = any(run.skipped_steps is not None for run in search.runs)
     heads = ["trial", "init_scale", *search.also_searched, "state", "batches", *metrics]
-    heads += ["skipped_steps"] if skips else []
+    heads += [MetricName.SKIPPED_STEPS] if skips else []
     rows = []
     for run in sorted(search.runs, key=lambda run: (run.scale_log2, run.number)):
         others = [str(run.hparams.get(name, "")) for name in search.also_searched]

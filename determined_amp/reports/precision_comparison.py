@@ -17,6 +17,7 @@ from typing import Any
 
 from scipy import stats  # type: ignore[import-untyped]
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.config.amp import Precision
 from determined_amp.reports.runs import Machine, Run, Spread, State
 
@@ -30,7 +31,7 @@ _CONFIDENCE = 0.95
 _MOST_SEEDS = 1000
 
 
-class Verdict(enum.Enum):
+class Equivalence(enum.Enum):
     """What can be said of a difference."""
 
     EQUAL = "equal within the margin"
@@ -64,19 +65,19 @@ class Interval:
     def high(self) -> float:
         return self.mean + (math.inf if self.half_width is None else self.half_width)
 
-    def verdict(self, margin: float) -> Verdict:
+    def verdict(self, margin: float) -> Equivalence:
         """Equal comes first: a difference that is real and smaller than the margin is none.
 
         Seeds that all differ by the same say nothing of how far others do: a metric of few
         validation samples has few values.
         """
         if not self.std:
-            return Verdict.UNKNOWN
+            return Equivalence.UNKNOWN
         if -margin <= self.low and self.high <= margin:
-            return Verdict.EQUAL
+            return Equivalence.EQUAL
         if self.low > 0 or self.high < 0:
-            return Verdict.DIFFERENT
-        return Verdict.UNKNOWN
+            return Equivalence.DIFFERENT
+        return Equivalence.UNKNOWN
 
     def seeds_needed(self, margin: float) -> int | None:
         """How many it would take for a verdict, if mean and deviation stay as they are.
@@ -177,7 +178,7 @@ class Summary:
     @property
     def memory(self) -> Spread | None:
         """Peak memory in MiB: allocated by torch on a GPU, resident on a CPU."""
-        return self.spread(lambda run: run.last("peak_memory_mib"))
+        return self.spread(lambda run: run.last(MetricName.PEAK_MEMORY_MIB))
 
     @property
     def reserved_memory(self) -> Spread | None:
@@ -269,7 +270,7 @@ class Comparison:
     difference: Interval
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Equivalence:
         """On the metric."""
         return self.difference.verdict(self.margin)
 
@@ -281,9 +282,9 @@ class Comparison:
     @property
     def is_not_worse(self) -> bool:
         """Whether nothing speaks against it: if it cannot be told, its mean may be no worse."""
-        if self.verdict is Verdict.UNKNOWN:
+        if self.verdict is Equivalence.UNKNOWN:
             return self.is_better or abs(self.difference.mean) <= self.margin
-        return self.verdict is Verdict.EQUAL or self.is_better
+        return self.verdict is Equivalence.EQUAL or self.is_better
 
 
 def compare(ours: Summary, base: Summary, *, smaller_is_better: bool, margin: float) -> Comparison:
@@ -358,5 +359,5 @@ def _ratio(ours: Summary, base: Summary, value: Callable[[Run], Spread | None]) 
 
 def _allocated(run: Run) -> Spread | None:
     # The peaks of a process grow. Those of its first batches are forgotten after them.
-    peak = run.last("peak_memory_mib")
+    peak = run.last(MetricName.PEAK_MEMORY_MIB)
     return Spread.of([peak] if peak else [])

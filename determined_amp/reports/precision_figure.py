@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.config.amp import Precision
 from determined_amp.reports.page import (
     AMBER,
@@ -28,7 +29,7 @@ from determined_amp.reports.page import (
     STYLE,
     VERMILION,
 )
-from determined_amp.reports.precision_comparison import Comparison, Ratio, Summary, Verdict
+from determined_amp.reports.precision_comparison import Comparison, Equivalence, Ratio, Summary
 from determined_amp.reports.precision_findings import Findings
 from determined_amp.reports.precision_text import seeds, setting
 from determined_amp.reports.runs import Run
@@ -52,9 +53,9 @@ _JITTER = 0.32
 _HEADROOM = 1.15
 _LINE = 150
 _SHORT = {
-    Verdict.EQUAL: "equal",
-    Verdict.DIFFERENT: "different",
-    Verdict.UNKNOWN: "cannot tell",
+    Equivalence.EQUAL: "equal",
+    Equivalence.DIFFERENT: "different",
+    Equivalence.UNKNOWN: "cannot tell",
 }
 
 
@@ -110,7 +111,7 @@ def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None
 
 
 def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, lambda run: run.last("peak_memory_mib"), ratios)
+    _columns(axes, findings, lambda run: run.last(MetricName.PEAK_MEMORY_MIB), ratios)
     on_gpu = findings.machine.on_gpu
     whose = "allocated by torch (less is better)" if on_gpu else "of the process (not judged)"
     axes.set_title(f"Peak memory {whose}")

@@ -11,9 +11,9 @@ from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.reports.precision_comparison import (
     MIN_EFFECT,
     Comparison,
+    Equivalence,
     Ratio,
     Summary,
-    Verdict,
     comparisons,
     difference,
     speed_ratio,
@@ -323,8 +323,8 @@ def _accuracy(comparison: Comparison) -> Claim:
     if max(*ours.values(ACCURACY), *base.values(ACCURACY)) > 1.0:
         return Claim(text, Judgement.UNMEASURED, f"{ACCURACY} is not a share of 1")
     found = difference(ours, base, ACCURACY)
-    within = found.verdict(POINTS / 100) is Verdict.EQUAL
-    different = found.verdict(POINTS / 100) is Verdict.DIFFERENT
+    within = found.verdict(POINTS / 100) is Equivalence.EQUAL
+    different = found.verdict(POINTS / 100) is Equivalence.DIFFERENT
     outside = different and (found.low > POINTS / 100 or found.high < -POINTS / 100)
     measured = f"{100 * found.mean:+.2f} points"
     if found.std and found.half_width is not None:
@@ -359,13 +359,13 @@ def advise(findings: Findings) -> Advice:
         return Advice(findings.baseline, "; ".join(_against(findings)))
     times, best = max(faster, key=lambda pair: pair[0])
     why = f"it is {times:.2f} times as fast as {best.base.name}"
-    if best.verdict is Verdict.UNKNOWN:
+    if best.verdict is Equivalence.UNKNOWN:
         seeds = best.difference.seeds
         why += (
             f", but whether its {best.metric} is the same cannot be told with {seeds} "
             f"seed{'s' * (seeds != 1)}: train more before you rely on it"
         )
-    elif best.verdict is Verdict.EQUAL:
+    elif best.verdict is Equivalence.EQUAL:
         why += f" with equal {best.metric}"
     else:
         why += f" with better {best.metric}"
@@ -382,7 +382,7 @@ def _fault(comparison: Comparison) -> str:
     if comparison.ours.failed:
         return "lost a run"
     if not comparison.is_not_worse:
-        if comparison.verdict is Verdict.DIFFERENT:
+        if comparison.verdict is Equivalence.DIFFERENT:
             return f"has a worse {comparison.metric}"
         return f"has a worse mean {comparison.metric}, though more cannot be told"
     if comparison.speed is None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.reports import page, report_command
 from determined_amp.reports import precision_text as text
 from determined_amp.reports.precision_comparison import Comparison, Summary
@@ -172,11 +173,11 @@ def _of_run(run: Run, findings: Findings) -> dict[str, Any]:
         "curve": curve,
         "samples_per_second": _plain(run.speed),
         "training_seconds": run.training_seconds,
-        "peak_memory_mib": run.last("peak_memory_mib"),
+        "peak_memory_mib": run.last(MetricName.PEAK_MEMORY_MIB),
         "peak_reserved_memory_mib": run.last("peak_reserved_memory_mib"),
-        "applied_steps": run.last("applied_steps"),
-        "skipped_steps": run.last("skipped_steps"),
-        "loss_scale_log2": run.last("loss_scale_log2"),
+        "applied_steps": run.last(MetricName.APPLIED_STEPS),
+        "skipped_steps": run.last(MetricName.SKIPPED_STEPS),
+        "loss_scale_log2": run.last(MetricName.LOSS_SCALE_LOG2),
         "data_wait_share": run.data_wait_share,
         "audit_share": run.audit_share,
     }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.config.amp import SCALER_KEYS, Precision
 from determined_amp.finder.advice import yaml_lines
 from determined_amp.reports.precision_comparison import (
     WAITS_FOR_DATA,
     Comparison,
+    Equivalence,
     Interval,
     Ratio,
     Summary,
-    Verdict,
 )
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, claims
 from determined_amp.reports.run_settings import AMP, BATCH_SIZE
@@ -220,9 +221,9 @@ def _metric(comparison: Comparison) -> str:
     found, verdict = comparison.difference, comparison.verdict
     direction = "better" if comparison.is_better else "worse"
     said = {
-        Verdict.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
-        Verdict.DIFFERENT: f"{verdict.value}, {direction}",
-        Verdict.UNKNOWN: _untold(found, comparison.margin),
+        Equivalence.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
+        Equivalence.DIFFERENT: f"{verdict.value}, {direction}",
+        Equivalence.UNKNOWN: _untold(found, comparison.margin),
     }[verdict]
     interval = ""
     if found.std and found.half_width is not None:
@@ -268,8 +269,8 @@ def _numbers(summary: Summary, times: str) -> list[str]:
         _range(summary.speed),
         times,
         _memory(summary),
-        _range(summary.spread(lambda run: run.last("applied_steps"))),
-        _range(summary.spread(lambda run: run.last("skipped_steps"))),
+        _range(summary.spread(lambda run: run.last(MetricName.APPLIED_STEPS))),
+        _range(summary.spread(lambda run: run.last(MetricName.SKIPPED_STEPS))),
         _scale(summary),
         "" if wait is None else f"{wait:.0%}",
         "" if shares is None else f"{shares.low:.1%}",
@@ -285,7 +286,7 @@ def _memory(summary: Summary) -> str:
 
 def _scale(summary: Summary) -> str:
     """At the end; only float16 has one."""
-    scale = summary.spread(lambda run: run.last("loss_scale_log2"))
+    scale = summary.spread(lambda run: run.last(MetricName.LOSS_SCALE_LOG2))
     if scale is None or summary.precision is not Precision.AMP_FP16:
         return "none"
     ends = dict.fromkeys((scale.low, scale.high))

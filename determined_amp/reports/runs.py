@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from determined_amp.amp.metrics import MetricName
+from determined_amp.audit.report import AuditMetricName
 from determined_amp.config.amp import Precision
 from determined_amp.config.errors import UserError
 from determined_amp.local.folder import End
@@ -156,7 +158,11 @@ class Run:
 
         None if it was not audited.
         """
-        shares = (r.metrics["audit_share"] for r in self.training if "audit_share" in r.metrics)
+        shares = (
+            r.metrics[AuditMetricName.SHARE]
+            for r in self.training
+            if AuditMetricName.SHARE in r.metrics
+        )
         return min(shares, default=None)
 
     @property
@@ -164,12 +170,12 @@ class Run:
         """Samples per second over its steady reports; None if it shared the device."""
         if self.shares_device:
             return None
-        return Spread.of([r.metrics["samples_per_second"] for r in self._steady()])
+        return Spread.of([r.metrics[MetricName.SAMPLES_PER_SECOND] for r in self._steady()])
 
     @property
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data, the median of its steady reports."""
-        shares = [r.metrics.get("data_wait_share") for r in self._steady()]
+        shares = [r.metrics.get(MetricName.DATA_WAIT_SHARE) for r in self._steady()]
         known = Spread.of([share for share in shares if share is not None])
         return known.median if known else None
 
@@ -190,8 +196,8 @@ class Run:
         return [
             report
             for i, report in enumerate(self.training)
-            if i and "audit_share" not in report.metrics
-            if report.metrics.get("samples_per_second", 0.0) > 0.0
+            if i and AuditMetricName.SHARE not in report.metrics
+            if report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0) > 0.0
         ]
 
     @property
@@ -213,8 +219,8 @@ class Run:
     @property
     def skipped_steps(self) -> float | None:
         """Optimizer steps that overflowed, if it says so."""
-        skipped = self.last("skipped_steps")
-        return self.metrics.get("skipped_steps") if skipped is None else skipped
+        skipped = self.last(MetricName.SKIPPED_STEPS)
+        return self.metrics.get(MetricName.SKIPPED_STEPS) if skipped is None else skipped
 
     @property
     def overflow(self) -> bool | None:

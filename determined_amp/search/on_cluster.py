@@ -31,7 +31,7 @@ from rich.console import Console
 from determined_amp.config.errors import UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import FILE_NAME, Run, json_text, show
+from determined_amp.finder.advice import FILE_NAME, FinderRun, json_text, show
 from determined_amp.finder.find import look
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.context import with_averaging
@@ -167,7 +167,7 @@ def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
     train.report_validation_metrics(steps_completed=batches, metrics=metrics)
 
 
-def _save(checkpoint: core.CheckpointContext, finding: Finding, run: Run) -> None:
+def _save(checkpoint: core.CheckpointContext, finding: Finding, run: FinderRun) -> None:
     with checkpoint.store_path({"steps_completed": run.batches}) as (folder, _):
         (folder / FILE_NAME).write_text(json_text(finding, run))
 

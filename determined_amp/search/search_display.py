@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
 from determined_amp.search.trial_kind import TrialKind
@@ -31,7 +32,7 @@ _DIAGNOSIS = (
     ("backward_headroom_bits", "headroom", "{:.2f}"),
     ("halvings", "halvings", "{:.0f}"),
     ("flushed_share", "flushed", "{:.2%}"),
-    ("skipped_steps", "skipped", "{:.0f}"),
+    (MetricName.SKIPPED_STEPS, "skipped", "{:.0f}"),
 )
 _ENDED = ("complete", "stopped", "failed")
 _MOST_ROWS = 30
@@ -159,7 +160,9 @@ class SearchDisplay:
 
 def _steps(trial: SearchTrial) -> dict[str, float]:
     """Of its training metrics, those that say what its loss scale cost."""
-    return {name: value for name, value in trial.training.items() if name == "skipped_steps"}
+    return {
+        name: value for name, value in trial.training.items() if name == MetricName.SKIPPED_STEPS
+    }
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
