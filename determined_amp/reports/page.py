@@ -43,7 +43,7 @@ _STYLE = """
   --ink: #1f2329; --muted: #6b7279; --paper: #fefefe; --line: #d9dde1; --blue: #0072b2; }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e4e7ea; --muted: #9aa1a8; --paper: #16191d; --line: #363c43; --blue: #56b4e9; } }
-body { margin: 2rem auto; max-width: 60rem; padding: 0 1rem; background: var(--paper);
+body { margin: 2rem auto; max-width: 74rem; padding: 0 1rem; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
 p, li { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; }
