@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import determined as det
 import pytest
@@ -16,6 +17,7 @@ from determined import core
 from determined_amp import __main__ as door
 from determined_amp import train
 from determined_amp.config import experiment
+from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal
 from tests import training
@@ -136,18 +138,50 @@ class TestRecordOfTheEnd:
             self.planted(patch, lambda: signal.raise_signal(number))
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert read_end(tmp_path) == End("stopped", f"stopped by {number.name}", 6)
+        stopped = read_end(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(MLPTrial, "__init__", Mock(side_effect=OSError("no data")))
+            with pytest.raises(OSError, match="no data"):
+                training.resume(tmp_path)
+        assert read_end(tmp_path) == stopped  # it has trained nothing
         seen: list[End | None] = []
         with monkeypatch.context() as patch:
-            original = MLPTrial.__init__
+            original = MLPTrial.train_batch
 
-            def look(trial: MLPTrial, context: Any) -> None:
+            def look(*given: Any, **named: Any) -> Any:
                 seen.append(read_end(tmp_path))
-                original(trial, context)
+                return original(*given, **named)
 
-            patch.setattr(MLPTrial, "__init__", look)
+            patch.setattr(MLPTrial, "train_batch", look)
             training.resume(tmp_path)
-        assert seen == [None]
+        assert seen[0] is None
         assert read_end(tmp_path) == End("completed", "", 12)
+
+    def test_completed_although_the_terminal_is_gone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Display, "on_end", Mock(side_effect=OSError("terminal")))
+        with pytest.raises(OSError, match="terminal"):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("completed", "", 12)
+
+    def test_stopped_by_the_trial_itself(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contexts: list[Any] = []
+        original = MLPTrial.__init__
+
+        def keep(trial: MLPTrial, context: Any) -> None:
+            contexts.append(context)
+            original(trial, context)
+
+        monkeypatch.setattr(MLPTrial, "__init__", keep)
+        self.planted(monkeypatch, lambda: contexts[0].set_stop_requested(True))
+        training.run_small("mlp/fp32.yaml", tmp_path)
+        end = read_end(tmp_path)
+        assert end is not None
+        assert (end.state, end.reason) == ("stopped", "the trial asked to stop")
+        assert end.batches < 12
 
     def test_stopped_by_an_impatient_user(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

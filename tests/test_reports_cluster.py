@@ -15,7 +15,7 @@ from determined_amp.finder.frozen import LossScaleError
 from determined_amp.local.master import MasterError
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.master_runs import read_experiment, read_finding
-from determined_amp.reports.runs import ReportError, State
+from determined_amp.reports.runs import ReportError, Source, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
@@ -140,3 +140,8 @@ def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.Monkey
     monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
     with pytest.raises(MasterError, match=r"http://127\.0\.0\.1:9: no master answers there"):
         read_experiment(7)
+
+
+def test_single_run_is_no_search_over_the_loss_scale() -> None:
+    with pytest.raises(ReportError, match="runs/x: is a single run; allowed: the folder of a"):
+        over_loss_scale(Source("runs/x", ()))

@@ -1,4 +1,4 @@
-"""`determined_amp.reports.precision` on the trials of a master, here a small HTTP server."""
+"""`determined_amp.reports.precision_report` on the trials of a master, here a small HTTP server."""
 
 from __future__ import annotations
 

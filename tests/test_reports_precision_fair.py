@@ -1,4 +1,4 @@
-"""`reports.precision` compares only what can be compared; every guard has its negative control."""
+"""Only runs that can be compared are compared; every guard has its negative control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts of `determined_amp.reports.precision` on numbers whose answer is known."""
+"""Verdicts of `determined_amp.reports.precision_report` on numbers whose answer is known."""
 
 from __future__ import annotations
 

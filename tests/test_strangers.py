@@ -308,11 +308,15 @@ class TestTraining:
         assert len({training.digest(end) for end in ends}) == 1
         assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
 
-    def test_resolved_configuration_keeps_all_of_determineds_form(self) -> None:
+    @pytest.mark.parametrize(
+        "period", ["{epochs: 1}", "{epochs: 0}", "{records: 3200}", "{batches: 4}"]
+    )
+    def test_resolved_configuration_keeps_all_of_determineds_form(self, period: str) -> None:
         """What is not its default, lengths in samples, and the precision of an `amp` section."""
         given = parse(
             "searcher.max_length={records: 70}",
-            "min_validation_period={epochs: 1}",
+            f"min_validation_period={period}",
+            f"min_checkpoint_period={period}",
             "hyperparameters.global_batch_size=8",
             "hyperparameters.amp={precision: amp_bf16}",
             "optimizations={aggregation_frequency: 3, average_aggregated_gradients: false}",

@@ -126,7 +126,10 @@ class ObservedScaler(torch.amp.GradScaler):
         return self.times(one) if self._used is None else self._used
 
     def _found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        first, *more = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        per_device = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        if not per_device:
+            raise _wrong("steps an optimizer whose parameters have no gradient")
+        first, *more = per_device
         found: torch.Tensor = first
         for other in more:  # a model on several devices
             found = found + other.to(found.device, non_blocking=True)

@@ -28,8 +28,8 @@ class GuardError(UserError):
 NO_RETRY = "no retry can help: "
 
 
-def exit_status(run: Callable[[], int], before: str = NO_RETRY) -> int:
-    """What `run` returns; or 2, with what a user can put right printed without a traceback.
+def exit_status(run: Callable[[], int], before: str) -> int:
+    """What `run` returns; or 2, with what a user can fix printed without a traceback.
 
     Args:
         run: The program.

@@ -170,15 +170,18 @@ class Experiment(Generic[H_co]):
     def resolved(self) -> dict[str, Any]:
         """The configuration with every default filled in; it trains the same again."""
         own = dict(self.hyperparameters) if self.hparams is None else plain(self.hparams)
-        sections = plain(self.platform)
+        given, sections = dict(self.config), plain(self.platform)
         if self.hparams is None and has_our_form(own):
             own["training"] = plain(self.training)
             own["aggregation_frequency"] = self.aggregation_frequency
         elif self.hparams is None:
-            sections = _merged(sections, in_determineds_form(self.plan))
+            lengths = in_determineds_form(self.plan)
+            sections = _merged(sections, lengths)
+            for period in given.keys() & lengths.keys() - {"searcher", "optimizations"}:
+                given[period] = None  # a length has one unit: not that of the YAML beside another
         if self.amp is not None:
             own["amp"] = plain(self.amp)
-        made = _merged(self.config, sections)
+        made = _merged(given, sections)
         return {**made, "data": plain(self.data), "hyperparameters": own}
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:

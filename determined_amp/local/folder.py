@@ -77,9 +77,9 @@ class RunFolder:
         # A resume writes it again, and needs it the next time: never half of it.
         write_whole(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
         text = yaml.safe_dump(experiment.resolved(), sort_keys=False)
-        (self.path / "resolved.yaml").write_text(text)
+        write_whole(self.path / "resolved.yaml", text)
         made_with = json.dumps(environment(), indent=2)
-        (self.path / "environment.json").write_text(made_with + "\n")
+        write_whole(self.path / "environment.json", made_with + "\n")
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add one report: numbers, and text for whatever is not one."""
@@ -122,7 +122,7 @@ def read_end(folder: Path) -> End | None:
         return End(str(record["state"]), str(record["reason"]), int(record["batches"]))
     except FileNotFoundError:
         return None
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / _END}: is not a record of how a run ended") from error
 
 

@@ -7,7 +7,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,23 +76,45 @@ class EndRecorder(RunListener):
 
     def __init__(self, batches: int) -> None:
         self._batches = batches
+        self._total: int | None = None  # before the training begins
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder, self._stop = folder, stop
-        folder.forget_end()
+
+    def on_training(self, start: int, total: int) -> None:
+        self._total = total
+        self._folder.forget_end()
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         self._batches = line["batches"]
 
-    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        state, reason = "completed", ""
-        if isinstance(error, KeyboardInterrupt) or (stopped and error is None):
-            state, reason = "stopped", self._stop.reason
-        elif isinstance(error, UserError):
-            state, reason = "failed", str(error)
-        elif error is not None:
-            state = "failed"
-            reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records how this block ends, before any other listener hears of it and may fail."""
+        try:
+            yield
+        except BaseException as error:
+            # A resume that fails before it trains leaves the run, and its record, as they were.
+            if self._total is not None or not self._folder.end.exists():
+                self._record(*self._after(error))
+            raise
+        if self._stop.obeyed:
+            self._record("stopped", self._stop.reason)
+        elif self._total is not None and self._batches < self._total:
+            self._record("stopped", "the trial asked to stop")
+        else:
+            self._record("completed", "")
+
+    def _after(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, KeyboardInterrupt):
+            return "stopped", self._stop.reason
+        if isinstance(error, SystemExit):  # of the worker of a search that is gone
+            return "stopped", str(error)
+        if isinstance(error, UserError):
+            return "failed", str(error)
+        return "failed", ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+    def _record(self, state: str, reason: str) -> None:
         try:
             self._folder.record_end(End(state, reason, self._batches))
         except OSError as lost:  # the disk may be full, and the run have failed by that
@@ -207,7 +229,8 @@ def train(
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
-        told = [EndRecorder(first_batch), *display, *listeners] if chief else []
+        recorder = EndRecorder(first_batch)
+        told = [recorder, *display, *listeners] if chief else []
         reports = None
         if chief:
             folder.forget_metrics_after(first_batch)
@@ -220,7 +243,8 @@ def train(
             train=reports or core.DummyTrainContext(folder.tensorboard),
         )
         logged = logging_to(folder.log if chief else None, console)
-        with logged, core_context, _tell(told, folder, stop):
+        recorded = recorder.recording() if chief else nullcontext()
+        with logged, core_context, _tell(told, folder, stop), recorded:
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)

@@ -155,11 +155,11 @@ def _settings(
         experiment = parse(
             config, origin, hyperparameters=hyperparameters, completed_by_master=True
         )
+        return of_experiment(experiment)
     except ConfigError as error:
         raise ReportError(
             f"{error}\nallowed: an experiment of determined_amp.train, asked for where its code is"
         ) from error
-    return of_experiment(experiment)
 
 
 def _reports(determined: Determined, trials: Iterable[Trial], group: str) -> dict[int, Reports]:

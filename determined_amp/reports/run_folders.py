@@ -64,7 +64,7 @@ def read_search(path: Path) -> Source:
 
 def _trial(path: Path, trial: SearchTrial) -> Run:
     """From its run folder, or what the search knows of it if that is gone."""
-    # The search knows more of its end than the run folder does.
+    # Of a trial that has ended the search knows more than the run folder does.
     ends = {
         "complete": End("completed", "", 0),
         "failed": End("failed", trial.reason or "the search does not say why", 0),
@@ -72,12 +72,13 @@ def _trial(path: Path, trial: SearchTrial) -> Run:
     }
     end = ends.get(trial.state)
     try:
-        return _read(trial.folder, lambda _: end)
-    except ReportError:
+        return _read(trial.folder, read_end if end is None else lambda _: end)
+    except ReportError as error:
         training = (Report(0, trial.training),) if trial.training else ()
         validation = tuple(Report(batches, metrics) for batches, metrics in trial.history)
         state, reason = ended({}, training, validation, end)
-        reason = reason or "its run folder is not there"
+        gone = not trial.folder.is_dir()
+        reason = reason or ("its run folder is not there" if gone else str(error))
         name = f"trial {trial.number} of {path}"
         return Run(name, {}, training, validation, state, reason, trial.seed)
 

@@ -42,6 +42,9 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
     }
     sections = {"data": resolved["data"], "hyperparameters": hyperparameters}
     settings = flat({**plain(platform), **sections})
+    if PRECISION not in settings:
+        allowed = "a trial with hyperparameters.amp, which names its precision"
+        raise ConfigError("resolved.yaml", [f"{PRECISION}: missing; allowed: {allowed}"])
     Precision(settings[PRECISION])
     return settings
 

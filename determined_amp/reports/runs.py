@@ -182,9 +182,9 @@ class Run:
     @property
     def training_seconds(self) -> float | None:
         """Time to train all samples at its median speed: validation and checkpoints not counted."""
-        if self.speed is None:
-            return None
         batch_size = self.settings[BATCH_SIZE]
+        if self.speed is None or batch_size is None:
+            return None
         return float(self.training[-1].batches * batch_size / self.speed.median)
 
     def _steady(self) -> list[Report]:

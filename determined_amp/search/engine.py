@@ -54,7 +54,7 @@ def run_search(
         return 0
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return exit_status(run_it)
+    return exit_status(run_it, before="")
 
 
 def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:

@@ -28,7 +28,7 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.config.errors import UserError, exit_status
+from determined_amp.config.errors import NO_RETRY, UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FinderRun, json_text, show
@@ -45,7 +45,7 @@ from determined_amp.train import train_on_cluster
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return exit_status(lambda: _run(given))
+    return exit_status(lambda: _run(given), NO_RETRY)
 
 
 def _run(given: Sequence[str]) -> int:

@@ -21,9 +21,9 @@ import determined as det
 import torch
 from rich.console import Console
 
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse
+from determined_amp.local.checkpoints import complete_checkpoints
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial
@@ -156,10 +156,7 @@ def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
 
 
 def _resume(folder: RunFolder) -> Resume | None:
-    try:
-        return Resume.latest(folder.path)
-    except CheckpointError:  # it was lost before its first
-        return None
+    return Resume.latest(folder.path) if complete_checkpoints(folder.checkpoints) else None
 
 
 def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
@@ -170,6 +167,7 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
         open_trial(experiment.config, experiment.name) as found,
     ):
         metrics = scored(found.trial, found.context, experiment, batches)
+    folder.forget_metrics_after(-1)  # of a process that was killed before it could answer
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, _finite(metrics)))
 
