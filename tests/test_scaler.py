@@ -326,3 +326,12 @@ def test_counts_are_whole_numbers_on_the_device_of_the_parameters(steps: int) ->
     assert {(count.dtype, count.device) for count in whole} == {(torch.int64, device)}
     last = counts.last_step_applied
     assert (last.dtype, last.device) == (torch.bool, device)
+
+
+def test_steps_that_the_host_knew_stay_counted_when_only_the_device_knows() -> None:
+    counts = StepCounts(CPU, can_skip=True)
+    counts.count(False)
+    counts.count(True)
+    counts.count(torch.zeros(()))
+    assert (int(counts.applied), int(counts.consecutive_skips())) == (2, 0)
+    assert counts.applied_on_host is None

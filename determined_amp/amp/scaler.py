@@ -171,10 +171,12 @@ class StepCounts:
             skipped: What `GradScaler` found, (), not 0 for a skipped step, which nobody may change
                 any more; or a bool where the host knows.
         """
+        if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
+            self._settle()
+            self.applied_on_host = None
         self.attempted += 1
         self._settled = False
         if isinstance(skipped, torch.Tensor):
-            self.applied_on_host = None
             self._found.append(skipped)
             if len(self._found) == self._HANDFUL:
                 self._settle()
