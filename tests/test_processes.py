@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from determined import core
+from torch import distributed
 
 from determined_amp.local.folder import End, read_end
-from determined_amp.local.processes import StopOnSignal, process_group
+from determined_amp.local.processes import StopOnSignal, _free_ports, process_group
 from tests import training
 
 
@@ -143,3 +145,30 @@ def test_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.Mo
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with process_group() as processes:
         assert isinstance(processes, core.DummyDistributedContext)
+
+
+@pytest.mark.parametrize(("gpus", "rank", "chosen"), [(2, 0, 0), (2, 1, 1), (1, 1, 0)])
+def test_each_process_takes_a_gpu_of_its_own_before_the_group(
+    gpus: int, rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL and Determined would otherwise put every process onto the first GPU."""
+    done: list[Any] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")  # put back afterwards: it is set in there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+
+    def begin(backend: str) -> None:
+        done.append(backend)
+        raise ConnectionError
+
+    monkeypatch.setattr(distributed, "init_process_group", begin)
+    with pytest.raises(ConnectionError), process_group():
+        pass
+    assert done == [chosen, "cpu:gloo,cuda:nccl"]
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(_free_ports(50))) == 50

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 
 import torch
@@ -25,10 +25,10 @@ def process_group() -> Iterator[core.DistributedContext]:
     # torch 2.3 hangs in a second group of the same process: one that is there is used.
     owned = not distributed.is_initialized()
     if owned:
-        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        distributed.init_process_group(_backend())
     try:
         # Determined's default ports are fixed: a second run on the machine would meet the first.
-        ports = [_free_port(), _free_port()]
+        ports = _free_ports(2)
         distributed.broadcast_object_list(ports, src=0)
         yield core.DistributedContext(
             rank=int(os.environ["RANK"]),
@@ -44,6 +44,14 @@ def process_group() -> Iterator[core.DistributedContext]:
     finally:
         if owned:
             distributed.destroy_process_group()
+
+
+def _backend() -> str:
+    """Of torch.distributed; with GPUs this process takes its own first, or all share the first."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return "cpu:gloo,cuda:nccl"
 
 
 class StopOnSignal(core.DummyPreemptContext):
@@ -90,8 +98,10 @@ class StopOnSignal(core.DummyPreemptContext):
         self.requested = True
 
 
-def _free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Different ones: all are held until the last is found."""
+    with ExitStack() as held:
+        listeners = [held.enter_context(closing(socket.socket())) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
