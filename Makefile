@@ -32,9 +32,8 @@ report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder 
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
 	@$(RUN) -m determined_amp report loss-scale $(STUDY)
 
-compare: $(ENV)/ready ## train in every precision with five seeds, and compare: make compare [CONFIG=...]
-	@$(RUN) -m determined_amp search hp_search/compare_precisions.yaml --config hyperparameters.experiment=$(CONFIG)
-	@$(RUN) -m determined_amp report precision $$(ls -td runs/compare-precisions/*/ | head -n 1)
+compare: $(ENV)/ready ## would AMP pay on a trial, and which precision: make compare [CONFIG=...]
+	@$(RUN) -m determined_amp compare $(CONFIG)
 
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@# Images and CI often keep Python from writing bytecode; with it torch is imported in half the time.

@@ -19,6 +19,8 @@ from os import environ, path
 needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
 if path.isdir("trials/data"):
     needed["sklearn"] = "scikit-learn"
+if "\"minutes\"" in environ.get("DET_HPARAMS", ""):  # hp_search/compare.yaml
+    needed |= {name: name for name in ("optuna", "matplotlib", "scipy")}
 if "trials.latte" in environ.get("DET_HPARAMS", ""):
     torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
     newest = path.exists(path.join(torch, "accelerator"))

@@ -1,8 +1,8 @@
-"""Does Latte learn, and in BF16 as in FP32? Trains both over several seeds, against baselines.
+"""Trains Latte in FP32 and BF16 with several seeds, and compares the losses with baselines.
 
     python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
 
-A run that is already in FOLDER is not trained again. Prints the table, and writes its numbers to
+It does not train runs again that are in FOLDER. It prints a table and writes the numbers to
 `benchmarks/results/latte_learning.json`.
 """
 
@@ -30,19 +30,19 @@ from trials.latte import LatteHparams
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
 RESULTS = ROOT / "benchmarks" / "results" / "latte_learning.json"
-# Passes over the training set that the baselines are fitted on: digits move anew in each.
+# The baselines are fitted on this many passes over the training set, with new motion in each.
 PASSES = 6
 
 
 def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
-    """The validation loss, over all timesteps, of predictors of the noise that need no network.
+    """The validation losses, over all timesteps, of predictors of the noise without a network.
 
-    With x_t = sqrt(a) x + sqrt(1 - a) e the best linear prediction of e leaves a v / (a v + 1 - a)
-    of its variance in a direction in which the clips have variance v (Wiener). Taken pixel by
-    pixel, or along the principal components of whole clips, which is the best of all linear ones.
+    Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance v, the best
+    linear prediction of e leaves a v / (a v + 1 - a) of its variance (Wiener). The directions are
+    single pixels, or the principal components of whole clips, the best linear predictor.
 
     Returns:
-        `zero`, `linear_per_pixel` and `linear`.
+        The losses `zero`, `linear_per_pixel` and `linear`.
     """
     train, _ = clips.load(config.data, seed=0)
     everything = [
@@ -66,7 +66,7 @@ def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
 
 
 def trained(config: str, seed: int, batches: int, runs: Path) -> float:
-    """The EMA validation loss at the end of a run of that length."""
+    """The final validation loss, with EMA weights, of a run; trains it if necessary."""
     folder = runs / f"{config}-{batches}-{seed}"
     if not (loss := _final_loss(folder, batches)):
         changes = {
@@ -97,7 +97,7 @@ def _final_loss(folder: Path, batches: int) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the benchmark; returns the exit status, 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.latte_learning")
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)

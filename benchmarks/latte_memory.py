@@ -1,14 +1,13 @@
-"""What Latte keeps for its backward, and what a step costs, with and without checkpointing.
+"""Measures the memory that Latte keeps for its backward, and the time of a step.
 
     python -m benchmarks.latte_memory
 
-Writes `benchmarks/results/latte_memory.json`, the same as a table in `latte_memory.md`, and the
-picture `docs/pictures/latte_memory.png`.
+It measures with and without checkpointing, and writes `benchmarks/results/latte_memory.json`, a
+table in `latte_memory.md` and the picture `docs/pictures/latte_memory.png`.
 
-The bytes are counted on fake tensors, which have shapes and no values, so that the paper's sizes
-need no memory here; a real step of the small model keeps the same, in BF16 to within 0.02 %. Times
-are of the small model on this machine, or on a GPU if there is one; peak memory and the largest
-batch that fits are measured on a GPU alone.
+The bytes are counted on fake tensors, which have shapes but no values, so the paper's sizes need no
+memory. A real step of the small model keeps the same number of bytes, in BF16 within 0.02 %. On a
+CPU the times are those of the small model. Peak memory and largest batch need a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.nn import functional
 
 from determined_amp.amp.precision import prepare_backend
 from determined_amp.config import experiment
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.experiment import Experiment
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
@@ -43,7 +42,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "pictures" / "latte_memory.png"
 
 PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
-# Which model, and the batches (per slot) that it is counted with; between them it is a line.
+# By model, the batch sizes (per slot) to count; bytes are linear in the batch size.
 COUNTED = {"latte_s": (1, 5), "latte_xl": (1, 5)}
 TIMED = {"cpu": ("fp32", (4, 16)), "cuda": ("latte_xl", (1, 2, 5))}
 STEPS = 3
@@ -55,14 +54,14 @@ class Row:
 
     Args:
         model: Name of its configuration.
-        precision: What it computes in.
-        checkpointing: Whether its blocks are computed again in the backward.
-        batch: Clips.
-        saved_bytes: Held between forward and backward, parameters excluded.
-        step_seconds: Of forward, backward and AdamW: the least of a few, in processor time of one
-            thread on a CPU, which other processes disturb least; by events on a GPU.
-        peak_bytes: The most that a step had allocated, on a GPU.
-        largest_batch: That fits on this GPU.
+        precision: Its precision.
+        checkpointing: Whether the backward computes its blocks again.
+        batch: Number of clips.
+        saved_bytes: Bytes kept between forward and backward, without parameters.
+        step_seconds: Time of forward, backward and AdamW, the minimum of a few steps. On a CPU it
+            is processor time of one thread, which other processes disturb least.
+        peak_bytes: Largest allocation during a step, on a GPU.
+        largest_batch: Largest batch that fits on this GPU.
     """
 
     model: str
@@ -80,9 +79,9 @@ class Step:
 
     Args:
         config: The model's experiment.
-        precision: What it computes in.
-        checkpointing: Whether to checkpoint.
-        device: Where.
+        precision: Its precision.
+        checkpointing: Whether to use gradient checkpointing.
+        device: The device.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Step:
         self._data = config.data
         self._device = device
         self._dtype = precision.autocast_dtype
-        with device:  # made there: fake parameters cannot be moved
+        with device:  # fake parameters cannot be moved later
             self.model = Denoiser(
                 config.hparams.model, config.data, gradient_checkpointing=checkpointing
             )
@@ -103,14 +102,14 @@ class Step:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 
     def loss(self, batch: int) -> torch.Tensor:
-        """Forward and loss of a batch, as `trials.latte` computes it."""
+        """Run forward and loss of a batch, as `trials.latte` does."""
         clips = torch.zeros((batch, *self._data.clip_shape), device=self._device)
         numbers = torch.zeros(batch, dtype=torch.int64, device=self._device)
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
             return functional.mse_loss(self.model(clips, numbers, numbers), torch.ones_like(clips))
 
     def saved_bytes(self, batch: int) -> int:
-        """Bytes of the storages that autograd holds after the forward, parameters excluded."""
+        """Bytes of the storages that autograd keeps after the forward, without parameters."""
         parameters = {p.untyped_storage()._cdata for p in self.model.parameters()}
         held: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
 
@@ -127,14 +126,14 @@ class Step:
         return total
 
     def run(self, batch: int) -> None:
-        self._optimizer.zero_grad()  # of a step that ran out of memory
+        self._optimizer.zero_grad()  # after a step that ran out of memory
         self.loss(batch).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
 def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
-    """Bytes kept by one model in every variant, on fake tensors."""
+    """Count the bytes that every variant of a model keeps, on fake tensors."""
     for precision, checkpointing in variants():
         with FakeTensorMode(allow_non_fake_inputs=True):
             step = Step(load(name), precision, checkpointing, torch.device("cpu"))
@@ -144,7 +143,7 @@ def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
 
 
 def timed(name: str, batches: Sequence[int], device: torch.device) -> Iterator[Row]:
-    """Bytes, step time and, on a GPU, memory of one model in every variant."""
+    """Measure bytes, step time and, on a GPU, memory of every variant of a model."""
     for precision, checkpointing in variants():
         prepare_backend(precision, device, set_switches=True)
         torch.backends.cudnn.benchmark = True
@@ -159,7 +158,7 @@ def timed(name: str, batches: Sequence[int], device: torch.device) -> Iterator[R
 
 
 def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | None]:
-    """The least time of a few steps, and on a GPU the peak of allocated bytes."""
+    """The minimum time of a few steps, and on a GPU the peak of allocated bytes."""
     step.run(batch)  # the first allocates
     if device.type != "cuda":
         times = []
@@ -187,7 +186,7 @@ def largest_batch(run: Callable[[int], None]) -> int:
         try:
             run(batch)
         except torch.cuda.OutOfMemoryError:
-            pass  # the error holds the tensors of the step as long as it is being handled
+            pass  # the error keeps the tensors of the step alive until it is handled
         else:
             return True
         torch.cuda.empty_cache()
@@ -230,7 +229,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], device: str) -> None:
-    """Bytes kept by the largest model, and step times, over the batch."""
+    """Draw the bytes kept by the largest model, and step times, over the batch size."""
     mpl.use("Agg")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     colours = dict(zip(PRECISIONS, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
@@ -260,7 +259,7 @@ def draw(rows: Sequence[Row], device: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the benchmark; returns the exit status, 0."""
     argparse.ArgumentParser(
         prog="python -m benchmarks.latte_memory", description="Memory and speed of Latte."
     ).parse_args(arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.turns import BATCHES_PER_TURN, Turns
+from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.experiment import Experiment, parse, read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.fitting import fit
-from determined_amp.local.checkpoints import LocalCheckpoints
 from determined_amp.local.context import trial_context
+from determined_amp.local.open_trial import throwaway_core_context
 from trials.data import images as data
 from trials.data import loading
 from trials.mlp import MLPHparams, MLPTrial
@@ -29,12 +29,12 @@ BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
 
 
 class Case:
-    """What all loops of one comparison train: a 64-64-10 MLP in batches of 8.
+    """The training of all loops of one comparison: a 64-64-10 MLP in batches of 8.
 
     Args:
         precision: `amp.precision`.
         schedule: `lr_schedule`.
-        batches: Length of the run.
+        batches: Length of the run, in batches.
     """
 
     def __init__(self, precision: str, schedule: str, batches: int) -> None:
@@ -74,12 +74,12 @@ class Case:
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The one of `MLPTrial`."""
+        """The optimizer of `MLPTrial`."""
         fused = self.device.type == "cuda"
         return torch.optim.Adam(model.parameters(), lr=self.hparams.learning_rate, fused=fused)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        """One of PyTorch, or None for a constant rate."""
+        """PyTorch's scheduler, or None for a constant rate."""
         if self.hparams.lr_schedule is LRSchedule.CONSTANT:
             return None
         batches = self.experiment.max_length.batches
@@ -96,20 +96,13 @@ class Case:
 
     @contextmanager
     def context(self) -> Iterator[pytorch.PyTorchTrialContext]:
-        """Determined's, seeded; it leaves nothing behind and its reports go nowhere."""
-        alone = core.DummyDistributedContext()
-        with tempfile.TemporaryDirectory() as folder:
-            core_context = core.Context(
-                checkpoint=LocalCheckpoints(alone, Path(folder), None),
-                distributed=alone,
-                train=NoReports(Path(folder)),
-            )
-            with core_context:
-                yield trial_context(core_context, self.experiment)
+        """Determined's context, with seeds set; it drops reports and leaves no files."""
+        with throwaway_core_context(reports=NoReports) as core_context:
+            yield trial_context(core_context, self.experiment)
 
 
 class NoReports(core.DummyTrainContext):
-    """Without the debug line with every metric of every batch that Determined formats locally."""
+    """Drops reports: Determined's class formats a debug line with every metric of every batch."""
 
     def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
         return
@@ -121,7 +114,7 @@ def bare(case: Case, turns: Turns) -> nn.Module:
 
 
 def bare_in_memory(case: Case, turns: Turns) -> nn.Module:
-    """The same without the loader."""
+    """The same loop on batches in memory, without the loader."""
     batches = case.loader().get_data_loader(repeat=True)
     few = list(itertools.islice(batches, BATCHES_PER_TURN))
     return _train_bare(case, turns, itertools.cycle(few))
@@ -151,7 +144,7 @@ def _train_bare(case: Case, turns: Turns, batches: Iterable[loading.Batch]) -> n
 
 
 class StockTrial(pytorch.PyTorchTrial):
-    """Native AMP as in Determined's own examples: the loss is a metric of every batch."""
+    """Native AMP as in Determined's own examples, which report the loss of every batch."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
         self.context = context
@@ -194,7 +187,7 @@ class StockTrial(pytorch.PyTorchTrial):
 
 
 class SilentTrial(StockTrial):
-    """The same, but it reports nothing: what is left is Determined's loop itself."""
+    """The same trial without metrics, to measure Determined's loop itself."""
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -204,12 +197,12 @@ class SilentTrial(StockTrial):
 
 
 def stock(case: Case, turns: Turns) -> nn.Module:
-    """A trial as in Determined's examples, in its loop."""
+    """`StockTrial` in Determined's loop."""
     return _train_stock(StockTrial, case, turns)
 
 
 def silent(case: Case, turns: Turns) -> nn.Module:
-    """The same trial, which reports nothing."""
+    """`SilentTrial` in Determined's loop."""
     return _train_stock(SilentTrial, case, turns)
 
 
@@ -227,9 +220,9 @@ def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.
 
 
 def ours(case: Case, turns: Turns) -> nn.Module:
-    """`trials.mlp`, audit, guard, counters and reports included, in Determined's loop."""
+    """`trials.mlp` in Determined's loop, with audit, guard, counters and reports."""
     with case.context() as context:
-        trial = case.experiment.make(context)
+        trial = trial_of(case.experiment, context)
         assert isinstance(trial, MLPTrial)
         _take_turns(trial, turns)
         fit(trial, context, checkpoint_policy="none")

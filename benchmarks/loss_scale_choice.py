@@ -1,12 +1,12 @@
-"""Is the scale that the finder names as good as the best one of a grid of short trainings?
+"""Compares the finder's scale with the best scale of a grid of short trainings.
 
     python -m benchmarks.loss_scale_choice            # some minutes on one core; no GPU needed
     python -m benchmarks.loss_scale_choice --redraw   # table and picture of the last results
 
-Three models: one whose gradients fit float16 at PyTorch's default of 2^16, one that overflows
-there, one that is flushed to 0 there. Each trains in its own loop from 12 initial loss scales with
-the same five seeds, and from the finder's scale with these seeds. Seeds differ far more than scales
-do, so the comparison is paired, and a difference within the seeds' standard deviation is a tie.
+At PyTorch's default of 2^16, the gradients of the first model fit float16, those of the second
+overflow, and those of the third are flushed to 0. Each model trains with the same five seeds from
+12 initial loss scales and from the finder's scale. Seeds differ far more than scales do. So the
+comparison is paired, and a difference within the standard deviation over seeds is a tie.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.find import look
 from determined_amp.finder.frozen import wrapped_scaler
+from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
@@ -60,10 +60,10 @@ class Model:
     """One training to repeat.
 
     Args:
-        name: For the table.
-        what: What it is, in words.
+        name: Name in the table.
+        what: Description in the table.
         config: The experiment, without seed and scale.
-        scale_key: Where the initial loss scale goes.
+        scale_key: The hyperparameter with the initial loss scale.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """How one training ended."""
+    """The result of one training."""
 
     scale_log2: int
     seed: int
@@ -92,17 +92,17 @@ class Training:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The finder's scale against the best of the grid, by mean validation loss over the seeds.
+    """The finder's scale compared with the grid's best, by validation loss.
 
     Args:
-        choice_log2: The finder's.
-        best_log2: The grid's; chosen on the same data, which favours it.
-        choice_loss: Mean over seeds.
-        default_loss: The same from PyTorch's default of 2^16.
-        best_loss: Mean over seeds.
+        choice_log2: log2 of the finder's scale.
+        best_log2: log2 of the grid's best scale; chosen on the same data, which favours it.
+        choice_loss: Mean loss over seeds at the finder's scale.
+        default_loss: Mean loss over seeds at PyTorch's default of 2^16.
+        best_loss: Mean loss over seeds at the grid's best.
         seed_sd: Standard deviation over seeds at the grid's best.
         difference: Mean of the paired differences, choice minus best.
-        half_width: Of its 95 % interval.
+        half_width: Half width of their 95 % interval.
         verdict: `tie` within `seed_sd`, otherwise `better` or `worse`.
         ratio: Samples of the grid with one seed, over those of the finder.
     """
@@ -120,7 +120,7 @@ class Comparison:
 
 
 def models() -> list[Model]:
-    """The main model, small enough for float16 on a CPU, and two that the default does not fit."""
+    """The MLP, small enough for float16 on a CPU, and two models that 2^16 does not fit."""
     mlp = with_overrides(
         read_yaml(str(ROOT / "experiment_configs" / "mlp" / "amp.yaml")),
         ["data.image_size=8", "hyperparameters.hidden_features=128"],
@@ -162,21 +162,21 @@ def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
                 checkpoint_policy="none",
             )
         scaler = wrapped_scaler(found.context)
-        # Shorter than the growth interval: the scale has only fallen, a bit for every skip.
+        # Before the first growth, each bit that the scale has lost is a skipped step.
         assert steps < scaler.get_growth_interval()
         skipped = scale_log2 - round(math.log2(scaler.get_scale()))
     return Training(scale_log2, seed, last.loss, skipped)
 
 
 def predict(model: Model) -> FoundScale:
-    """What the finder says, with the first seed."""
+    """Run the finder with the first seed."""
     config = model.at(SEEDS[0], 16)
     with open_trial(config, model.name) as found:
-        return FoundScale(*look(model.name, found.trial, found.context, BATCHES_OF_FINDER))
+        return find_in_trial(model.name, found.trial, found.context, BATCHES_OF_FINDER)
 
 
 def compare(trainings: Sequence[Training], found: FoundScale, steps: int) -> Comparison:
-    """Judge by paired differences: the same seeds start from both scales."""
+    """Compare by paired differences: the same seeds train from both scales."""
     assert found.finding.choice_log2 is not None
     losses: dict[int, list[float]] = {}
     for training in sorted(trainings, key=lambda training: training.seed):
@@ -203,7 +203,7 @@ def compare(trainings: Sequence[Training], found: FoundScale, steps: int) -> Com
 
 
 def measure(chosen: Sequence[Model]) -> Iterator[dict[str, Any]]:
-    """All trainings of each model, and what follows from them."""
+    """All trainings of each model, and their comparison."""
     with Progress() as progress:
         most = len(chosen) * (len(GRID_LOG2) + 1) * len(SEEDS)
         task = progress.add_task("trainings", total=most)
@@ -226,7 +226,7 @@ def measure(chosen: Sequence[Model]) -> Iterator[dict[str, Any]]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table, with everything it takes to read it right."""
+    """The table, with the notes to read it."""
     lines = [
         f"{len(GRID_LOG2)} initial loss scales from 2^{GRID_LOG2[0]} to 2^{GRID_LOG2[-1]}, "
         f"{results['steps']} steps each, {len(results['seeds'])} seeds; validation loss, mean over "
@@ -257,17 +257,17 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if the finder's scale is worse for a model."""
+    """Run the benchmark; returns the exit status: 1 if the finder's scale is worse for a model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_scale_choice")
     parser.add_argument("--redraw", action="store_true", help="train nothing: the last results")
     if parser.parse_args(arguments).redraw:
         results = json.loads(RESULTS.read_text())
     else:
         logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")  # of determined and torch, once per training
+        warnings.simplefilter("ignore")  # determined and torch warn once per training
         torch.set_num_threads(1)
         results = {
-            # Not as typed: the path of the module is this machine's.
+            # Not sys.argv, which has the path of the module on this machine.
             "environment": {**environment(), "command": COMMAND},
             "steps": STEPS,
             "seeds": SEEDS,

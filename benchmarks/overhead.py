@@ -1,10 +1,10 @@
-"""What Determined's loop and this repository's recipe add to a bare PyTorch AMP loop.
+"""Measures what Determined's loop and our recipe add to a bare PyTorch AMP loop.
 
     python -m benchmarks.overhead [--precision amp_fp16] [--rounds 40]
 
 All loops train the same model on the same batches of the same loader, in one process and by turns,
-so that what else the machine does hits all alike; a round is 100 batches of each with one report.
-The step is tiny on purpose: what is left is what the host does around the kernels.
+so that other load on the machine affects all of them alike. A round is 100 batches of each, with
+one report. The step is tiny on purpose: it shows what the host does around the kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 from benchmarks import loops
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from trials.schedule import LRSchedule
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,7 +48,7 @@ REFERENCE = "bare PyTorch loop"
 
 
 def measure(precision: str, schedule: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU microseconds per batch of every loop, a pair for each 100 batches."""
+    """Wall and CPU time per batch, in microseconds, of every loop and round."""
     turns_each = (rounds + 1) * TURNS_PER_ROUND
     case = loops.Case(precision, schedule, turns_each * BATCHES_PER_TURN + 1)
     with controlled_by(SafeController):
@@ -66,10 +66,11 @@ def _rounds(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def summary(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """Medians over the quarter of the rounds that took the least CPU time, all loops together.
+    """Medians over the quarter of the rounds in which all loops together took the least CPU time.
 
-    In the others something else kept the machine busy. By the time of one loop alone they must not
-    be chosen: it would look better than the rest. What a loop adds is taken within each round.
+    In the other rounds the machine was busy with something else. The time of a single loop must not
+    select the rounds, because that loop would look better than the others. The time that a loop
+    adds is a difference within each round.
     """
     bare = [cpu for _, cpu in found[REFERENCE]]
     together = [sum(cpu for _, cpu in each) for each in zip(*found.values(), strict=True)]

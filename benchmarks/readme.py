@@ -1,4 +1,4 @@
-"""Draw the README's picture and write its table, both from the results in `benchmarks/results`.
+"""Draws the README's picture and writes its table, both from the results in `benchmarks/results`.
 
 python -m benchmarks.readme
 """
@@ -6,13 +6,12 @@ python -m benchmarks.readme
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from determined_amp.finder.verdict import DEFAULT_LOG2
@@ -21,60 +20,72 @@ from determined_amp.reports.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILIO
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
-PRECISIONS = ROOT / "benchmarks" / "results" / "precision_mlp_cpu.json"
-SCALES = ROOT / "benchmarks" / "results" / "loss_scale_choice_cpu.json"
+RESULTS = ROOT / "benchmarks" / "results"
+# By the name of the model: a report on its precisions.
+PRECISIONS = {
+    "MLP": RESULTS / "precision_mlp_cpu.json",
+    "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
+}
+SCALES = RESULTS / "loss_scale_choice_cpu.json"
 
 _HEADS = (
-    "| precision | validation accuracy, mean and sd | samples/s, median (range) | skipped steps |"
+    "| model | precision | validation accuracy, mean and sd | samples/s, median (range) | speed | "
+    "skipped steps |"
 )
-# tf32 is fp32 on a CPU: the page of the comparison shows it as the drift of the machine.
+# Not tf32, which is fp32 on a CPU; docs/precision.md uses it to show the drift of the machine.
 _SHOWN = ("fp32", "amp_bf16", "amp_fp16")
 _NAMES = {"MLP": "MLP", "SummedLoss": "summed loss", "TinyLoss": "tiny loss"}
 _COLOURS = {"amp_bf16": BLUE, "amp_fp16": VERMILION}
 
 
-def draw(precisions: Mapping[str, Any], scales: Mapping[str, Any]) -> Figure:
-    """Three answers side by side: the speed, the accuracy, the initial loss scale.
+def draw(precisions: Mapping[str, Mapping[str, Any]], scales: Mapping[str, Any]) -> Figure:
+    """Draw three answers side by side: speed, accuracy and initial loss scale.
 
     Args:
-        precisions: The JSON of the report on the precisions.
+        precisions: The JSON of `report precision`, by the name of the model.
         scales: The JSON of `benchmarks.loss_scale_choice`.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 2.9), layout="constrained")
-        FigureCanvasAgg(figure)
         speed, accuracy, scale = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
-        compared = [c for c in precisions["comparisons"] if c["precision"] in _SHOWN]
+        compared = {
+            f"{c['precision']}, {model}": c
+            for model, found in precisions.items()
+            for c in found["comparisons"]
+            if c["precision"] in _SHOWN
+        }
         _draw_speed(speed, compared)
-        _draw_accuracy(accuracy, compared, precisions["margin"])
+        _draw_accuracy(accuracy, compared, next(iter(precisions.values()))["margin"])
         _draw_scales(scale, scales["models"])
         return figure
 
 
-def _draw_speed(ax: Axes, compared: Sequence[Mapping[str, Any]]) -> None:
+def _draw_speed(ax: Axes, compared: Mapping[str, Mapping[str, Any]]) -> None:
     ax.set_title("Is it faster?")
-    for row, comparison in enumerate(compared):
+    for row, comparison in enumerate(compared.values()):
         speed, colour = comparison["speed"], _COLOURS[comparison["precision"]]
         ax.barh(row, speed["median"], height=0.5, color=colour, alpha=0.3)
         ax.plot([speed["low"], speed["high"]], [row, row], color=colour, linewidth=2)
         ax.text(speed["high"] + 0.03, row, f"{speed['median']:.2f}x", va="center")
     ax.axvline(1, color=INK, linewidth=1)
     ax.text(0.98, -0.78, "fp32", ha="right", va="top", color=MUTED)
-    ax.set_xlim(0, max(1.15, *(c["speed"]["high"] * 1.2 for c in compared)))
+    ax.set_xlim(0, max(1.15, *(c["speed"]["high"] * 1.3 for c in compared.values())))
     ax.set_xlabel("speed, fp32 is 1; median, range")
-    _label_rows(ax, [comparison["precision"] for comparison in compared])
+    _label_rows(ax, list(compared))
 
 
-def _draw_accuracy(ax: Axes, compared: Sequence[Mapping[str, Any]], margin: float) -> None:
+def _draw_accuracy(ax: Axes, compared: Mapping[str, Mapping[str, Any]], margin: float) -> None:
     ax.set_title("Is it as accurate?")
     ax.axvspan(-100 * margin, 100 * margin, color=GREEN, alpha=0.1, linewidth=0)
     ax.axvline(0, color=INK, linewidth=1)
-    for row, comparison in enumerate(compared):
+    for row, comparison in enumerate(compared.values()):
         found, colour = comparison["difference"], _COLOURS[comparison["precision"]]
         ends = [100 * found["low"], 100 * found["high"]]
         ax.plot(ends, [row, row], color=colour, linewidth=2)
         ax.plot(100 * found["mean"], row, "o", color=colour)
-    ax.set_xlim(-150 * margin, 150 * margin)
+    far = [abs(100 * c["difference"][end]) for c in compared.values() for end in ("low", "high")]
+    reach = max(150 * margin, 1.1 * max(far))
+    ax.set_xlim(-reach, reach)
     ax.set_xlabel(f"points, fp32 is 0; green: equal ±{100 * margin:g}")
     _label_rows(ax, ["" for _ in compared])
 
@@ -97,31 +108,41 @@ def _label_rows(ax: Axes, names: Sequence[str]) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def table(precisions: Mapping[str, Any]) -> str:
-    """The README's rows, Markdown."""
-    rows = {row["precision"]: row for row in precisions["precisions"]}
-    skipped = {
-        name: [run["skipped_steps"] for run in precisions["runs"] if run["precision"] == name]
-        for name in _SHOWN
-    }
-    lines = [_HEADS, "|---|---|---|---|"]
+def table(precisions: Mapping[str, Mapping[str, Any]]) -> str:
+    """The README's table, in Markdown."""
+    rows = [row for model, found in precisions.items() for row in _rows(model, found)]
+    return "\n".join([_HEADS, "|---|---|---|---|---|---|", *rows]) + "\n"
+
+
+def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
+    by_precision = {row["precision"]: row for row in found["precisions"]}
+    ratios = {c["precision"]: c["speed"] for c in found["comparisons"]}
     for name in _SHOWN:
-        row, speed = rows[name], rows[name]["samples_per_second"]
+        row = by_precision.get(name)
+        if row is None:  # left out of this comparison
+            continue
+        speed, ratio = row["samples_per_second"], ratios.get(name)
+        skipped = [run["skipped_steps"] for run in found["runs"] if run["precision"] == name]
+        times = f"{ratio['median']:.2f}x" if ratio else "1"
         accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
         speeds = f"{speed['median']:.0f} ({speed['low']:.0f} to {speed['high']:.0f})"
-        lines.append(f"| `{name}` | {accuracy} | {speeds} | {max(skipped[name]):.0f} |")
-    return "\n".join(lines) + "\n"
+        yield f"| {model} | `{name}` | {accuracy} | {speeds} | {times} | {max(skipped):.0f} |"
 
 
 def with_table(readme: str, rows: str) -> str:
-    """The text of the README with these rows in place of its own."""
+    """The text of the README with a new table."""
     before, _, rest = readme.partition(_HEADS)
     _, _, after = rest.partition("\n\n")
     return f"{before}{rows}\n{after}"
 
 
+def read_precisions() -> dict[str, Any]:
+    """The committed reports on precisions, by the name of the model."""
+    return {model: json.loads(path.read_text()) for model, path in PRECISIONS.items()}
+
+
 def main() -> None:
-    precisions = json.loads(PRECISIONS.read_text())
+    precisions = read_precisions()
     save_png(draw(precisions, json.loads(SCALES.read_text())), PICTURE)
     README.write_text(with_table(README.read_text(), table(precisions)))
 

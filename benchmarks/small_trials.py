@@ -1,8 +1,8 @@
-"""Six small trials that span what a loss scale can meet, written as a user would write them.
+"""Six small trials with different gradients for the finder, written as a user would write them.
 
-They know nothing of this repository: Determined's `PyTorchTrial`, PyTorch's `GradScaler` and
-`autocast`, and any hyperparameters. All learn from the handwritten digits that scikit-learn ships,
-8 x 8 pixels. B = samples of a batch.
+They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's `GradScaler` and
+`autocast`, and hyperparameters of their own. All learn from scikit-learn's handwritten digits, 8 x
+8 pixels. B = samples of a batch.
 
 | trial | what is special |
 |---|---|
@@ -31,7 +31,7 @@ TRAINING_SAMPLES = 1500
 
 
 class SmallTrial(pytorch.PyTorchTrial):
-    """Native AMP in Determined, as short as it can be.
+    """Native AMP in Determined, in few lines.
 
     Hyperparameters: `global_batch_size`, `learning_rate`, and optionally `init_scale`.
 
@@ -58,7 +58,7 @@ class SmallTrial(pytorch.PyTorchTrial):
         return torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of one batch: images (B, 1, 8, 8) float32 in [0, 1], labels (B,) int64."""
+        """The loss of a batch: images (B, 1, 8, 8) float32 in [0, 1], labels (B,) int64."""
         return functional.cross_entropy(self.model(images), labels)
 
     def train_batch(
@@ -112,7 +112,7 @@ class BatchNormCNN(SmallTrial):
 
 
 class PreNormTransformer(SmallTrial):
-    """The rows of an image as eight tokens."""
+    """A transformer over the rows of an image, as eight tokens."""
 
     def make_model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(
@@ -140,7 +140,7 @@ class SummedLoss(SmallTrial):
 
 
 class TinyLoss(SmallTrial):
-    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is made to fit."""
+    """Regression in units so large that the loss is near 1e-8; Adam's epsilon is small enough."""
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -154,7 +154,7 @@ class TinyLoss(SmallTrial):
 
 
 class DeepPlain(SmallTrial):
-    """Each layer shrinks the gradient: its range is wider than float16's."""
+    """Each layer shrinks the gradient, so gradients have a wider range than float16."""
 
     def make_model(self) -> nn.Module:
         hidden = [layer for _ in range(40) for layer in (nn.Linear(32, 32), nn.Tanh())]
@@ -162,7 +162,7 @@ class DeepPlain(SmallTrial):
 
 
 class Float16Loss(SmallTrial):
-    """The mean absolute error of two float16 tensors is a float16 tensor, and so is its scale."""
+    """The mean absolute error of float16 tensors is float16, so the scale becomes float16, too."""
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -183,7 +183,7 @@ LEARNING_RATES: dict[type[SmallTrial], float] = {
 
 
 def config(trial: type[SmallTrial], seed: int = 0, **hyperparameters: float) -> dict[str, Any]:
-    """An experiment configuration, as of a YAML, for one of these trials."""
+    """An experiment configuration for one of these trials."""
     return {
         "name": trial.__name__,
         "entrypoint": f"{trial.__module__}:{trial.__name__}",

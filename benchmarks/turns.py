@@ -1,7 +1,7 @@
-"""Lets several training loops run in one process by turns, so that noise hits all of them alike.
+"""Runs several training loops in one process by turns, so that noise affects all of them alike.
 
-On a busy machine the speed of a core changes from one second to the next. Loops that run one after
-the other are measured at different speeds; these change places every few batches.
+On a busy machine the speed of a core changes from second to second. Loops that run one after the
+other are measured at different speeds. These loops alternate every few batches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ BATCHES_PER_TURN = 20
 
 
 class Turns:
-    """The turns of one loop, in a thread of its own that runs only while it has the turn.
+    """The turns of one loop, which runs in a thread of its own.
 
     Attributes:
-        times: Wall and CPU seconds of each turn, `BATCHES_PER_TURN` batches.
-        over: The loop is to end: set when `batch_begins` returns.
+        times: Wall and CPU seconds of each turn of `BATCHES_PER_TURN` batches.
+        over: Whether the loop must end; to be checked after `batch_begins`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Turns:
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
 
     def batch_begins(self) -> None:
-        """Called by the loop when it has a batch: ends a turn and waits for the next one."""
+        """Called by the loop at every batch: ends a turn, and waits for the next one."""
         if self._batch % BATCHES_PER_TURN == 0:
             if self._batch:
                 now = _now()
@@ -43,7 +43,7 @@ class Turns:
 
     @contextmanager
     def of(self, loop: Callable[[Turns], object]) -> Iterator[None]:
-        """Start `loop` and let it come to its first batch; end it on leaving."""
+        """Start `loop`, wait for its first batch, and end it when the block ends."""
         thread = threading.Thread(target=self._run, args=(loop,))
         thread.start()
         try:
@@ -55,7 +55,7 @@ class Turns:
             thread.join()
 
     def take(self) -> None:
-        """One turn of the loop; raises what the loop raises."""
+        """Run one turn of the loop; raises the loop's error."""
         self._go.release()
         self._wait()
 
@@ -74,7 +74,7 @@ class Turns:
 
 
 def by_turns(loops: dict[str, Callable[[Turns], object]], rounds: int) -> dict[str, Turns]:
-    """Give each loop `rounds` turns, in an order that is reversed after every round."""
+    """Give each loop `rounds` turns; every round reverses the order."""
     turns = {name: Turns() for name in loops}
     with ExitStack() as running:
         for name, loop in loops.items():

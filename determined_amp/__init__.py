@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from determined_amp.amp.mixed_precision import MixedPrecision
+    from determined_amp.amp.unmodified import TrialAsItIs
     from determined_amp.audit.report import AuditError
-    from determined_amp.config.amp import AmpSettings, EvalPrecision, OnOverflow, Precision
+    from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, OnOverflow, Precision
     from determined_amp.config.errors import GuardError, UserError
     from determined_amp.config.settings import ConfigError
     from determined_amp.finder import find_loss_scale
@@ -29,6 +30,7 @@ __all__ = [
     "MixedPrecision",
     "OnOverflow",
     "Precision",
+    "TrialAsItIs",
     "UserError",
     "__version__",
     "find_loss_scale",
@@ -36,14 +38,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AmpSettings": "config.amp",
+    "AmpSettings": "config.amp_settings",
     "AuditError": "audit.report",
     "ConfigError": "config.settings",
-    "EvalPrecision": "config.amp",
+    "EvalPrecision": "config.amp_settings",
     "GuardError": "config.errors",
     "MixedPrecision": "amp.mixed_precision",
-    "OnOverflow": "config.amp",
-    "Precision": "config.amp",
+    "OnOverflow": "config.amp_settings",
+    "Precision": "config.amp_settings",
+    "TrialAsItIs": "amp.unmodified",
     "UserError": "config.errors",
     "find_loss_scale": "finder",
     "fit": "fitting",

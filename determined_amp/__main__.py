@@ -1,4 +1,4 @@
-"""One door for all commands: `python -m determined_amp VERB`, installed as `det-amp VERB`."""
+"""The command line: `python -m determined_amp COMMAND`, installed as `det-amp COMMAND`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import os
 import sys
 from collections.abc import Sequence
 
-from determined_amp.config.errors import NO_RETRY, exit_status
+from determined_amp.config.errors import NO_RETRY, UserError, exit_status
 
-# Each command: the module whose `main(arguments)` it calls, and what it does.
+# By command, the module with its `main(arguments)`, and its help.
 _COMMANDS = {
     "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
-    "audit": ("determined_amp.commands.audit", "what is one training batch really computed in?"),
+    "audit": ("determined_amp.commands.audit", "show what one training batch is computed in"),
     "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
+    "compare": (
+        "determined_amp.commands.compare",
+        "train in every precision, and say which to use",
+    ),
     "search": ("determined_amp.search.command", "run a search or a comparison without a cluster"),
+    "report": ("determined_amp.reports.any_report", "the one of the next two that fits a source"),
     "report precision": (
         "determined_amp.reports.precision_report",
-        "precisions compared, and a verdict",
+        "compare precisions, with a verdict",
     ),
     "report loss-scale": (
         "determined_amp.reports.loss_scale_report",
-        "the loss scale, predicted and observed",
+        "draw the loss scale, predicted and observed",
     ),
 }
 
+# Packages of the extras `search` and `reports`.
+_OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy")
+
 
 def usage() -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     width = max(map(len, _COMMANDS))
     lines = [f"  {command:{width}}  {text}" for command, (_, text) in _COMMANDS.items()]
     return "\n".join(
@@ -42,12 +50,12 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the command; 2 if there is no such one, or for a `UserError`."""
+    """Run a command; returns its exit status, 2 for an unknown command or a `UserError`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    words = 2 if given[:1] == ["report"] else 1
-    if not {"--help", "-h"}.isdisjoint(given[:words]):
+    if not {"--help", "-h"}.isdisjoint(given[: 2 if given[:1] == ["report"] else 1]):
         print(usage())
         return 0
+    words = 2 if " ".join(given[:2]) in _COMMANDS else 1
     command = " ".join(given[:words])
     if command not in _COMMANDS:
         said = f"got {command!r}" if given else "no command given"
@@ -56,10 +64,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # `python -m` puts this folder on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    module = importlib.import_module(_COMMANDS[command][0])
-    # A cluster starts a task that failed again, unless it reads these words.
-    before = NO_RETRY if command == "train" else ""
-    return exit_status(lambda: module.main(given[words:]), before)
+    # A cluster restarts a failed task, unless its log has these words.
+    in_task = command == "train" or "DET_TASK_TYPE" in os.environ
+    before = NO_RETRY if in_task else ""
+
+    def run() -> int:
+        # Imported here, where Ctrl-C ends it with a word: it takes seconds.
+        try:
+            module = importlib.import_module(_COMMANDS[command][0])
+            return int(module.main(given[words:]))
+        except ModuleNotFoundError as error:
+            if error.name not in _OF_EXTRAS:
+                raise
+            raise UserError(
+                f"{command} needs {error.name}, which is not installed; pip install "
+                "'.[search,reports]' in a checkout of determined_amp adds it"
+            ) from error
+
+    try:
+        return exit_status(run, before)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

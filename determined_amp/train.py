@@ -1,13 +1,13 @@
-"""Train one experiment: on a Determined cluster when run there, on this machine otherwise.
+"""The command `train`: train one experiment on this machine, or as a task of a cluster.
 
-    python -m determined_amp train CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
-                                   [--run-folder FOLDER]
+    python -m determined_amp train CONFIG.yaml [--trial module:Class] [--precision amp_bf16]
+                                   [--config KEY=VALUE ...] [--run-folder FOLDER]
     python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
     python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
     torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
 
 It trains any `PyTorchTrial`, from YAMLs of our form and of Determined's own. On a cluster it is the
-entrypoint, and takes no argument but `--trial`, for a configuration that does not name the trial.
+entrypoint. There its only option is `--trial`, for a configuration that does not name the trial.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,16 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
-from determined_amp.config.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
-from determined_amp.config.plan import value_at
+from determined_amp.config.amp_settings import add_precision_option, in_precision
+from determined_amp.config.dotted import value_at
+from determined_amp.config.errors import UserError
+from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.fitting import fit
-from determined_amp.local.checkpoints import complete_checkpoints
-from determined_amp.local.context import Prepare, with_averaging
+from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.master import log_in
@@ -41,13 +41,17 @@ from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
+_METHODS = ("single", *_SEARCHES, "custom")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 when the training completed or was stopped by a signal.
+    """Train.
+
+    Returns:
+        The exit status, 0: the training completed, or a signal stopped it.
 
     Raises:
-        UserError: if a user can put right what is wrong.
+        UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
     """
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
@@ -59,12 +63,15 @@ def main(arguments: Sequence[str]) -> int:
 def train_on_cluster(
     info: det.ClusterInfo, prepare: Prepare | None = None, trial: str | None = None
 ) -> int:
-    """Train the trial that this task of a cluster is for.
+    """Train the trial of this task of a cluster.
 
     Args:
-        info: Says which; its configuration and hyperparameters are the experiment.
+        info: Determined's information on the task, with configuration and hyperparameters.
         prepare: Called before the trial is made.
         trial: `module:Class`, if the configuration does not name it.
+
+    Returns:
+        The exit status, 0.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     config = experiment.parse(
@@ -77,10 +84,10 @@ def train_on_cluster(
     hparams = dict(config.hyperparameters)
     frequency = config.aggregation_frequency
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-        with_averaging(context, config)
+        set_averaging(context, config)
         if prepare is not None:
             prepare(context, config)
-        made = config.make(context)
+        made = trial_of(config, context)
         with controlled_by(SafeController):
             fit(made, context)
     return 0
@@ -90,6 +97,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     path = options.config or os.path.join(options.resume, "config.yaml")
     raw = with_overrides(experiment.read_yaml(path), options.overrides)
+    raw = in_precision(raw, options.precision)
     _refuse_search(raw, path)
     config = experiment.parse(raw, path, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
@@ -97,6 +105,11 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     session = log_in(options.report_to) if options.report_to and chief else None
 
     def choose_folder() -> RunFolder:
+        folder = named_folder()
+        held.enter_context(folder.locked())
+        return folder
+
+    def named_folder() -> RunFolder:
         if options.resume:
             return RunFolder(Path(options.resume))
         if not options.run_folder:
@@ -105,24 +118,34 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 "--run-folder",
                 [
-                    f"{options.run_folder} holds a run already, whose checkpoints would mix with "
-                    f"the new ones; allowed: another folder, or --resume {options.run_folder}"
+                    f"{options.run_folder} holds a run already; allowed: another folder, or "
+                    f"--resume {options.run_folder}"
                 ],
             )
         return RunFolder(Path(options.run_folder))
 
     listeners = [DetachedTrial(session, config.config)] if session is not None else []
-    train_here(config, choose_folder, resume, listeners=listeners)
+    with ExitStack() as held:
+        try:
+            train_here(config, choose_folder, resume, listeners=listeners)
+        except SystemExit as left:  # a search would go on with other hyperparameters, with status 0
+            if not isinstance(left.__context__, det.InvalidHP):
+                raise
+            raise UserError(str(left.__context__)) from left
     return 0
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:
-    """Raise if the configuration is one of a search, of which no single trial is to be trained."""
+    """Raise if this is the configuration of a search, or of no search method there is."""
     method = value_at(config, "searcher.name")
+    if method is not None and method not in _METHODS:
+        raise ConfigError(
+            source, [f"searcher.name: got {method!r}; allowed: {', '.join(_METHODS)}"]
+        )
     hyperparameters = config.get("hyperparameters")
     if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
         return
-    # One trial of a search, with a value for everything, can be trained again.
+    # A trial of a search has one value per hyperparameter, and can be trained.
     if "experiment" in hyperparameters or any(experiment.ranges(hyperparameters)):
         raise ConfigError(
             source,
@@ -137,7 +160,7 @@ def _refuse_search(config: Mapping[str, Any], source: str) -> None:
 def _cluster_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp train",
-        description="Train the trial of this task; everything else is in its configuration.",
+        description="Train the trial of this task, as its configuration says.",
     )
     add_trial_option(parser)
     return parser
@@ -148,7 +171,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m determined_amp train", description="Train one experiment on this machine."
     )
     parser.add_argument("config", nargs="?", help="experiment YAML")
-    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on from its newest checkpoint")
+    parser.add_argument(
+        "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
+    )
     parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
     parser.add_argument(
         "--report-to",
@@ -156,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show the run on a Determined cluster, too; log in there with `det user login`",
     )
     add_trial_option(parser)
+    add_precision_option(parser)
     add_override_option(parser)
     return parser
 
@@ -166,5 +192,5 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")
     if options.resume and options.run_folder:
-        parser.error("--resume goes on in its own folder: leave --run-folder out")
+        parser.error("--resume continues in its own folder: leave --run-folder out")
     return options

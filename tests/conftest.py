@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +30,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "checkpoints"
 
 
+@pytest.fixture(scope="session")
+def _workers_import_once() -> None:
+    """Workers of a search are forks of a process that has imported what a trial needs.
+
+    Each would spend seconds on it. `TestKilledSearch` starts its workers as a user's search does.
+    """
+    modules = ["determined_amp.search.workers", "sklearn.datasets", "sklearn.model_selection"]
+    modules += ["torch.utils.tensorboard", "trials.mlp"]
+    multiprocessing.set_forkserver_preload(modules)
+    forkserver.ensure_running()  # here: it finds the repository in the current directory
+
+
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_search_engine.py", "test_hostile.py", "test_strangers.py", "test_finder.py"),
-    *("test_package.py", "test_processes.py", "test_contract.py", "test_search_strangers.py"),
-    *("test_search_asha.py", "test_lr_schedulers.py", "test_your_trial.py"),
+    *("test_search_engine.py", "test_hostile.py", "test_finder.py", "test_contract.py"),
+    *("test_package.py", "test_strangers.py", "test_processes.py", "test_schedule.py"),
+    *("test_your_trial.py", "test_local.py", "test_reports_precision.py", "test_lr_schedulers.py"),
 )
 
 

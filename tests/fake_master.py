@@ -43,6 +43,39 @@ TRIAL = {
 }
 
 
+@contextmanager
+def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[str]:
+    """Answer HTTP requests meanwhile: (method, path and query, body) by (status, body).
+
+    Yields:
+        The address.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_request(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, said = answer(self.command, self.path, sent)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    # It looks that often whether it is to end; by default twice a second.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 class FakeMaster:
     """One master with room for one experiment.
 
@@ -87,33 +120,14 @@ class FakeMaster:
     @contextmanager
     def serving(self) -> Iterator[FakeMaster]:
         """Answer meanwhile, at `address`."""
-        master = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(length) or b"{}")
-                path = self.path.split("?")[0].removeprefix("/api/v1")
-                status, said = master.answer(self.command, path, self.path, body)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(said).encode())
+        def answer(method: str, url: str, sent: bytes) -> tuple[int, str]:
+            path = url.partition("?")[0].removeprefix("/api/v1")
+            status, said = self.answer(method, path, url, json.loads(sent or b"{}"))
+            return status, json.dumps(said)
 
-            do_GET = do_POST = do_PUT = do_PATCH = answer  # noqa: N815 - http.server's names
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
+        with answering(answer) as self.address:
             yield self
-        finally:
-            server.shutdown()
-            thread.join()
-            server.server_close()
 
     def answer(self, method: str, path: str, url: str, body: dict[str, Any]) -> tuple[int, Any]:
         if self.away:

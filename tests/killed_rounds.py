@@ -1,4 +1,4 @@
-"""Kill one run 20 times at random moments, resume it each time, and see that nothing is lost.
+"""Kill one run 12 times at random moments, resume it each time, and see that nothing is lost.
 
     OMP_NUM_THREADS=1 python -m tests.killed_rounds FOLDER [SEED]
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from determined_amp import train
-from determined_amp.local.checkpoints import complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from tests import training
 
 # What a run imports only when it needs it; a child would import it again in every round.
@@ -37,8 +37,8 @@ for module in (
 ):
     importlib.import_module(module)
 
-ROUNDS = 20
-BATCHES = 300
+ROUNDS = 12
+BATCHES = 180
 LONG = (
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=2",
@@ -46,7 +46,7 @@ LONG = (
     "hyperparameters.amp.growth_interval=3",
     "hyperparameters.amp.max_skip_ratio=1",  # a report is of one step, and some overflow
     f"hyperparameters.training.max_length.batches={BATCHES}",
-    "hyperparameters.training.validation_period.batches=100",
+    "hyperparameters.training.validation_period.batches=60",
     "hyperparameters.training.checkpoint_period.batches=5",
     "hyperparameters.training.reporting_period.batches=5",
 )
@@ -154,18 +154,18 @@ def kill_round(folder: Path, log: Path, delay: float, number: signal.Signals, ea
 
 
 def kill_all_rounds(folder: Path, log: Path, seed: int, startup: float, rest: float) -> int:
-    """20 kills spread over the run; how many of them met it training.
+    """12 kills spread over the run; how many of them met it training.
 
-    Every fifth comes at a random moment of the start. The other 16 come after a checkpoint and a
-    delay uniform in [0, rest / 15]. A run makes 60 checkpoints, so that is 2 more on average, and
-    SIGTERM lets it make another: in all 16 * 3 + 8 of the 60.
+    Every fifth comes at a random moment of the start. The other 10 come after a checkpoint and a
+    delay uniform in [0, rest / 10]. A run makes 36 checkpoints, so that is 2 more on average, and
+    SIGTERM lets it make another: in all 10 * 3 + 5 of the 36.
     """
     draw = random.Random(seed)
     before, met = 0, 0
     for index in range(ROUNDS):
         number = (signal.SIGKILL, signal.SIGTERM)[index % 2]
         early = index % 5 == 4
-        delay = draw.random() * (startup if early else rest / 15)
+        delay = draw.random() * (startup if early else rest / 10)
         status = kill_round(folder, log, delay, number, early)
         after = newest_batch(folder)
         hidden = len(list((folder / "checkpoints").glob(".batch-*")))
@@ -187,7 +187,7 @@ def kill_all_rounds(folder: Path, log: Path, seed: int, startup: float, rest: fl
 
 
 def main(root: Path, seed: int) -> None:
-    """Measure, kill 20 times, finish, compare."""
+    """Measure, kill 12 times, finish, compare."""
     threads = len(os.listdir("/proc/self/task"))
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork could hang"
     log, folder, undisturbed = root / "log.txt", root / "killed", root / "undisturbed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,15 @@ class MortalTrial(MLPTrial):
             if order.startswith("die"):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("as ordered")
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class FullDiskTrial(MLPTrial):
+    """Its data cannot be written any more, until the file `free` is there."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        if batch_idx == 4 and not Path("free").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache.bin")
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+
+from tests.fake_master import answering
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
@@ -99,30 +99,15 @@ def serving(master: Master, monkeypatch: pytest.MonkeyPatch, folder: Path) -> It
         folder: For what the SDK wants to keep.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path, _, query = self.path.partition("?")
-            status, said = master.answer(path, query)
-            if master.password != "right" and body:
-                status, said = 403, json.dumps({"message": "user not found"})
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(said.encode())
+    def answer(method: str, url: str, sent: bytes) -> tuple[int, str]:
+        if master.password != "right" and sent:
+            return 403, json.dumps({"message": "user not found"})
+        path, _, query = url.partition("?")
+        return master.answer(path, query)
 
-        do_GET = do_POST = answer  # noqa: N815 - http.server's names
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("DET_MASTER", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(folder))
-    monkeypatch.setenv("DET_USER", "someone")
-    monkeypatch.setenv("DET_PASS", "Correct-horse-1")
-    yield master
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(answer) as address:
+        monkeypatch.setenv("DET_MASTER", address)
+        monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(folder))
+        monkeypatch.setenv("DET_USER", "someone")
+        monkeypatch.setenv("DET_PASS", "Correct-horse-1")
+        yield master

@@ -11,10 +11,10 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.run_settings import flat
 from determined_amp.reports.runs import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
@@ -77,11 +77,7 @@ def write_experiment(directory: Path) -> Path:
     return path
 
 
-def observed(
-    rows: Rows,
-    metric: str = "validation_loss",
-    **hparams: Sequence[Any],
-) -> Source:
+def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]) -> Source:
     """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
     searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
     runs = (
@@ -136,7 +132,10 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
             for scale in range(-16, 49)
         ],
         "measured": [
-            {"scale_log2": 17, "overflow": False, "flushed_share": 0.0, "headroom_bits": 1.5}
+            {
+                **{"scale_log2": 17, "loss_is_finite": True, "overflow": False},
+                **{"flushed_share": 0.0, "backward_headroom_bits": 1.5, "values_left": 1.0},
+            }
         ],
         "modules": [
             {

@@ -24,11 +24,7 @@ SHORT = (
     "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
 )
 # The brackets are 3 trials with rungs 2 and 8, and one that is never stopped.
-SHORT_ASHA = (
-    "searcher.max_trials=4",
-    "searcher.max_time=8",
-    *SHORT,
-)
+SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
 
 
 def write(directory: Path, search: str, *overrides: str) -> Path:

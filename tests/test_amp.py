@@ -15,7 +15,7 @@ from torch import nn
 from determined_amp import ConfigError
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp import AmpSettings, EvalPrecision, Precision
+from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, Precision
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context
 from trials.schedule import LRSchedule, warmup_then
@@ -201,9 +201,7 @@ def updates_once_per_window(trial_class: type[OneWeightTrial], folder: Path) -> 
     ids=lambda value: value.__name__,
 )
 def test_famous_bug_is_absent_and_would_be_seen(
-    check: Callable[[type[OneWeightTrial], Path], None],
-    planted: type[OneWeightTrial],
-    folder: Path,
+    check: Callable[[type[OneWeightTrial], Path], None], planted: type[OneWeightTrial], folder: Path
 ) -> None:
     check(OneWeightTrial, folder)
     with pytest.raises((AssertionError, ConfigError)):

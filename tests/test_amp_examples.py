@@ -271,15 +271,6 @@ CASES: dict[str, tuple[type[Example], Callable[[], list[torch.Tensor]]]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
-
-
 def trained(example: type[Example], folder: Path, **options: Any) -> tuple[list[torch.Tensor], int]:
     """The weights after all batches, and the number of skipped steps of the first optimizer."""
     amp = {"precision": "amp_fp16", "init_scale": INIT_SCALE}

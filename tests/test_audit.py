@@ -27,7 +27,7 @@ from determined_amp.audit import (
 )
 from determined_amp.commands import audit as command
 from determined_amp.config import experiment
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.overrides import with_overrides
 from determined_amp.local.open_trial import open_trial
 from tests import training

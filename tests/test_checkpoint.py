@@ -19,7 +19,11 @@ from determined import core, pytorch
 
 from determined_amp import __main__ as door
 from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
-from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import (
+    LocalCheckpoints,
+    complete_checkpoints,
+    read_metadata,
+)
 from tests import loops, training
 from tests.test_mixed_precision import FP16, StrangersTrial
 

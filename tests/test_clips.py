@@ -41,7 +41,7 @@ class TestMovingDigits:
     def test_every_frame_holds_the_whole_scan(self) -> None:
         """Linear interpolation spreads a grey value over its neighbours and loses none of it."""
         scans = torch.rand(3, 8, 8)
-        made = MovingDigits(scans, torch.zeros(3).long(), SETTINGS, 0, moves_on=True)
+        made = MovingDigits(scans, torch.zeros(3).long(), SETTINGS, 0, new_each_epoch=True)
         clips, _ = made.__getitems__(FIRST[:3])
         grey = (clips + 1) / 2
         expected = scans.sum(dim=(1, 2)).expand(FRAMES, 3).T
@@ -51,7 +51,7 @@ class TestMovingDigits:
         """Its centre of mass, seen from the clip, against the line it should have followed."""
         room, turns = SIDE - 8, 0
         made = MovingDigits(
-            torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, moves_on=True
+            torch.ones(64, 8, 8), torch.zeros(64).long(), SETTINGS, 0, new_each_epoch=True
         )
         clips, _ = made.__getitems__([Sample(0, index) for index in range(64)])
         grey = (clips[:, 0] + 1) / 2  # (64, F, S, S)
@@ -76,7 +76,7 @@ class TestMovingDigits:
     def test_scan_at_a_whole_offset_is_the_scan_itself(self) -> None:
         settings = ClipSettings(image_size=12, frames=1)
         scans = torch.rand(1, 8, 8)
-        made = MovingDigits(scans, torch.zeros(1).long(), settings, 0, moves_on=True)
+        made = MovingDigits(scans, torch.zeros(1).long(), settings, 0, new_each_epoch=True)
         made._path = lambda samples: torch.tensor([[[1.0]], [[3.0]]])  # type: ignore[method-assign]
         clip = made.__getitems__(FIRST[:1])[0][0, 0, 0]
         assert torch.equal((clip[1:9, 3:11] + 1) / 2, (scans[0] * 2 - 1 + 1) / 2)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from determined_amp.config import experiment
-from determined_amp.config.amp import SCALER_KEYS, Precision
+from determined_amp.config.amp_settings import SCALER_KEYS, Precision
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 

@@ -18,8 +18,8 @@ import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp import __main__ as door
-from determined_amp.config.amp import Precision
-from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.config.amp_settings import Precision
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
 from tests.fake_cuda import fake_cuda
 from tests.test_no_sync import needs_fake_cuda
@@ -159,30 +159,17 @@ def test_trains_and_is_audited_in_every_precision(
     assert torch.tensor(losses).isfinite().all()
 
 
-class KilledError(Exception):
-    """The process ends here, without a word to anybody."""
-
-
 @every_example
 def test_resumed_run_ends_as_one_that_nothing_disturbed(
-    name: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, runs: Any, tmp_path: Path
 ) -> None:
     """Lost in the seventh batch, resumed after the fourth: the same to the bit.
 
     Weights, averages, optimizer, scaler, counts, schedule, random state, noise and reports.
     """
-    kind, killed = trial_class(name), tmp_path / "killed"
-    original = kind.train_batch
-
-    def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        if batch_idx == 6:
-            raise KilledError
-        return original(trial, batch, epoch_idx, batch_idx)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(kind, "train_batch", train_batch)
-        with pytest.raises(KilledError):
-            start(name, killed, Precision.AMP_FP16)
+    killed = tmp_path / "killed"
+    with training.killed_in_batch(6, trial_class(name)):
+        start(name, killed, Precision.AMP_FP16)
     assert complete_checkpoints(killed / "checkpoints")[-1].name == "batch-00000004"
     assert training.metrics(killed)[-1]["batches"] == 6  # reported before, and trained again
     training.resume(killed)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.settings import read
 from trials.data.clips import ClipSettings
 from trials.models import denoiser

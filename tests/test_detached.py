@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from determined_amp.local import outbox
 from determined_amp.local.master import MasterError, log_in
 from tests import training
 from tests.fake_master import PASSWORD, TOKEN, FakeMaster
-from trials.mlp import MLPTrial
 
 LENGTH = 12
 
@@ -111,14 +110,13 @@ class TestDetachedRun:
 
 
 class TestResume:
-    def test_goes_on_in_the_same_experiment(
-        self, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_goes_on_in_the_same_experiment(self, master: FakeMaster, tmp_path: Path) -> None:
         """Killed in batch 11, after the report of 10 and the checkpoint of 8: 10 comes anew."""
         folder = tmp_path / "run"
-        fail_in_batch(10, monkeypatch, master, folder)
+        with training.killed_in_batch(10):
+            report_to(master, folder)
         assert master.states == ["STATE_ERROR"]
-        assert "PlannedError: the machine burns" in master.log
+        assert "KilledError: the machine burns" in master.log
         sent = len(master.reports)
         training.resume(folder, "--report-to", master.address)
         assert len(set(master.external_ids)) == 1
@@ -136,15 +134,13 @@ class TestResume:
 
 
 class TestMasterThatFails:
-    def test_being_away_costs_nothing(
-        self, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_being_away_costs_nothing(self, master: FakeMaster, tmp_path: Path) -> None:
         def leave(batch_idx: int) -> None:
             master.away = 2 <= batch_idx < LENGTH - 1
 
-        before_each_batch(leave, monkeypatch)
         folder = tmp_path / "run"
-        assert report_to(master, folder) == 0
+        with training.before_each_batch(leave):
+            assert report_to(master, folder) == 0
         assert listed(master) == lines(folder)
         assert (folder / "log.txt").read_text().count("is away, the run goes on") == 1
 
@@ -156,8 +152,7 @@ class TestMasterThatFails:
 
         folder = tmp_path / "run"
         monkeypatch.setattr(outbox, "PATIENCE", 0.2)
-        with monkeypatch.context() as planted:
-            before_each_batch(leave, planted)
+        with training.before_each_batch(leave):
             assert report_to(master, folder) == 0
         assert len(listed(master)) < len(lines(folder))
         assert "lacks a part of this run" in (folder / "log.txt").read_text()
@@ -252,33 +247,6 @@ class TestOutbox:
         called = threading.Event()
         with outbox.Outbox("server", idle=called.set).sending():
             assert called.wait(10)
-
-
-class PlannedError(Exception):
-    """Ends a run in the middle."""
-
-
-def before_each_batch(action: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = MLPTrial.train_batch
-
-    def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        action(batch_idx)
-        return original(trial, batch, epoch_idx, batch_idx)
-
-    monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
-
-
-def fail_in_batch(
-    last: int, monkeypatch: pytest.MonkeyPatch, master: FakeMaster, folder: Path
-) -> None:
-    def fail(batch_idx: int) -> None:
-        if batch_idx == last:
-            raise PlannedError("the machine burns")
-
-    with monkeypatch.context() as planted:
-        before_each_batch(fail, planted)
-        with pytest.raises(PlannedError):
-            report_to(master, folder)
 
 
 def free_port() -> int:

@@ -1,21 +1,176 @@
-"""The README tells the truth: its recipe is the source, its paths and commands exist."""
+"""README and docs tell the truth: what they name exists, what they quote is the source."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
 import inspect
+import json
 import re
+import shlex
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch import nn
 
+from benchmarks import loss_scale_choice
+from determined_amp import __main__ as door
+from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.audit import Audit
+from determined_amp.config import experiment
+from determined_amp.config.amp_settings import AmpSettings, Precision
+from determined_amp.config.dotted import flat
+from determined_amp.config.overrides import with_overrides
+from determined_amp.reports.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
+from determined_amp.reports.precision_findings import POINTS, SPEED
 from tests import one_weight
+from tests.test_metrics import Context
 from trials import latte, mlp, resnet50
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+README, AMP, CLUSTER, LOSS_SCALE, PRECISION = (
+    path.read_text()
+    for path in (
+        ROOT / "README.md",
+        *(DOCS / f"{name}.md" for name in ("amp", "cluster", "loss_scale", "precision")),
+    )
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+RESULTS = ROOT / "benchmarks" / "results" / "precision_mlp_cpu.json"
+# What the pages name as examples of a user's own.
+MADE_UP = {"tests/test_NAME.py", "tests/test_a.py", "tests/test_b.py"}
+# Determined's own keys, which our YAMLs leave to the platform.
+PLATFORM = {"resources.resource_pool"}
+
+
+def named_files(text: str) -> set[str]:
+    linked = set(re.findall(r"\]\(([\w./-]+)", text)) - {"https"}
+    paths = re.findall(r"(?<![\w/.-])[\w.-]+/[\w./-]*\.(?:yaml|py|sh|md|txt|png)\b", text)
+    return linked.union(paths)
+
+
+def missing_files(text: str) -> set[str]:
+    folders = (ROOT, DOCS, ROOT / "determined_amp")
+    return {name for name in named_files(text) if not any((f / name).exists() for f in folders)}
+
+
+def named_tests(text: str) -> set[str]:
+    return set(re.findall(r"tests/\w+\.py(?:::\w+)+", text))
+
+
+def missing_tests(text: str) -> set[str]:
+    """The tests that `text` names and no file has."""
+    named = named_tests(text)
+    return {name for name in named if name not in existing_tests(name.partition("::")[0])}
+
+
+def existing_tests(path: str) -> set[str]:
+    if not (ROOT / path).exists():
+        return set()
+    found = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        of = f"{path}::{node.name}" if isinstance(node, ast.ClassDef) else path
+        found |= {f"{of}::{each.name}" for each in inside if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def unknown_settings(text: str) -> set[str]:
+    """What `text` calls `amp.NAME` and is neither a setting nor a part of `MixedPrecision`."""
+    named = set(re.findall(r"`amp\.(\w+)", text))
+    return (
+        named - {field.name for field in dataclasses.fields(AmpSettings)} - {*dir(MixedPrecision)}
+    )
+
+
+def unknown_commands(text: str) -> set[str]:
+    """Our modules after `python -m`, their verbs, and targets after `make`, if not there."""
+    modules = set(re.findall(r"python -m ((?:benchmarks|determined_amp)[\w.]*)", text))
+    verbs = set(re.findall(r"-m determined_amp (\w+)", text))
+    targets = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
+    unknown = {name for name in modules if importlib.util.find_spec(name) is None}
+    return (
+        unknown
+        | (verbs - {name.partition(" ")[0] for name in door._COMMANDS})
+        | (targets - TARGETS)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    assert missing_files(text) - MADE_UP == set()
+    assert {n for n in missing_tests(text) if n.partition("::")[0] not in MADE_UP} == set()
+    assert unknown_settings(text) == set()
+    assert unknown_commands(text) == set()
+
+
+def test_what_does_not_exist_would_be_noticed() -> None:
+    """Negative control."""
+    right = "tests/test_docs.py::test_what_does_not_exist_would_be_noticed"
+    in_class = "tests/test_amp.py::TestLossScale::test_follows_growth_and_overflow_exactly"
+    wrong = {
+        f"{right}_not",
+        f"{in_class}_not",
+        "tests/test_amp.py::TestLoss::test_follows_growth_and_overflow_exactly",
+        "tests/test_nothing.py::test_it",
+    }
+    assert missing_tests(" ".join([right, in_class, *wrong])) == wrong
+    assert missing_files("docs/amp.md hp_search/none.yaml [see](none) ![](pictures/none.png)") == {
+        "none",
+        "hp_search/none.yaml",
+        "pictures/none.png",
+    }
+    assert unknown_settings("`amp.min_scale` and `amp.min_scales: 2`") == {"min_scales"}
+    commands = "`make tests` `make test` python -m determined_amp finds, python -m benchmarks.no"
+    assert unknown_commands(commands) == {"tests", "finds", "benchmarks.no"}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"), [(README, 150), (AMP, 200)], ids=["README", "docs/amp.md"]
+)
+def test_page_is_short(text: str, lines: int) -> None:
+    assert len(text.splitlines()) <= lines
+
+
+def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
+    checked = 0
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README + CLUSTER, re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if not language]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for words in (shlex.split(line, comments=True) for line in lines):
+        overrides = [words[i + 1] for i, word in enumerate(words) if word == "--config"]
+        for config in (w for w in words if w.endswith(".yaml") and "=" not in w):
+            raw = yaml.safe_load((ROOT / config).read_text())
+            keys = {override.partition("=")[0] for override in overrides}
+            assert keys <= flat(raw).keys() | PLATFORM, config
+            checked += len(keys)
+            if config.startswith("experiment_configs"):
+                experiment.parse(with_overrides(raw, overrides), config)
+    assert checked > 3
+
+
+class TestReadme:
+    def test_names_files_that_exist(self) -> None:
+        """By their bare names, too."""
+        named = set(re.findall(r"[\w./-]+\.(?:yaml|py|sh|md|txt|png)\b", README))
+        assert {"experiment_configs/mlp/amp.yaml", "startup-hook.sh"} <= named
+        missing = {name for name in named if not (ROOT / name).exists()}
+        assert not {name for name in missing if "/" in name or not list(ROOT.rglob(name))}
+
+    def test_quotes_the_recipe_from_the_source(self) -> None:
+        (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        source = textwrap.dedent(inspect.getsource(mlp.MLPTrial))
+        assert textwrap.indent(shown.rstrip(), "    ") in source
 
 
 def lines_between(function: Callable[..., Any], first: str, last: str) -> list[str]:
@@ -51,28 +206,107 @@ def test_every_trial_steps_by_the_same_recipe(
     assert step.splitlines() == lines_between(mlp.MLPTrial.train_batch, *STEP)
 
 
-def test_recipe_in_the_readme_is_the_source() -> None:
-    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    source = textwrap.dedent(inspect.getsource(mlp.MLPTrial))
-    methods = [part for part in shown.split("\n\n") if part.strip()]
-    assert len(methods) == 1
-    for method in methods:
-        assert textwrap.indent(method.rstrip(), "    ") in source
+def section(title: str) -> str:
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", AMP, re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    named = set(re.findall(r"[\w./-]+\.(?:yaml|py|sh|md|txt|png)\b", README))
-    assert {"experiment_configs/mlp/amp.yaml", "startup-hook.sh"} <= named
-    missing = {name for name in named if not (ROOT / name).exists()}
-    assert not {name for name in missing if "/" in name or not list(ROOT.rglob(name))}
+def rows(text: str) -> list[str]:
+    """The first cells of the tables in `text`, without their heads."""
+    cells: list[str] = re.findall(r"^\| ?(.*?) ?\|", text, re.MULTILINE)
+    rules = [i for i, cell in enumerate(cells) if set(cell) == {"-"}]
+    heads = {i - 1 for i in rules}
+    return [cell for i, cell in enumerate(cells) if i not in heads.union(rules)]
 
 
-def test_make_targets_named_in_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"make ([a-z-]+)", README))
-    assert {"run", "test"} <= named
-    assert named <= targets
+@pytest.fixture
+def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of a report in which every number has something to say."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2**20)
+    context: Any = Context()
+    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16))
+    training = amp.metrics
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    context.optimizers.append(optimizer)
+    training.drifting = frozenset([optimizer])
+    parameter.grad = torch.ones(1)
+    training.of(optimizer).look([parameter])
+    training.of(optimizer).add_norm(torch.ones(()))
+    amp.steps(optimizer).count(torch.zeros(()))
+    for _ in range(WARMUP_BATCHES + 1):
+        training.add(torch.ones(()), 8)
+        training.waited(1.0e-9)
+    of_slot = {**training.per_slot_reduce(), **peak_memory_mib(torch.device("cuda"))}
+    audit = Audit(Precision.FP32, {}, 0, 0, "off", False, tensor_core_share=0.0)
+    return {
+        *training.cross_slot_reduce([of_slot]),
+        *("validation_loss", "validation_accuracy"),  # of this repository's trials
+        *audit.metrics(),
+    }
 
 
-def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+class TestAmpPage:
+    def test_metrics_of_the_table_are_those_that_can_be_reported(
+        self, reportable: set[str]
+    ) -> None:
+        names = [cell.removesuffix(" *").strip("`") for cell in rows(section("What is reported"))]
+        assert len(names) == len(set(names)) > 10
+        assert set(names) == reportable
+
+    def test_each_of_the_thirteen_defects_has_a_test(self) -> None:
+        defects = section("Thirteen defects of other systems")
+        assert rows(defects) == [str(number) for number in range(1, 14)]
+        for line in re.findall(r"^\| \d.*", defects, re.MULTILINE):
+            assert named_tests(line), line
+
+    def test_guard_names_what_it_judges_by(self) -> None:
+        judged = {"min_scale", "max_consecutive_skips", "max_skip_ratio", "on_overflow"}
+        assert judged <= set(re.findall(r"`amp\.(\w+)", section("The guard")))
+
+    def test_rows_are_those_of_tables(self) -> None:
+        text = "| a | b |\n|---|---|\n| `loss` | x |\n| `lost` | y |\n"
+        assert rows(text) == ["`loss`", "`lost`"]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/pictures").glob("cluster_*.png")))
+def test_pictures_of_the_cluster_are_shown_and_small(picture: Path) -> None:
+    assert f"(pictures/{picture.name})" in CLUSTER
+    assert picture.stat().st_size < 250 * 2**10
+
+
+class TestLossScalePage:
+    def test_every_picture_says_what_made_it(self) -> None:
+        pictures = re.findall(
+            r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`python -m ", LOSS_SCALE, re.DOTALL
+        )
+        assert len(pictures) == LOSS_SCALE.count("](pictures/")
+
+    def test_table_is_that_of_the_last_results(self) -> None:
+        results = json.loads(loss_scale_choice.RESULTS.read_text())
+        assert loss_scale_choice.markdown(results) in LOSS_SCALE
+
+    def test_page_is_short(self) -> None:
+        assert len(LOSS_SCALE.splitlines()) <= 160
+
+
+class TestPrecisionPage:
+    def test_overrides_are_of_keys_that_the_search_has(self) -> None:
+        search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
+        overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+)", PRECISION)
+        assert len(overrides) == 3
+        changed = with_overrides(search, overrides)
+        assert flat(changed).keys() == flat(search).keys()
+
+    def test_limits_are_those_of_the_code(self) -> None:
+        assert f"{SPEED:.1f}x the speed" in PRECISION
+        assert f"{POINTS} points" in PRECISION
+        assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
+        assert f"`data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
+
+    def test_what_was_said_of_the_results_is_in_the_doc(self) -> None:
+        results = json.loads(RESULTS.read_text())
+        for sentence in results["sentences"]:
+            if " against fp32: " in sentence or sentence.startswith("use "):
+                assert f"> {sentence}" in PRECISION

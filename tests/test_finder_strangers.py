@@ -17,7 +17,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.finder.advice import FinderRun, as_json, sentences
+from determined_amp.finder.advice import FinderRun, FoundScale, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
@@ -64,13 +64,13 @@ class TestWithoutBfloat16:
 
     @pytest.mark.usefixtures("counts_in_numpy")
     def test_reason_and_scale_are_told(self) -> None:
-        found = finding(SummedLoss)
-        scale = found.recorded_log2
-        assert next(sentences(found, RUN)) == (
+        found = FoundScale(finding(SummedLoss), RUN)
+        scale = found.finding.recorded_log2
+        assert next(sentences(found)) == (
             f"recorded in float16 at 2^{scale}: this trial cannot run in bfloat16: "
             "TypeError: Got unsupported ScalarType BFloat16"
         )
-        assert as_json(found, RUN)["recorded_log2"] == scale
+        assert found.as_json()["recorded_log2"] == scale
 
     @pytest.mark.usefixtures("counts_in_numpy")
     def test_score_is_measured_too(self) -> None:
@@ -186,7 +186,7 @@ class TestRemedies:
         path.write_text(yaml.safe_dump(config(SummedLoss)))
         assert door.main(["find", str(path)]) == 2
         printed = capsys.readouterr().err
-        assert "no enabled GradScaler that context.wrap_scaler knows; docs/your_trial.md" in printed
+        assert "no enabled GradScaler that context.wrap_scaler knows; --precision" in printed
         assert "amp.precision" not in printed
 
     def test_plain_backward_is_told_what_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:

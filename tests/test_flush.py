@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.finder.function import Alone, LossBatch
+from determined_amp.finder.model import LossBatch, OneProcess
 from determined_amp.finder.passes import Prediction, predict
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import FLUSHED_LIMIT, Finding, Verdict, find
@@ -64,18 +64,18 @@ class Bert(nn.Module):
         return self.head(self.encoder(self.norm(self.embedding(words)))[:, 0])  # type: ignore[no-any-return]
 
 
-def bert_batch(std: float | None, *, by_hand: bool) -> tuple[Alone, LossBatch]:
+def bert_batch(std: float | None, *, by_hand: bool) -> tuple[OneProcess, LossBatch]:
     torch.manual_seed(0)
     model = Bert(std, by_hand=by_hand)
     words, labels = torch.randint(0, WORDS, (8, TOKENS)), torch.randint(0, 2, (8,))
     return as_batch(model, lambda words: functional.cross_entropy(model(words), labels), words)
 
 
-def as_batch(model: nn.Module, loss: Losses, inputs: torch.Tensor) -> tuple[Alone, LossBatch]:
-    return Alone([model]), LossBatch(model, loss, inputs, torch.device("cpu"))
+def as_batch(model: nn.Module, loss: Losses, inputs: torch.Tensor) -> tuple[OneProcess, LossBatch]:
+    return OneProcess([model]), LossBatch(model, loss, inputs, torch.device("cpu"))
 
 
-def errors(place: Alone, batch: LossBatch, found: Finding) -> tuple[float, float]:
+def errors(place: OneProcess, batch: LossBatch, found: Finding) -> tuple[float, float]:
     """Of the parameters' gradients, at both ends of the window."""
     low, top = (score_batches(place, [batch], k) for k in (found.low_log2, found.top_log2))
     assert low.flushed_share < 0.02  # it passes on from tensor to tensor

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import determined as det
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,7 @@ class TestNothingMoves:
             assert isinstance(trial, MLPTrial)
 
             def work(batches: Batches) -> None:
+                assert trial.amp.watched is False  # neither audited nor guarded
                 counts = trial.amp.state_dict()
                 before = state(trial)
                 batches[0].backward(torch.float16, 30)
@@ -198,6 +201,73 @@ class TestGradients:
         assert all(torch.equal(a, b) for a, b in zip(seen, taken, strict=True))
 
 
+class TestInTraining:
+    """What a trial of three backwards sees of it, and what comes out."""
+
+    class ThreeBackwards(SummedLoss):
+        def __init__(self, context: Context) -> None:
+            super().__init__(context)
+            self.seen: list[tuple[int, int]] = []
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            self.seen.append((epoch_idx, batch_idx))
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = self.scaler.scale(self.loss(*batch))
+            self.context.backward(loss, retain_graph=True)
+            self.context.backward(loss, None, True)  # gradient, retain_graph
+            self.context.backward(loss)
+            return {}
+
+        def get_batch_length(self, batch: Any) -> int:
+            return 7
+
+    def looked_at(self, work: Callable[[Any, Batches], Any], *, batches: int = 2) -> Any:
+        with open_trial(config(SummedLoss), "test") as found:
+            trial = self.ThreeBackwards(_another_context(found.context))
+            try:
+                return in_training(trial, trial.context, batches, lambda taken: work(trial, taken))
+            except det.InvalidHP as error:  # Determined's context would end the process on it
+                return error
+
+    def test_batch_is_passed_as_the_loop_gave_it_with_all_its_backwards(self) -> None:
+        def work(trial: Any, batches: Batches) -> None:
+            found = batches[1].backward(None)
+            assert trial.seen == [(0, 1)]
+            assert batches[1].samples == 7
+            loss = trial.loss(*batches[1].batch)
+            once = torch.autograd.grad(loss, list(trial.model.parameters()))
+            for thrice, one in zip(found.parameters, once, strict=True):
+                torch.testing.assert_close(thrice, 3 * one)
+
+        self.looked_at(work)
+
+    def test_what_the_work_returns_or_raises_comes_out(self) -> None:
+        assert self.looked_at(lambda trial, batches: len(batches)) == 2
+        error = det.InvalidHP("no scale")
+
+        def work(trial: Any, batches: Batches) -> None:
+            raise error
+
+        assert self.looked_at(work) is error
+
+    def test_cause_is_that_of_float16_without_a_scale_and_moves_nothing(self) -> None:
+        """Weights of 2^12 and images of 1: the first layer adds up 64 * 2^12 = 2^18."""
+
+        def work(trial: Any, batches: Batches) -> str | None:
+            assert batches[0].cause() is None
+            batches[1].batch[0][3] = math.nan
+            assert "input 0 of the batch is not finite in samples [3]" in str(batches[1].cause())
+            for parameter in trial.model.parameters():
+                torch.nn.init.constant_(parameter, 2.0**12)
+            batches[0].batch[0].fill_(1.0)
+            before = state(trial)
+            found = batches[0].cause()
+            assert state(trial) == before
+            return found
+
+        assert "forward overflow in module 1: " in str(self.looked_at(work))
+
+
 class TestFloat16As:
     def test_regions_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
         layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
@@ -230,9 +300,14 @@ class TestErrors:
         config = with_overrides(raw, SMALL)
         with (
             open_trial(config, "test") as found,
-            pytest.raises(LossScaleError, match="scales no loss"),
+            pytest.raises(LossScaleError, match=r"scales no loss: .*set .*amp\.precision to amp_"),
         ):
             wrapped_scaler(found.context)
+
+    def test_trial_without_a_scaler(self) -> None:
+        context: Any = SimpleNamespace(_scaler=None)
+        with pytest.raises(LossScaleError, match="wrap_scaler knows; --precision amp_"):
+            wrapped_scaler(context)
 
     def test_trial_that_goes_around_the_context(self) -> None:
         class Around(SummedLoss):
@@ -242,7 +317,12 @@ class TestErrors:
 
         with open_trial(config(SummedLoss), "test") as found:
             trial = Around(_another_context(found.context))
-            with pytest.raises(LossScaleError, match=r"does not call context\.backward"):
+            with pytest.raises(LossScaleError) as caught:
                 in_training(
                     trial, trial.context, 1, lambda batches: batches[0].backward(torch.bfloat16)
                 )
+        assert str(caught.value) == (
+            "train_batch of this trial does not call context.backward, which Determined needs "
+            "to average gradients; write self.context.backward(self.scaler.scale(loss)) "
+            "instead of scaler.scale(loss).backward()"
+        )

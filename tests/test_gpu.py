@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from tests.test_no_sync import BATCHES, ReadsTheLoss, Run, train
 from trials.mlp import MLPTrial
 

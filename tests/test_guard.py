@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.guard import Guard, RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp import AmpSettings, OnOverflow, Precision
+from determined_amp.config.amp_settings import AmpSettings, OnOverflow, Precision
 from determined_amp.config.errors import GuardError
 from tests.test_metrics import Context
 
@@ -353,81 +352,6 @@ class TestRunningStatistics:
         statistics.repair()
         assert model.get_buffer("mask").tolist() == [0.0, -math.inf]
         assert not caplog.text
-
-
-class Net(nn.Module):
-    """Two layers by name, each multiplying by one number."""
-
-    def __init__(self, body: float, head: float) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            self.body.weight.fill_(body)
-            self.head.weight.fill_(head)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        head: torch.Tensor = self.head(self.body(x))
-        return head
-
-
-def cause(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> str | None:
-    """The cause that is found for one fp16 batch with the loss mean(model(x))."""
-
-    def backward() -> None:
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(x).float().mean()
-        (loss * scale).backward()
-
-    return find_cause([model], (x,), backward)
-
-
-class TestDiagnosis:
-    def test_sound_batch_has_none(self) -> None:
-        assert cause(Net(1, 1), torch.ones(4, 1)) is None
-
-    def test_names_the_samples_of_targets_that_are_numbers(self) -> None:
-        batch = (torch.ones(3, 2), torch.tensor([1.0, math.nan, 2.0]))
-        found = find_cause([nn.Linear(2, 1)], batch, lambda: None)
-        assert found is not None
-        assert "input 1 of the batch is not finite in samples [1]" in found
-
-    def test_names_the_samples_that_are_not_finite(self) -> None:
-        x = torch.ones(4, 1)
-        x[2] = math.nan
-        assert "not finite in samples [2]" in str(cause(Net(1, 1), x))
-
-    def test_names_the_module_whose_forward_overflows(self) -> None:
-        """2^10 * 2^10 = 2^20 = 1.05e6 is beyond 65504, in the head and not in the body."""
-        sentence = str(cause(Net(2.0**10, 2.0**10), torch.ones(4, 1)))
-        assert "forward overflow in module head: largest |activation| 1.05e+06" in sentence
-        assert 'fp32_modules: ["^head$"]' in sentence
-
-    def test_names_the_module_whose_gradient_overflows(self) -> None:
-        """The gradient at the body's output is scale * 2^10 / 4 = 2^18; at the head's, 2^8."""
-        sentence = str(cause(Net(2.0**-10, 2.0**10), torch.ones(4, 1), scale=2.0**10))
-        assert "gradient overflow at module body" in sentence
-
-    def test_names_a_parameter_that_is_lost_already(self) -> None:
-        assert "parameter body.weight is already not finite" in str(
-            cause(Net(math.nan, 1), torch.ones(4, 1))
-        )
-
-    def test_tells_several_models_apart(self) -> None:
-        sound, lost = Net(1, 1), Net(1, math.nan)
-        found = find_cause([sound, lost], (torch.ones(1, 1),), lambda: None)
-        assert "parameter model 1: head.weight is already not finite" in str(found)
-
-    def test_changes_nothing(self) -> None:
-        last = nn.Linear(1, 1)
-        model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout(0.5), last)
-        last.weight.grad = torch.full((1, 1), 7.0)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        x, state = torch.ones(4, 1), torch.random.get_rng_state()
-        cause(model, x)
-        assert torch.equal(torch.random.get_rng_state(), state)
-        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
-        assert last.weight.grad.item() == 7
-        assert last.bias.grad is None
 
 
 def test_scale_stops_at_its_floor() -> None:

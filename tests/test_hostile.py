@@ -25,10 +25,10 @@ from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
 from determined_amp.config import experiment
-from determined_amp.config.amp import AmpSettings, Precision
+from determined_amp.config.amp_settings import AmpSettings, Precision
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
-from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
 from trials.data.images import FolderImages
 from trials.data.loading import EpochSampler, Sample
@@ -222,7 +222,7 @@ class TestOverrides:
         self, tmp_path: Path, content: bytes
     ) -> None:
         (tmp_path / "config.yaml").write_bytes(content)
-        with pytest.raises(ConfigError, match="is not YAML"):
+        with pytest.raises(ConfigError, match=r"is not YAML|cannot be read as UTF-8"):
             experiment.read_yaml(str(tmp_path / "config.yaml"))
 
 
@@ -405,26 +405,20 @@ def train_to_16_on_a_full_disk(run_folder: Path, missing: int) -> int:
 class TestFullDisk:
     """torch's writer, in C++, raises a RuntimeError that says nothing of a disk."""
 
-    def test_while_the_weights_are_written_leaves_the_checkpoint_before(
-        self, run_folder: Path
+    def test_while_the_weights_are_written_is_one_clear_error_and_leaves_the_checkpoint_before(
+        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         before = training.digest(training.checkpoint(run_folder, 12))
-        with suppress(RuntimeError):
-            assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
+        assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
+        message = capfd.readouterr().err
+        assert "batch-00000016: could not be saved" in message
+        assert "intact" in message
         checkpoints = run_folder / "checkpoints"
         assert complete_checkpoints(checkpoints)[-1].name == "batch-00000012"
         assert not list(checkpoints.glob(".*"))
         assert training.digest(training.checkpoint(run_folder, 12)) == before
         training.resume(run_folder)
         assert complete_checkpoints(checkpoints)[-1].name == "batch-00000016"
-
-    def test_while_the_weights_are_written_is_one_clear_error(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
-        message = capfd.readouterr().err
-        assert "batch-00000016: could not be saved" in message
-        assert "intact" in message
 
     def test_while_the_last_bytes_are_written_is_an_error_all_the_same(
         self, run_folder: Path, capfd: pytest.CaptureFixture[str]
@@ -464,10 +458,10 @@ def test_kill_while_a_checkpoint_is_deleted_leaves_no_half_of_it(
     assert all((path / "state_dict.pth").exists() for path in saved)
 
 
-def test_twenty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """See `tests.killed_rounds`."""
     process = training.start("-m", "tests.killed_rounds", str(tmp_path))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert output.count("\nround ") == 20
+    assert output.count("\nround ") == 12
     assert "the end is the same" in output

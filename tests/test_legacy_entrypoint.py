@@ -15,7 +15,7 @@ from determined import core, pytorch, util
 from determined.common import storage
 from determined.exec import harness
 
-from determined_amp import AuditError, GuardError
+from determined_amp import AuditError, GuardError, TrialAsItIs
 from determined_amp.local.open_trial import throwaway_core_context
 from tests.loops import Reports, content
 from tests.test_mixed_precision import StrangersTrial
@@ -42,8 +42,8 @@ Legacy = Callable[..., OnCluster]
 def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
     """Runs a trial class as the entrypoint `module:Class` does; what it reported."""
 
-    def run(trial_class: type[StrangersTrial], amp: dict[str, Any]) -> OnCluster:
-        hparams = {"global_batch_size": 2, "amp": amp}
+    def run(trial_class: Any, amp: dict[str, Any], **others: Any) -> OnCluster:
+        hparams = {"global_batch_size": 2, "amp": amp, **others}
         config: dict[str, Any] = {
             "entrypoint": "model_def:Trial",
             "hyperparameters": hparams,
@@ -51,7 +51,7 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
                 "name": "single",
                 "metric": "validation_loss",
                 "smaller_is_better": True,
-                "max_length": {"batches": len(trial_class.rows)},
+                "max_length": {"batches": 8 if others else len(trial_class.rows)},
             },
             "optimizations": {
                 "aggregation_frequency": 1,
@@ -137,3 +137,9 @@ def test_guard_leaves_the_last_good_checkpoint_and_one_sentence(
     (saved,) = folder.iterdir()
     (weights,) = content(folder, saved.name)["models_state_dict"]
     assert weights["weight"].item() == 0.75
+
+
+def test_unmodified_trial_trains_by_one_key(legacy: Legacy) -> None:
+    reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, trial="tests.test_unmodified:Plain")
+    assert reports.training[0]["audit_share"] == 1
+    assert reports.training[-1]["applied_steps"] == 8

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import pytest
 import yaml
 from determined import core
 
+from determined_amp import UserError, train
 from determined_amp import __main__ as door
-from determined_amp import train
 from determined_amp.config import experiment
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder, read_end
-from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.processes import StopOnSignal, on_stop_signals
 from tests import training
 from trials.mlp import MLPTrial
 
@@ -40,6 +42,7 @@ class TestRunFolder:
             "checkpoints",
             "log.txt",
             "ended.json",
+            ".lock",
         }
 
     def test_is_not_used_for_another_run(
@@ -206,6 +209,14 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert read_end(tmp_path) == End("failed", "RuntimeError: no memory left", 4)
 
+    def test_failed_by_a_trial_that_leaves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.planted(monkeypatch, lambda: sys.exit(3))
+        with pytest.raises(SystemExit):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert read_end(tmp_path) == End("failed", "SystemExit: 3", 4)
+
     def test_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -230,7 +241,7 @@ class TestRecordOfTheEnd:
             raise det.InvalidHP("too wide")
 
         self.planted(monkeypatch, refuse)
-        with pytest.raises(SystemExit):
+        with pytest.raises(UserError, match="too wide"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert read_end(tmp_path) == End("failed", "InvalidHP: too wide", 4)
 
@@ -313,3 +324,22 @@ class TestStopOnSignal:
         with StopOnSignal(core.DummyDistributedContext()).listening():
             assert signal.getsignal(signal.SIGTERM) != before
         assert signal.getsignal(signal.SIGTERM) == before
+
+
+class TestOutputThatVanishes:
+    def test_closed_pipe_ends_the_output_and_not_the_run(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        arguments = training.arguments("mlp/bf16.yaml")
+        with training.start(
+            "-m", "determined_amp", "train", *arguments, "--run-folder", str(run)
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(timeout=100) == 0
+        assert read_end(run) == End("completed", "", 12)
+        assert "nobody reads the output any more" in (run / "log.txt").read_text()
+
+    def test_closed_terminal_changes_nothing(self) -> None:
+        with on_stop_signals(lambda number, frame: None):
+            os.kill(os.getpid(), signal.SIGHUP)

@@ -121,15 +121,6 @@ class Scheduled(pytorch.PyTorchTrial):
         return self.amp.callbacks(self)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    (tmp_path / "checkpoints").mkdir()
-    return tmp_path / "checkpoints"
-
-
 def runs(
     folder: Path, *arguments: Any, amp: str = "amp_fp16", **options: Any
 ) -> Callable[..., Fitted]:
@@ -154,18 +145,21 @@ def runs(
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch 2.3, in SequentialLR
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     "mode", [None, *Modes], ids=lambda mode: "library" if mode is None else mode.name.lower()
 )
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer"),
+    # Adam has betas in place of momentum, which this one scheduler moves, too.
+    [*((scheduler, "SGD") for scheduler in SCHEDULERS), ("OneCycleLR", "AdamW")],
+)
 def test_resumed_run_steps_with_the_rates_of_an_undisturbed_one(
     folder: Path, scheduler: str, mode: Modes | None, optimizer: str
 ) -> None:
     run = runs(folder, OPTIMIZERS[optimizer], SCHEDULERS[scheduler], mode)
     undisturbed = run(BATCHES).trial.seen
     assert len(set(undisturbed)) > (1 if mode is Modes.STEP_EVERY_EPOCH else 2)
-    for stop in (1, 2, 5, 10):
+    for stop in (1, 2, 5):
         saved = run(stop).checkpoint
         assert run(BATCHES, stop, saved).trial.seen == undisturbed[stop:]
 

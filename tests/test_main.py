@@ -17,8 +17,6 @@ from determined_amp.config.errors import UserError
     [
         ([], "no command given; allowed: train, audit, "),
         (["tran", "--help"], "got 'tran'; allowed: train, audit, "),
-        (["report"], "got 'report'; allowed: "),
-        (["report", "speed"], "got 'report speed'; allowed: "),
     ],
 )
 def test_unknown_command_is_named_with_those_there_are(
@@ -29,6 +27,21 @@ def test_unknown_command_is_named_with_those_there_are(
     assert shown.err.startswith(said)
     assert "report precision, report loss-scale" in shown.err
     assert not shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "report: no source given; allowed: report SOURCE"),
+        (["report", "--output"], "report: no source given"),
+        (["report", "speed"], "speed: there is no such folder; allowed: a run folder"),
+    ],
+)
+def test_report_without_a_source_says_so(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["report", "--help"]])
@@ -57,6 +70,30 @@ def test_error_of_a_user_is_one_message_and_status_2(
     monkeypatch.setattr(module, "main", fail)
     assert door.main([command, "given"]) == 2
     assert capsys.readouterr().err == said
+
+
+def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks(arguments: Sequence[str]) -> int:
+        raise ModuleNotFoundError(name=arguments[0])
+
+    monkeypatch.setattr(audit, "main", lacks)
+    assert door.main(["audit", "optuna"]) == 2
+    assert "audit needs optuna, which is not installed; pip install" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):  # of the trial
+        door.main(["audit", "model_def"])
+
+
+def test_ctrl_c_is_a_word_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(audit, "main", interrupted)
+    assert door.main(["audit"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

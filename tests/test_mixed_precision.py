@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,9 @@ from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.checkpoint import SafeController, patched, use_safe_controller
 from determined_amp.amp.diagnosis import undisturbed
 from determined_amp.amp.metrics import WARMUP_BATCHES
-from tests import loops
+from tests import loops, training
 from tests.test_metrics import Context
 
-ROOT = Path(__file__).parents[1]
 FP16: Mapping[str, Any] = {"precision": "amp_fp16", "init_scale": 4.0}
 FP32: Mapping[str, Any] = {"precision": "fp32"}
 
@@ -261,7 +259,7 @@ class TestSection:
         said = refused(StrangersTrial, folder, wrong)
         assert "3 problems" in said
         for key in ("precision", "init_scale", "growth_intervall"):
-            assert f"- hyperparameters.amp.{key}: " in said
+            assert f"hyperparameters.amp.{key}: " in said
 
     def test_of_a_context_without_hyperparameters_can_be_given(self) -> None:
         context: Any = Context()
@@ -507,37 +505,33 @@ class TestPatched:
 
 
 UNCAUGHT = """
-import sys
-import torch
 from determined_amp import AmpSettings, MixedPrecision, Precision, UserError
 from tests.test_metrics import Context
 MixedPrecision(Context(), AmpSettings(Precision.FP32))
 MixedPrecision(Context(), AmpSettings(Precision.FP32))
-raise {error}
+raise UserError("the rate is negative")
 """
 
 
-def stderr_of(error: str) -> tuple[int, str]:
-    """How a program ends that raises `error` after making two trials."""
-    command = [sys.executable, "-c", UNCAUGHT.format(error=error)]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    return ended.returncode, ended.stderr
-
-
 class TestUncaughtError:
-    def test_of_the_user_is_one_line(self) -> None:
-        status, said = stderr_of("UserError('the rate is negative')")
-        assert status == 2
-        assert said == "no retry can help: the rate is negative\n"
+    def test_of_the_user_ends_a_program_with_one_line(self) -> None:
+        process = training.start("-c", UNCAUGHT)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert output == "no retry can help: the rate is negative\n"
 
-    def test_of_any_other_kind_has_its_traceback(self) -> None:
-        status, said = stderr_of("ValueError('of torch')")
-        assert status == 1
-        assert said.startswith("Traceback")
-        assert said.endswith("ValueError: of torch\n")
-        assert "no retry can help" not in said
+    def test_of_any_other_kind_is_left_to_the_hook_before(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        seen: list[Any] = []
+        monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
+        context: Any = Context()
+        MixedPrecision(context, AmpSettings(Precision.FP32))
+        assert sys.excepthook.__module__.startswith("determined_amp")
+        error = ValueError("of torch")
+        sys.excepthook(ValueError, error, None)
+        assert seen == [(ValueError, error, None)]
+        assert capfd.readouterr().err == ""
 
 
 class TestController:

@@ -21,10 +21,12 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.config.amp import Precision
+from determined_amp.amp.unmodified import trial_of
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.experiment import parse, read_yaml
 from determined_amp.config.overrides import with_overrides
 from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
@@ -124,7 +126,7 @@ def train(
             debug_enabled=False,
             enable_tensorboard_logging=False,
         )
-        run = Run(experiment.make(context))
+        run = Run(trial_of(experiment, context))
         run.trial.model.register_forward_hook(run.note_dtype)
         pytorch.Trainer(run.trial, context).fit(
             max_length=experiment.max_length.unit(),
@@ -161,6 +163,53 @@ def test_batches_never_wait_and_a_report_reads_once(
     assert calls["_amp_update_scale_"] == scaled
     assert calls["index_select"] == scaled  # the schedule; on the host where nothing is skipped
     assert run.trial.optimizer.defaults["fused"] is True
+
+
+class Unmodified(pytorch.PyTorchTrial):
+    """A float32 trial whose code has nothing of AMP in it, and whose optimizer is not fused."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+        self.optimizer = context.wrap_optimizer(torch.optim.AdamW(self.model.parameters()))
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        inputs, classes = batch
+        loss = nn.functional.cross_entropy(self.model(inputs), classes)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
+        return {}
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        samples = TensorDataset(torch.ones(BATCHES * 4, 8), torch.zeros(BATCHES * 4).long())
+        return pytorch.DataLoader(samples, batch_size=4)
+
+    build_validation_data_loader = build_training_data_loader
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_unmodified_trial_never_waits(precision: Precision) -> None:
+    with fake_cuda() as syncs:
+        run = train(
+            syncs.during,
+            "mlp/fp32.yaml",
+            f"hyperparameters.trial={__name__}:Unmodified",
+            f"hyperparameters.amp.precision={precision.value}",
+        )
+    # Determined's loop copies inputs and classes to the device, as it does for any trial.
+    assert syncs.waits["batches"] == {"copy": 2 * BATCHES}
+    calls = syncs.calls["batches"]
+    scaled = BATCHES if precision is Precision.AMP_FP16 else 0
+    assert calls["_amp_foreach_non_finite_check_and_unscale_"] == scaled
+    assert calls["_fused_adamw_"] == BATCHES
+    assert run.dtypes == {torch.float32}  # as handed on
 
 
 class ReadsTheLoss(TrainingMetrics):

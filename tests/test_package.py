@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import determined_amp
 from determined_amp.local import folder
@@ -66,41 +68,33 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A stranger's folder in which the installed command has trained.
+
+    Args:
+        printed: What the command printed.
+        run: The run folder.
+    """
+
+    printed: str
+    run: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return max((self.run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
 @pytest.fixture(scope="module")
-def project(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stranger's folder, trained in once."""
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     project = tmp_path_factory.mktemp("project")
     for name in ("model_def.py", "amp.yaml"):
         shutil.copy(TEMPLATE / name, project)
-    command = [sys.executable, "-m", "determined_amp", "train", "amp.yaml"]
-    ended(start(command, project, PYTHONPATH=str(installed)))
-    return project
-
-
-@pytest.fixture(scope="module")
-def looked_at(
-    installed: Path, project: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, str]:
-    """What the audit prints, and what a program that opens the checkpoint prints elsewhere."""
+    (project / "weights.bin").write_bytes(b"0" * 1000)
+    command = [str(installed / "bin" / "det-amp"), "train", "amp.yaml"]
+    printed = ended(start(command, project, PYTHONPATH=str(installed)))
     (run,) = (project / "runs" / "my-trial-amp").iterdir()
-    newest = max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
-    code = (
-        "import torch, determined_amp; from determined import pytorch\n"
-        f"trial = pytorch.load_trial_from_checkpoint_path({str(newest)!r})\n"
-        "print(type(trial).__name__, tuple(trial.model(torch.zeros(3, 32)).shape))\n"
-        "print(determined_amp.__file__)"
-    )
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    both = [
-        start(
-            [str(installed / "bin" / "det-amp"), "audit", "amp.yaml"],
-            project,
-            PYTHONPATH=str(installed),
-        ),
-        start([sys.executable, "-W", "ignore", "-c", code], elsewhere, PYTHONPATH=str(installed)),
-    ]
-    audit, opened = map(ended, both)
-    return audit, opened
+    return Trained(printed, run)
 
 
 class TestWheel:
@@ -133,25 +127,38 @@ class TestWheel:
         assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:main"}
 
 
-def test_a_stranger_trains_to_the_end_in_float16(project: Path) -> None:
-    (run,) = (project / "runs" / "my-trial-amp").iterdir()
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Trained) -> None:
+    lines = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["batches"] == 200
     (accuracy,) = (line["accuracy"] for line in lines[-1:] if line["group"] == "validation")
     assert accuracy > 0.9
+    assert lines[0]["audit_share"] == 1.0
+    assert "amp_fp16" in trained.printed
 
 
-def test_the_installed_command_audits_the_stranger(looked_at: tuple[str, str]) -> None:
-    audit, _ = looked_at
-    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in audit
+def test_checkpoint_holds_the_code_of_the_stranger_and_nothing_else(trained: Trained) -> None:
+    assert [path.name for path in (trained.checkpoint / "code").iterdir()] == ["model_def.py"]
 
 
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(
-    installed: Path, looked_at: tuple[str, str]
+    installed: Path, trained: Trained, tmp_path: Path
 ) -> None:
-    _, opened = looked_at
+    """In a process that knows neither the folder nor what `train` allows to be loaded."""
+    code = (
+        "import torch, determined_amp; from determined import pytorch\n"
+        f"trial = pytorch.load_trial_from_checkpoint_path({str(trained.checkpoint)!r},\n"
+        "    torch_load_kwargs={'weights_only': True})\n"
+        "print(type(trial).__module__, type(trial).__name__)\n"
+        "print(tuple(trial.model(torch.zeros(3, 32)).shape))\n"
+        "print(float(sum(weight.double().sum() for weight in trial.model.parameters())))\n"
+        "print(determined_amp.__file__)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    printed = ended(start(command, tmp_path, PYTHONPATH=str(installed))).splitlines()
+    saved = torch.load(trained.checkpoint / "state_dict.pth", weights_only=True)
+    total = float(sum(weight.double().sum() for weight in saved["models_state_dict"][0].values()))
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
-    assert opened.splitlines()[-2:] == ["MyTrial (3, 10)", of_the_wheel]
+    assert printed[-4:] == ["model_def MyTrial", "(3, 10)", str(total), of_the_wheel]
 
 
 def test_a_run_says_that_torchvision_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

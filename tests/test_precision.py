@@ -14,7 +14,7 @@ import torch
 
 from determined_amp.amp import precision as module
 from determined_amp.amp.precision import DeviceSupport, PrecisionError, prepare_backend
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 BEFORE = pytest.mark.parametrize("before", [("high", True), ("highest", False)])

@@ -77,6 +77,11 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
         assert "input 0 of the batch is not finite" in rank["warning"]
 
 
+def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
+    first, second = said(folder, "unmodified")
+    assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
+
+
 def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:
     """The same samples in the same steps; only the order of float32 sums differs.
 

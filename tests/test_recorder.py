@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.passes import Prediction
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder
+from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder, Source
 
 BF16 = torch.bfloat16
 
@@ -115,6 +115,48 @@ class TestValues:
         weights = by_module(recorder)[WHOLE_MODEL].by_power()
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
         assert recorder.largest() == 4096.0
+
+    def test_two_backwards_add_up_and_keep_the_largest_of_both(self) -> None:
+        """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the smaller."""
+        model = nn.Linear(1, 1, bias=False)
+        recorder = BackwardRecorder([model])
+        for scale in (8.0, 2.0):
+            with recorder.recording():
+                with torch.autocast("cpu", BF16):
+                    loss = (model(torch.full((1, 1), 4.0)).float() * scale).sum()
+                loss.backward()
+        modules = by_module(recorder)
+        assert modules[WHOLE_MODEL].by_power() == {5: 1, 3: 1}
+        assert modules[OUTSIDE].by_power() == {3: 1, 1: 1}
+        assert recorder.largest() == 32.0
+        assert recorder.dtypes == {BF16}
+
+    def test_results_are_told_apart_by_operation_place_and_shape(self) -> None:
+        """A backward of three results: an empty one and one in float32 hide none after them."""
+
+        class ThreeResults(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                torch.split(torch.full((5,), 2.0, dtype=BF16), 2)  # views are no new values
+                torch._foreach_add([torch.ones(0, dtype=BF16), torch.ones(1)], 1.0)
+                torch._foreach_mul(
+                    [torch.ones(0, dtype=BF16), torch.ones(1), torch.ones(2, 3, dtype=BF16)], 4.0
+                )
+                return gradients[0]
+
+        recorder = BackwardRecorder([])
+        value = torch.ones(3, requires_grad=True)
+        apply: Callable[[torch.Tensor], torch.Tensor] = ThreeResults.apply
+        with recorder.recording():
+            apply(value).sum().backward()  # type: ignore[no-untyped-call]
+        found = recorder.histograms()
+        name = "aten._foreach_mul.Scalar"
+        assert found[Source(OUTSIDE, name, 2, (2, 3))].by_power() == {2: 6}
+        assert {source.output for source in found if source.operation == name} == {2}
 
     def test_memory_that_was_not_written_is_not_read(self) -> None:
         class Careless(torch.autograd.Function):

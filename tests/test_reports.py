@@ -148,7 +148,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     monkeypatch.delenv("DET_MASTER", raising=False)
     (workplace / "foreign.json").write_text('{"a": 1}')
-    assert loss_scale.main(arguments) == 2
+    assert door.main(["report", "loss-scale", *arguments]) == 2
     said = capsys.readouterr()
     assert sentence in said.err
     assert "Traceback" not in said.err

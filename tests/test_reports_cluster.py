@@ -13,8 +13,9 @@ from determined.experimental import client
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.local.master import MasterError
+from determined_amp.reports import any_report
 from determined_amp.reports.loss_scale_text import over_loss_scale
-from determined_amp.reports.master_runs import read_experiment, read_finding
+from determined_amp.reports.master_runs import fetch_comparison, read_experiment, read_finding
 from determined_amp.reports.runs import ReportError, Source, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
@@ -89,6 +90,32 @@ class TestFinding:
         (tmp_path / "uuid").rename(tmp_path / "elsewhere")
         with pytest.raises(ReportError, match=r"cannot be downloaded from here.*download uuid"):
             read_finding(7)
+
+
+class TestComparison:
+    """What the command `compare` left as a task of the cluster."""
+
+    @pytest.fixture(autouse=True)
+    def _compares(self, master: Master) -> None:
+        master.config = {**master.config, "entrypoint": "python3 -m determined_amp compare"}
+
+    def test_is_fetched_and_shown(
+        self, master: Master, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "precision.md", "use amp_bf16 here")]
+        (tmp_path / "out").mkdir()
+        assert any_report.main(["7", "--output", str(tmp_path / "out")]) == 0
+        assert capsys.readouterr().out.startswith("use amp_bf16 here")
+        assert (tmp_path / "out" / "precision.md").read_text() == "use amp_bf16 here"
+
+    def test_without_an_answer_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
+        master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "x")]
+        with pytest.raises(ReportError, match=r"experiment 7 .* no checkpoint with precision"):
+            fetch_comparison(7, tmp_path)
+
+    def test_other_experiment_has_none(self, master: Master, tmp_path: Path) -> None:
+        master.config = {**master.config, "entrypoint": "python3 -m determined_amp train"}
+        assert fetch_comparison(7, tmp_path) is None
 
 
 def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:

@@ -210,11 +210,7 @@ def test_panels_without_data_are_left_out(
 def test_svg_takes_its_ink_from_the_page() -> None:
     svg = as_svg(draw(found(), observed(SCORES, "loss_scale_score")))
     assert svg.startswith("<svg")
-    for color, name in (
-        (page.INK, "--ink"),
-        (page.MUTED, "--muted"),
-        (page.PAPER, "--paper"),
-    ):
+    for color, name in ((page.INK, "--ink"), (page.MUTED, "--muted"), (page.PAPER, "--paper")):
         assert color not in svg
         assert f"var({name})" in svg
     assert "var(--blue)" in svg
@@ -237,12 +233,7 @@ def test_models_of_a_comparison_are_side_by_side() -> None:
         for seed in (1, 2, 3)
     ]
     comparison = {"choice_log2": 8, "verdict": "tie"}
-    model = {
-        "name": "one",
-        "window_log2": [0, 9],
-        "comparison": comparison,
-        "trainings": trainings,
-    }
+    model = {"name": "one", "window_log2": [0, 9], "comparison": comparison, "trainings": trainings}
     figure = draw_models([model, {**model, "name": "two"}])
     assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
     assert [2.0, 2.0] in heights(figure.axes[0])

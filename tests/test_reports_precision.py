@@ -13,6 +13,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from determined_amp import __main__ as door
 from determined_amp.reports import precision_report as precision
 from determined_amp.reports.page import as_svg
 from determined_amp.reports.precision_figure import COLORS, draw
@@ -110,7 +111,7 @@ class TestRealRuns:
                 (other / path.name).write_bytes(path.read_bytes())
         text = resolved.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002")
         (other / "resolved.yaml").write_text(text)
-        assert precision.main([str(trained / "fp32"), str(other)]) == 2
+        assert door.main(["report", "precision", str(trained / "fp32"), str(other)]) == 2
         assert "hyperparameters.learning_rate: 0.001 in fp32" in capsys.readouterr().err
         assert not list(trained.glob("*/precision.*"))
 
@@ -146,7 +147,7 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         for name in ("fp32", "amp_fp16"):
             write_run(tmp_path / name, name, 1)
-        assert precision.main(arguments) == 2
+        assert door.main(["report", "precision", *arguments]) == 2
         said = capsys.readouterr()
         assert sentence in said.err
         assert not said.out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.amp import SCALER_KEYS
+from determined_amp.config.amp_settings import SCALER_KEYS
 from determined_amp.reports.precision_findings import Findings, advise, find
 from determined_amp.reports.precision_text import answer, sentences, table
 from determined_amp.reports.run_folders import read_folder, read_search
@@ -229,6 +229,13 @@ class TestAudit:
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 1, audit_share=0.973)
         assert f"amp_fp16, seed 1 ({other}) computed 97.3% of the FLOPs" in told(found(one, other))
+
+    def test_below_one_in_several_runs_is_one_sentence(self, tmp_path: Path) -> None:
+        runs = [write_run(tmp_path / f"{i}", "fp32", i) for i in (1, 2)]
+        runs += [write_run(tmp_path / f"b{i}", "amp_bf16", i, audit_share=0.926) for i in (1, 2)]
+        said = told(found(*runs))
+        assert "amp_bf16 (seed 1, seed 2) computed 92.6% of the FLOPs" in said
+        assert said.count("audit: ") == 1
 
     def test_missing_is_named(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)

@@ -11,7 +11,7 @@ from statistics import variance
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.reports.precision_comparison import Equivalence, Interval, Ratio, paired, welch
 from determined_amp.reports.precision_findings import Findings, Judgement, advise, claims, find
 from determined_amp.reports.precision_text import sentences

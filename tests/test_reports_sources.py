@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from determined_amp.config.dotted import flat, nested
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.run_settings import flat, nested
 from determined_amp.reports.runs import ReportError
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 

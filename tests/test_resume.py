@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import training
-from trials.mlp import MLPTrial
 
 # A schedule that moves, growth of the scale, and accumulation: all of it has to be restored.
 RICH = (
@@ -19,24 +18,11 @@ RICH = (
 )
 
 
-class KilledError(Exception):
-    """The process ends here, without a word to anybody."""
-
-
 @pytest.fixture
-def killed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def killed_run(tmp_path: Path) -> Path:
     """A run of 12 batches that was lost in the 11th; its newest checkpoint is after the 8th."""
-    original = MLPTrial.train_batch
-
-    def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        if batch_idx == 10:
-            raise KilledError
-        return original(trial, batch, epoch_idx, batch_idx)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(MLPTrial, "train_batch", train_batch)
-        with pytest.raises(KilledError):
-            training.run_small("mlp/amp.yaml", tmp_path / "run", *RICH)
+    with training.killed_in_batch(10):
+        training.run_small("mlp/amp.yaml", tmp_path / "run", *RICH)
     return tmp_path / "run"
 
 
@@ -88,6 +74,13 @@ class TestResumedRun:
         training.resume(killed_run, *(word for o in options for word in ("--config", o)))
         (group,) = training.checkpoint(killed_run, 12)["optimizers_state_dict"][0]["param_groups"]
         assert (group["lr"], group["weight_decay"]) == (0.002, 0.25)
+
+    def test_keeps_the_date_of_its_first_start(self, killed_run: Path) -> None:
+        file = killed_run / "environment.json"
+        first = {**json.loads(file.read_text()), "date": "2026-01-01T00:00:00+00:00"}
+        file.write_text(json.dumps(first))
+        training.resume(killed_run)
+        assert json.loads(file.read_text()) == first
 
     def test_of_another_precision_goes_on(self, killed_run: Path) -> None:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))

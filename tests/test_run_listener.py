@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 
 from determined_amp.config.experiment import parse, read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.local.folder import RunFolder
+from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.reports import RunListener
 from determined_amp.local.run import train
+from determined_amp.local.run_listener import RunListener
+from determined_amp.search.run_trial import _SearchListener
 from tests import training
 
 
@@ -89,3 +91,11 @@ def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
         run(tmp_path, before, Failing(), after)
     assert before.told[-1] == ("end", raised.value, False)
     assert after.told == []
+
+
+def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) -> None:
+    """The worker leaves at the first validation: nobody takes the answer."""
+    listener = _SearchListener(lambda validation: sys.exit("the search is gone"))
+    with pytest.raises(SystemExit):
+        run(tmp_path, listener)
+    assert read_end(tmp_path) == End("stopped", "the search is gone", 6)

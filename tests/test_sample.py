@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,6 +153,21 @@ class TestSource:
         other = run_small("mlp/fp32.yaml", tmp_path / "mlp", length)
         assert sampled(other, tmp_path / "clip.npy") == 2
         assert "no checkpoint of a Latte can be read here: KeyError('ema')" in (
+            capsys.readouterr().err
+        )
+
+    def test_of_an_average_of_another_model_is_named(
+        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A trial that keeps averaged weights, too, and has no class `Hparams`."""
+        shutil.copytree(run, tmp_path / "run")
+        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+        file = checkpoint / "load_data.json"
+        data = json.loads(file.read_text())
+        data["hparams"]["trial"] = "benchmarks.small_trials:SummedLoss"
+        file.write_text(json.dumps(data))
+        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+        assert "is of benchmarks.small_trials:SummedLoss, which samples no clips" in (
             capsys.readouterr().err
         )
 

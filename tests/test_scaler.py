@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.scaler import ObservedScaler, StepCounts
-from determined_amp.config.amp import AmpSettings, Precision
+from determined_amp.config.amp_settings import AmpSettings, Precision
 from determined_amp.config.settings import ConfigError
 from tests.fake_cuda import Syncs
 
@@ -122,9 +122,7 @@ class TestStep:
         made = Stepped()
         made.step(1.0)
         again = getattr(made.scaler, name)
-        with pytest.raises(
-            ConfigError, match=r"the trial: .*\s+- train_batch: steps an optimizer twice"
-        ):
+        with pytest.raises(ConfigError, match=r"the trial: train_batch: steps an optimizer twice"):
             again(made.optimizer)
         made.scaler.stepped.clear()
         made.scaler.update()

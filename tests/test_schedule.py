@@ -169,13 +169,12 @@ def followed(
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.3's SequentialLR warns of torch
 @EVERY_SCHEDULER
 @FUSED_OR_NOT
-@pytest.mark.parametrize("groups", [1, 2])
 def test_every_step_uses_what_torchs_own_loop_of_the_applied_steps_uses(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool, groups: int
+    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool
 ) -> None:
-    optimizer = make_optimizer(kind, groups)
+    optimizer = make_optimizer(kind)
     expected = plain(optimizer, make_scheduler(optimizer), STEPS)
-    optimizer = make_optimizer(kind, groups, fused)
+    optimizer = make_optimizer(kind, says_fused=fused)
     scheduler = make_scheduler(optimizer)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
     for attempted, applied, used in followed(schedule, 0, 0, STEPS):
@@ -264,7 +263,7 @@ def test_resume_at_any_step_goes_on_exactly(
     # What the scheduler leaves alone is the checkpoint's.
     first = undisturbed[0][2][0]
     keys = {key for key in first if any(it[2][0][key] != first[key] for it in undisturbed)}
-    for attempted, applied, _ in [*undisturbed[:12], *undisturbed[254:260]]:
+    for attempted, applied, _ in [*undisturbed[:6], undisturbed[11], *undisturbed[255:258]]:
         resumed = schedule()
         spoil(resumed.optimizer)
         continued = list(followed(resumed, attempted, applied, 20))

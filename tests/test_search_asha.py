@@ -9,9 +9,7 @@ import optuna
 import pytest
 
 from determined_amp.search.asha import AshaPruner
-from determined_amp.search.searcher_settings import (
-    Bracket,
-)
+from determined_amp.search.searcher_settings import Bracket
 
 
 @dataclass

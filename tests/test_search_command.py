@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from determined_amp import __main__ as door
 from determined_amp.search import command
 from tests import searching
 
@@ -40,14 +44,10 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mistake_in_a_search_is_one_message_and_no_trial(
-    search: str,
-    override: str,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    search: str, override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = searching.write(tmp_path, search, override)
-    assert command.main([path.name]) == 2
+    assert door.main(["search", path.name]) == 2
     shown = capsys.readouterr().err
     assert words in shown
     assert "Traceback" not in shown
@@ -71,3 +71,26 @@ def test_mistake_in_the_command_is_one_message(
     assert stopped.value.code == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
     assert words in line
+
+
+def test_ctrl_c_does_not_reach_the_server_while_it_imports() -> None:
+    """Ctrl-C would reach every process of the terminal, and the server print a traceback."""
+    program = (
+        "import signal\n"
+        "from multiprocessing import forkserver\n"
+        "from determined_amp.search.command import start_server\n"
+        "start_server()\n"
+        "server = forkserver._forkserver._forkserver_pid\n"
+        "print(open(f'/proc/{server}/status').read())\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (ignored,) = (line for line in done.stdout.splitlines() if line.startswith("SigIgn:"))
+    assert int(ignored.split()[1], 16) & 1 << signal.SIGINT - 1

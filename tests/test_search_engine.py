@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,20 +13,22 @@ from pathlib import Path
 import pytest
 import yaml
 
+from determined_amp import __main__ as door
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.run_folders import read_search
 from determined_amp.search import command
+from determined_amp.search.engine import _kind
 from determined_amp.search.search_display import SearchDisplay
-from determined_amp.search.study_file import (
-    SearchStudy,
-    StudyError,
-    read_study,
-)
+from determined_amp.search.study_file import SearchStudy, StudyError, read_study
 from tests import searching, training
 from tests.mortal import ORDER
 
 MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
+TELLS_ITS_PROCESS = "hyperparameters.trial=tests.mortal:PidTrial"
+
+
+pytestmark = pytest.mark.usefixtures("_workers_import_once")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,11 @@ def results(study: SearchStudy) -> list[object]:
         (trial.number, trial.state, trial.params, trial.seed, trial.value, timeless(trial.history))
         for trial in study.trials
     ]
+
+
+def processes_in(directory: Path) -> int:
+    """How many trained, or scored."""
+    return len({*(directory / "pids").read_text().split()})
 
 
 def timeless(history: object) -> object:
@@ -58,7 +64,9 @@ class TestGrid:
     def test_scores_every_point_once_and_finds_the_best(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        study = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, workers=2)
+        scales = (*searching.THREE_SCALES, TELLS_ITS_PROCESS)
+        study = searching.run(tmp_path, "loss_scale_grid.yaml", *scales, workers=2)
+        assert processes_in(tmp_path) == 2
         assert [trial.params["amp.init_scale"] for trial in study.trials] == [2**24, 2**14, 2**4]
         assert {trial.state for trial in study.trials} == {"complete"}
         assert [trial.metrics["init_scale_log2"] for trial in study.ranked()] == [14, 4, 24]
@@ -108,16 +116,16 @@ class TestRandom:
         assert len({trial.seed for trial in one.trials}) == 1  # scored on the same batches
 
 
-class TestAsha:
-    @pytest.fixture
-    def whole(self, tmp_path: Path) -> SearchStudy:
-        (tmp_path / "whole").mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(tmp_path / "whole")
-            return searching.run(
-                tmp_path / "whole", "loss_scale_asha.yaml", *searching.SHORT_ASHA, MORTAL
-            )
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SearchStudy:
+    """A search with early stopping that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return searching.run(folder, "loss_scale_asha.yaml", *searching.SHORT_ASHA, MORTAL)
 
+
+class TestAsha:
     def test_killed_worker_changes_nothing(
         self, whole: SearchStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -156,10 +164,12 @@ class TestComparison:
         *searching.SHORT,
     )
 
-    def test_trials_are_runs_of_their_own_seed(
+    def test_trials_are_runs_of_their_own_seed_and_process(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        study = searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH)
+        overrides = (*self.TWO_OF_EACH, TELLS_ITS_PROCESS)
+        study = searching.run(tmp_path, "compare_precisions.yaml", *overrides)
+        assert processes_in(tmp_path) == 4
         assert {trial.state for trial in study.trials} == {"complete"}
         found = {(t.params["amp.precision"], t.seed): t for t in study.trials}
         assert found.keys() == {(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)}
@@ -191,23 +201,8 @@ class TestComparison:
         (run, *_) = read_search(folder).runs
         assert run.shares_device
         assert run.speed is None
-        assert command.main(["--resume", str(folder)]) == 2
+        assert door.main(["search", "--resume", str(folder)]) == 2
         assert "began with 2" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("search", "overrides", "processes"),
-        [
-            ("compare_precisions.yaml", TWO_OF_EACH, 4),
-            ("loss_scale_grid.yaml", searching.THREE_SCALES, 1),  # the control
-        ],
-    )
-    def test_every_trial_has_a_process_of_its_own(
-        self, tmp_path: Path, search: str, overrides: tuple[str, ...], processes: int
-    ) -> None:
-        own = "hyperparameters.trial=tests.mortal:PidTrial"
-        study = searching.run(tmp_path, search, *overrides, own)
-        assert {trial.state for trial in study.trials} == {"complete"}
-        assert len({*(tmp_path / "pids").read_text().split()}) == processes
 
     def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
         """Three failures alike end a search, but by turns no three are of one precision."""
@@ -264,8 +259,11 @@ def test_three_failures_alike_end_the_search(
         del config["searcher"][key]
     config["searcher"]["max_trials"] = 9
     path.write_text(yaml.safe_dump(config))
-    assert command.main([path.name]) == 2
-    assert "the last 3 trials failed alike: RuntimeError: as ordered" in capsys.readouterr().err
+    assert door.main(["search", path.name]) == 2
+    printed = capsys.readouterr()
+    assert "the last 3 trials failed alike: RuntimeError: as ordered" in printed.err
+    assert "loss-scale-asha: failed" in printed.out
+    assert "completed" not in printed.out
     study = read_study(searching.only_folder(tmp_path))
     assert [trial.state for trial in study.trials] == ["failed"] * 3
     assert "as ordered" in (study.trials[0].folder / "log.txt").read_text()
@@ -348,8 +346,34 @@ def test_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         tmp_path, "loss_scale_random.yaml", "searcher.max_trials=1", *searching.THREE_SCALES[1:]
     )
     folder = searching.only_folder(tmp_path)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert command.main(["--resume", str(folder)]) == 2
-    assert "another process is running this search" in capsys.readouterr().err
+    with training.locked_by_another_process(folder):
+        assert door.main(["search", "--resume", str(folder)]) == 2
+    assert "is running this search" in capsys.readouterr().err
     assert command.main(["--resume", str(folder)]) == 0
+
+
+def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = searching.write(
+        tmp_path,
+        "loss_scale_asha.yaml",
+        *searching.SHORT_ASHA,
+        "hyperparameters.trial=tests.mortal:FullDiskTrial",
+        "searcher.max_trials=2",
+    )
+    assert door.main(["search", path.name]) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device: 'cache.bin'; the search stopped" in said
+    folder = searching.only_folder(tmp_path)
+    assert f"--resume {folder.relative_to(tmp_path)}" in said
+    assert {trial.state for trial in read_study(folder).trials} == {"running"}
+    (tmp_path / "free").touch()
+    assert door.main(["search", "--resume", str(folder)]) == 0
+    assert len(read_study(folder).ranked()) == 2
+
+
+def test_failures_of_one_kind_are_alike_whatever_their_numbers() -> None:
+    first = "runs/a/trials/0001/x: No space left (errno 28)"
+    assert _kind(first) == _kind(first.replace("0001", "0002"))
+    assert _kind(first) != _kind("CUDA out of memory")

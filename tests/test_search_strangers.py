@@ -29,6 +29,9 @@ STRANGER: dict[str, Any] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("_workers_import_once")
+
+
 @pytest.fixture(autouse=True)
 def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stranger.yaml").write_text(yaml.safe_dump(STRANGER))
@@ -129,7 +132,7 @@ def test_scoring_needs_a_section_amp() -> None:
 
 
 def test_comparison_trains_a_stranger_with_each_seed() -> None:
-    """Twice the same precision: the trial is float32, whatever it is asked."""
+    Path("stranger.yaml").write_text(yaml.safe_dump({**STRANGER, "optimizations": {}}))
     config = search(
         "compare_precisions.yaml",
         "hyperparameters.seed.vals=[1, 2]",

@@ -97,6 +97,8 @@ def test_integral_json_number_is_a_float_in_a_float_field(raw: float, value: flo
         ("colour", "green", "red, blue"),
         ("colour", "RED", "red, blue"),
         ("colour", ["red"], "red, blue"),
+        ("ratio", "nan", "a number"),  # no advice to write it so
+        ("ratio", "inf", "a number"),
         ("limit", 0, "a number > 0, or the key left out"),
         ("inner", 3, "a mapping of keys to values"),
     ],
@@ -142,11 +144,6 @@ def test_number_that_yaml_1_1_reads_as_a_string_is_explained(
     assert getattr(section(**{key: yaml.safe_load(write)}), key) == float(raw)
 
 
-@pytest.mark.parametrize("raw", ["nan", "inf"])
-def test_word_for_no_finite_number_gets_no_advice_to_write_it(raw: str) -> None:
-    assert problems_of({"count": 1, "ratio": raw}) == [f"s.ratio: got {raw!r}; allowed: a number"]
-
-
 @pytest.mark.parametrize("key", ["count", "ratio", "flag", "word", "words", "colour"])
 def test_search_space_where_a_value_belongs_is_explained(key: str) -> None:
     (problem,) = problems_of({"count": 1, key: {"type": "log", "base": 2}})
@@ -163,25 +160,17 @@ def test_search_space_where_a_value_belongs_is_explained(key: str) -> None:
         ({"count": 1, "ratoi": 1}, "s.ratoi: unknown key; did you mean ratio?"),
         ({"count": 1, "inner": {}}, "s.inner.depth: missing; allowed: an integer >= 1"),
         ({"count": 1, "inner": {"depth": 0}}, "s.inner.depth: got 0; allowed: an integer >= 1"),
-        (
-            {"count": 1, "inner": {"depth": 1, "x": 0}},
-            "s.inner.x: unknown key; allowed: depth",
-        ),
+        ({"count": 1, "inner": {"depth": 1, "x": 0}}, "s.inner.x: unknown key; allowed: depth"),
         ({"count": 1, 7: 0}, f"s.7: unknown key; allowed: {', '.join(Section.__annotations__)}"),
         (None, "s: got None; allowed: a mapping of keys to values"),
         (["count"], "s: got ['count']; allowed: a mapping of keys to values"),
+        ({"count": "x" * 100}, f"s.count: got '{'x' * 56}...; allowed: an integer"),
         ({"count": 13}, "s.count: unlucky with count"),
         ({"count": 13, "flag": False}, "s.count: unlucky with count, flag"),
     ],
 )
 def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
     assert problems_of(raw) == [problem]
-
-
-def test_long_value_is_shortened() -> None:
-    assert problems_of({"count": "x" * 100}) == [
-        f"s.count: got '{'x' * 56}...; allowed: an integer"
-    ]
 
 
 def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> None:
@@ -195,8 +184,8 @@ def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section()
 
 
 def test_error_says_source_count_and_one_line_per_problem() -> None:
-    assert str(ConfigError("a.yaml", ["x: wrong"])) == "a.yaml: 1 problem\n  - x: wrong"
+    assert str(ConfigError("a.yaml", ["x: wrong"])) == "a.yaml: x: wrong"
     error = ConfigError("a.yaml", iter(["x: wrong", "y: missing"]))
-    assert str(error) == "a.yaml: 2 problems\n  - x: wrong\n  - y: missing"
+    assert str(error) == "a.yaml: x: wrong (1 of 2 problems)\n  - y: missing"
     assert error.problems == ("x: wrong", "y: missing")
     assert isinstance(error, UserError)

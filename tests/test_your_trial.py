@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -61,16 +62,6 @@ def test_the_page_is_about_two_hundred_lines() -> None:
     assert len(PAGE.splitlines()) <= 220
 
 
-def test_files_and_settings_named_on_the_page_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)", PAGE)
-    assert links
-    assert not [link for link in links if not (ROOT / "docs" / link).exists()]
-    settings = set(re.findall(r"`amp\.(\w+): ", PAGE))
-    assert {"set_backends"} <= settings
-    source = "".join(path.read_text() for path in (ROOT / "determined_amp").rglob("*.py"))
-    assert not {name for name in settings if f"    {name}: " not in source}
-
-
 def test_the_startup_hook_installs_the_wheel_and_asks_for_nothing_that_is_there(
     tmp_path: Path,
 ) -> None:
@@ -96,15 +87,16 @@ def test_the_startup_hook_installs_the_wheel_and_asks_for_nothing_that_is_there(
 
 def wheel(folder: Path) -> None:
     """A wheel named as ours is; see `test_package.py` for the real one."""
-    (folder / "source" / "determined_amp").mkdir(parents=True)
-    (folder / "source" / "determined_amp" / "marker.py").touch()
-    (folder / "source" / "pyproject.toml").write_text(
-        '[project]\nname = "determined-amp"\nversion = "0.1.0"\n'
-        '[tool.setuptools]\npackages = ["determined_amp"]\n'
-    )
-    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder)]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(folder / "source")]
-    subprocess.run(command, check=True, capture_output=True)
+    about = "determined_amp-0.1.0.dist-info/"
+    with zipfile.ZipFile(folder / "determined_amp-0.1.0-py3-none-any.whl", "w") as file:
+        file.writestr("determined_amp/marker.py", "")
+        file.writestr(
+            f"{about}METADATA", "Metadata-Version: 2.1\nName: determined-amp\nVersion: 0.1.0\n"
+        )
+        file.writestr(
+            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{about}RECORD", "")
 
 
 def own_trainer() -> str:

@@ -7,12 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from determined_amp import train
+from determined_amp.amp.checkpoint import patched
+from trials.mlp import MLPTrial
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -44,6 +49,36 @@ def resume(folder: Path, *options: str) -> Path:
     return folder
 
 
+class KilledError(Exception):
+    """Ends a run in the middle."""
+
+
+@contextmanager
+def before_each_batch(do: Callable[[int], object], trial: Any = MLPTrial) -> Iterator[None]:
+    """Meanwhile trials of that class do this, with the batch's number, before they train it."""
+    original = trial.train_batch
+
+    def train_batch(self: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        do(batch_idx)
+        reported: dict[str, float] = original(self, batch, epoch_idx, batch_idx)
+        return reported
+
+    with patched(trial, "train_batch", train_batch):
+        yield
+
+
+@contextmanager
+def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
+    """Meanwhile a run is lost when it comes to that batch, from 0; and one must be."""
+
+    def kill(batch_idx: int) -> None:
+        if batch_idx == number:
+            raise KilledError("the machine burns")
+
+    with before_each_batch(kill, trial), pytest.raises(KilledError):
+        yield
+
+
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:
     """Start a Python program of the repository as a user would."""
     return subprocess.Popen(
@@ -54,6 +89,25 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@contextmanager
+def locked_by_another_process(folder: Path) -> Iterator[int]:
+    """Another process holds the lock of a folder inside this block; its number."""
+    hold = (
+        "import time; from pathlib import Path; from determined_amp.local.folder import lock; "
+        f"held = lock(Path({str(folder)!r}), ''); held.__enter__(); "
+        "print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            yield holder.pid
+        finally:
+            holder.kill()
 
 
 def checkpoint(folder: Path, batches: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.diagnosis import undisturbed
 from determined_amp.local.processes import process_group
-from tests import training
+from tests import test_unmodified, training
 from tests.loops import fit
 from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
@@ -110,6 +110,20 @@ def two_weights(checkpoints: Path) -> dict[str, Any]:
     }
 
 
+def unmodified(checkpoints: Path) -> dict[str, Any]:
+    """A float32 trial as it is, and the same converted: hashes of what they trained."""
+    trained = {}
+    for trial in (test_unmodified.Plain, test_unmodified.Converted):
+        with process_group() as processes:
+            made = test_unmodified.run(
+                trial, checkpoints, test_unmodified.FP16, batches=4, processes=processes
+            )
+            weights = [model.state_dict() for model in made.context.models]
+            optimizers = [optimizer.state_dict() for optimizer in made.context.optimizers]
+            trained[trial.__name__] = training.digest([weights, optimizers])
+    return {"unmodified": processes.rank, **trained}
+
+
 def main(rank: int, folder: Path) -> None:
     of_torchrun = {
         **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
@@ -149,6 +163,7 @@ def main(rank: int, folder: Path) -> None:
     }
     say(seen)
     say(two_weights(checkpoints))
+    say(unmodified(checkpoints))
     training.run_small("mlp/fp32.yaml", folder / "two")
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert door.main(["train", *odd, "--run-folder", str(folder / "odd")]) == 2

@@ -15,7 +15,7 @@ from determined_amp.config.settings import read_section, setting
 from determined_amp.config.training import Length, TrainingSettings
 from trials.schedule import LRSchedule, warmup_then
 
-# A checkpoint may follow each of these. Accumulated gradients are not in it: half a window is lost.
+# A checkpoint may follow each of these, and accumulated gradients are not in checkpoints.
 _WHOLE_WINDOWS = ("max_length", "validation_period", "checkpoint_period")
 
 
@@ -30,10 +30,10 @@ class Hparams:
         amp: Precision and loss scale.
         training: Lengths and periods.
         aggregation_frequency: Batches per optimizer step; gradients are averaged over them.
-        lr_schedule: Shape after the warm-up; advances on applied steps only.
+        lr_schedule: Shape after the warm-up; it advances on applied steps only.
         warmup_steps: Optimizer steps.
         weight_decay: As the optimizer defines it.
-        max_grad_norm: Clip the unscaled gradient to this 2-norm; left out, nothing is clipped.
+        max_grad_norm: Clip the unscaled gradient to this 2-norm; None does not clip.
     """
 
     trial: str = setting()
@@ -49,7 +49,7 @@ class Hparams:
 
     @classmethod
     def of(cls, context: pytorch.PyTorchTrialContext) -> Self:
-        """Those of a trial's context.
+        """The hyperparameters of a trial's context.
 
         Raises:
             ConfigError: naming every mistake.
@@ -58,13 +58,13 @@ class Hparams:
 
     @property
     def max_norm(self) -> float:
-        """What `amp.clip` takes: infinite where nothing is clipped."""
+        """The argument of `amp.clip`: infinite if nothing is clipped."""
         return self.max_grad_norm or math.inf
 
     def scheduler(
         self, optimizer: torch.optim.Optimizer, batches_per_epoch: int
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """What moves the learning rate with the optimizer steps; None if it stays what it is.
+        """The scheduler of the learning rate, by optimizer steps; None for a constant rate.
 
         Raises:
             ConfigError: if a length in epochs ends within an accumulation window.
@@ -75,7 +75,7 @@ class Hparams:
         return warmup_then(optimizer, self.lr_schedule, self.warmup_steps, steps)
 
     def steps(self, batches_per_epoch: int) -> int:
-        """Optimizer steps of the run, one at least.
+        """Number of optimizer steps of the run, at least one.
 
         Raises:
             ConfigError: if a length in epochs ends within an accumulation window.
@@ -89,7 +89,7 @@ class Hparams:
         ]
         if problems:
             raise ConfigError("hyperparameters", problems)
-        assert self.training.max_length is not None  # the section was read, and has one
+        assert self.training.max_length is not None  # the section requires it
         batches = self.training.max_length.in_batches(batches_per_epoch)
         return max(1, batches // self.aggregation_frequency)
 
@@ -103,7 +103,7 @@ class Hparams:
                 )
 
     def _lengths(self) -> Iterator[tuple[str, Length]]:
-        """Those that a checkpoint may follow, as far as they are given."""
+        """The given lengths that a checkpoint may follow, by name."""
         for name in _WHOLE_WINDOWS:
             length = getattr(self.training, name)
             if length is not None:

@@ -26,6 +26,7 @@ from trials.denoising import ClipDenoising
 from trials.hparams import Hparams
 from trials.models.denoiser import Denoiser, DenoiserSettings
 from trials.models.diffusion import DiffusionSettings
+from trials.task_trial import TaskTrial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class LatteHparams(Hparams):
     Args:
         model: Size of the transformer.
         diffusion: Noise and conditioning.
-        gradient_checkpointing: Less memory for about a third more matmuls; see `Denoiser`.
+        gradient_checkpointing: Needs less memory and about a third more matmuls; see `Denoiser`.
         ema_decay: Share of the averaged weights that an optimizer step keeps.
         clip_start_step: Optimizer steps before `max_grad_norm` takes effect; skipped ones count.
     """
@@ -49,14 +50,13 @@ class LatteHparams(Hparams):
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         yield from super().contradictions(given)
         if self.clip_start_step and self.max_grad_norm is None:
-            yield (
-                "clip_start_step",
-                f"got {self.clip_start_step}, but nothing is clipped; "
-                "allowed: with max_grad_norm, or 0",
+            said = (
+                f"got {self.clip_start_step}, but nothing is clipped; allowed: 0, or max_grad_norm"
             )
+            yield "clip_start_step", said
 
 
-class LatteTrial(pytorch.PyTorchTrial):
+class LatteTrial(TaskTrial):
     """Clips of video, mean squared error of the predicted noise, AdamW (arXiv 1711.05101).
 
     Validation uses the averaged weights.
@@ -67,6 +67,8 @@ class LatteTrial(pytorch.PyTorchTrial):
 
     Hparams = LatteHparams
     Data = ClipSettings
+    hparams: LatteHparams
+    task: ClipDenoising
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
@@ -74,19 +76,10 @@ class LatteTrial(pytorch.PyTorchTrial):
         self.amp = MixedPrecision(context)
         self.task = ClipDenoising(context, self.amp, hparams.diffusion)
         model = Denoiser(
-            hparams.model,
-            self.task.settings,
-            gradient_checkpointing=hparams.gradient_checkpointing,
+            hparams.model, self.task.settings, gradient_checkpointing=hparams.gradient_checkpointing
         )
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = context.wrap_optimizer(
-            torch.optim.AdamW(
-                self.model.parameters(),
-                lr=hparams.learning_rate,
-                weight_decay=hparams.weight_decay,
-                fused=self.amp.fused,
-            )
-        )
+        self.optimizer = self.wrap_optimizer(torch.optim.AdamW)
         self.ema = EMAWeights(self.model, self.amp, hparams.ema_decay)
 
     def train_batch(
@@ -115,15 +108,5 @@ class LatteTrial(pytorch.PyTorchTrial):
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
         return self.task.evaluate(self.ema, batch)
 
-    def build_training_data_loader(self) -> pytorch.DataLoader:
-        loader, epoch = self.task.training_loader()
-        scheduler = self.hparams.scheduler(self.optimizer, epoch)
-        if scheduler is not None:
-            self.amp.wrap_lr_scheduler(scheduler)
-        return loader
-
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return self.task.validation_loader()
-
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {**self.amp.callbacks(self), "ema": self.ema}
+        return {**super().build_callbacks(), "ema": self.ema}

@@ -21,6 +21,7 @@ from trials.classification import ImageClassification
 from trials.data import loading
 from trials.data.images import DataSettings
 from trials.hparams import Hparams
+from trials.task_trial import TaskTrial
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class MLPHparams(Hparams):
     hidden_features: int = setting(512, at_least=1)
 
 
-class MLPTrial(pytorch.PyTorchTrial):
+class MLPTrial(TaskTrial):
     """Flattened images, one hidden layer of ReLU, cross-entropy, Adam (arXiv 1412.6980).
 
     Args:
@@ -43,6 +44,7 @@ class MLPTrial(pytorch.PyTorchTrial):
 
     Hparams = MLPHparams
     Data = DataSettings
+    hparams: MLPHparams
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
@@ -57,14 +59,7 @@ class MLPTrial(pytorch.PyTorchTrial):
             nn.Linear(hparams.hidden_features, data.classes),
         )
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = context.wrap_optimizer(
-            torch.optim.Adam(
-                self.model.parameters(),
-                lr=hparams.learning_rate,
-                weight_decay=hparams.weight_decay,
-                fused=self.amp.fused,
-            )
-        )
+        self.optimizer = self.wrap_optimizer(torch.optim.Adam)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -81,19 +76,3 @@ class MLPTrial(pytorch.PyTorchTrial):
             scaler=self.amp.scaler,
         )
         return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
-
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
-        return self.task.evaluate(self.model, batch)
-
-    def build_training_data_loader(self) -> pytorch.DataLoader:
-        loader, epoch = self.task.training_loader()
-        scheduler = self.hparams.scheduler(self.optimizer, epoch)
-        if scheduler is not None:
-            self.amp.wrap_lr_scheduler(scheduler)
-        return loader
-
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return self.task.validation_loader()
-
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit

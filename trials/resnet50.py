@@ -24,6 +24,7 @@ from trials.classification import ImageClassification
 from trials.data import loading
 from trials.data.images import DataSettings
 from trials.hparams import Hparams
+from trials.task_trial import TaskTrial
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ResNet50Hparams(Hparams):
     label_smoothing: float = setting(0.0, at_least=0, below=1)
 
 
-class ResNet50Trial(pytorch.PyTorchTrial):
+class ResNet50Trial(TaskTrial):
     """Images of three channels, cross-entropy, SGD with momentum.
 
     Args:
@@ -48,6 +49,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
 
     Hparams = ResNet50Hparams
     Data = DataSettings
+    hparams: ResNet50Hparams
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
@@ -58,15 +60,7 @@ class ResNet50Trial(pytorch.PyTorchTrial):
         model = resnet50(num_classes=self.task.settings.classes, zero_init_residual=True)
         model = model.to(memory_format=torch.channels_last)
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = context.wrap_optimizer(
-            torch.optim.SGD(
-                self.model.parameters(),
-                lr=hparams.learning_rate,
-                momentum=hparams.momentum,
-                weight_decay=hparams.weight_decay,
-                fused=self.amp.fused,
-            )
-        )
+        self.optimizer = self.wrap_optimizer(torch.optim.SGD, momentum=hparams.momentum)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -85,19 +79,3 @@ class ResNet50Trial(pytorch.PyTorchTrial):
             scaler=self.amp.scaler,
         )
         return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
-
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
-        return self.task.evaluate(self.model, batch)
-
-    def build_training_data_loader(self) -> pytorch.DataLoader:
-        loader, epoch = self.task.training_loader()
-        scheduler = self.hparams.scheduler(self.optimizer, epoch)
-        if scheduler is not None:
-            self.amp.wrap_lr_scheduler(scheduler)
-        return loader
-
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return self.task.validation_loader()
-
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit

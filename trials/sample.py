@@ -2,8 +2,8 @@
 
     python -m trials.sample RUN_FOLDER_OR_CHECKPOINT [--class 3] [--steps 50] [--out clip.gif]
 
-Writes an animated GIF with the clips side by side, and beside it a PNG strip: a row per clip, a
-column per frame. With `--out clips.npy` it writes the numbers, which is all there is of latents.
+It writes an animated GIF with the clips side by side, and a PNG strip: a row per clip, a column per
+frame. With `--out clips.npy` it writes the numbers, the only format for latents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torchvision.utils import make_grid
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.config import experiment
 from determined_amp.config.errors import UserError
-from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.config.overrides import at_least
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
@@ -39,11 +40,11 @@ BORDER = 4
 
 
 class SampleError(UserError):
-    """What is to be sampled is not what the model has learnt."""
+    """The model cannot sample what the options ask for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Sample and write clips; returns the exit status: 0, or 2 for an error of the user."""
     options = _options(arguments)
     try:
         config, denoiser = load(Path(options.source))
@@ -62,15 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     """The experiment and the model, with averaged weights, of a run folder or of a checkpoint.
 
-    Nothing in the checkpoint is run: it is read as plain values and tensors.
+    No code in the checkpoint runs: it is read as plain values and tensors.
 
     Args:
-        source: A run folder, whose newest checkpoint is taken, or a checkpoint, such as the one
-            that `det checkpoint download` leaves.
+        source: A run folder, whose newest checkpoint is used, or a checkpoint, for instance one
+            by `det checkpoint download`.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or it is not of a Latte.
-        ConfigError: if its configuration is not one of today's.
+        CheckpointError: if there is no checkpoint, it is damaged, or it is not one of a Latte.
+        ConfigError: if this version cannot read its configuration.
     """
     checkpoints = complete_checkpoints(source / "checkpoints")
     folder = checkpoints[-1] if checkpoints else source
@@ -96,7 +97,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
         raw, str(folder), hyperparameters=hyperparameters, completed_by_master=True
     )
     if not isinstance(config.hparams, LatteHparams):
-        raise CheckpointError(f"{folder}: is of {config.hparams.trial}, which samples no clips")
+        raise CheckpointError(f"{folder}: is of {config.trial}, which samples no clips")
     latte = cast("experiment.Experiment[LatteHparams]", config)
     denoiser = Denoiser(latte.hparams.model, latte.data, gradient_checkpointing=False)
     try:
@@ -116,30 +117,30 @@ def sample(
     guidance: float = 2.0,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Clips by DDIM (Song et al. 2020, arXiv 2010.02502), the same ones for the same seed.
+    """Sample clips by DDIM (Song et al. 2020, arXiv 2010.02502); equal seeds give equal clips.
 
     Args:
         denoiser: The model.
-        config: Gives the noise schedule and the shape of a clip.
+        config: Its experiment, with the noise schedule and the shape of a clip.
         labels: Classes, (B,), int64; the null label for a clip of any class.
-        steps: Denoising steps.
-        guidance: 1 samples the class as it was learnt, more makes it more typical.
-        seed: Of the initial noise.
+        steps: Number of denoising steps.
+        guidance: 1 samples from the learnt class; larger values give more typical clips.
+        seed: Seed of the initial noise.
 
     Returns:
         (B, C, F, S, S), float32, on the CPU.
 
     Raises:
-        SampleError: if the model has not learnt what `steps` or `guidance` ask for.
+        SampleError: if the model cannot sample with these `steps` or this `guidance`.
     """
     diffusion = config.hparams.diffusion
     if not 1 <= steps <= diffusion.num_train_timesteps:
         raise SampleError(
-            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, what it was "
-            "trained with"
+            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, the timesteps "
+            "of its training"
         )
     if diffusion.conditioning is Conditioning.NONE:
-        guidance = 1.0  # it would push away from the same prediction
+        guidance = 1.0  # both predictions are the same
     elif guidance != 1.0 and not diffusion.class_dropout:
         raise SampleError(
             f"--guidance: got {guidance:g}, but with class_dropout 0 this model never trained "
@@ -165,17 +166,17 @@ def sample(
 
 
 def write(clips: torch.Tensor, out: Path) -> list[Path]:
-    """Write clips in [-1, 1] as an animation and as a strip, or any clips as an array.
+    """Write clips in [-1, 1] as an animation and a strip, or any clips as an array.
 
     Args:
         clips: (B, C, F, S, S), float32.
-        out: `.gif`, with a `.png` beside it, or `.npy`.
+        out: A name in `.gif`, which also writes a `.png`, or in `.npy`.
 
     Returns:
         The files.
 
     Raises:
-        SampleError: if the clips cannot be shown, or `out` ends otherwise.
+        SampleError: if a picture cannot show the clips, or `out` has another ending.
     """
     check_out(out, clips.shape[1])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,11 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
 
 
 def check_out(out: Path, channels: int) -> None:
-    """Raises: SampleError: if clips of so many channels cannot go into a file of that name."""
+    """Check the name of the output file.
+
+    Raises:
+        SampleError: if it has another ending, or a picture cannot show that many channels.
+    """
     if out.suffix not in (".gif", ".npy"):
         raise SampleError(f"--out: got {out}; allowed: a name in .gif or in .npy")
     if out.suffix == ".gif" and channels not in (1, 3):
@@ -209,7 +214,7 @@ def _pictures(clips: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
-    """Pictures (N, C, H, W), row by row, with grey between them."""
+    """A picture with all pictures, (N, C, H, W), row by row, and grey between them."""
     grid = make_grid(pictures, nrow=columns, padding=BORDER, pad_value=96)
     picture: Image.Image = to_pil_image(grid)
     return picture
@@ -218,7 +223,7 @@ def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
 def _labels(
     config: experiment.Experiment[LatteHparams], wanted: Sequence[int] | None, clips: int
 ) -> torch.Tensor:
-    """The class of each clip: `clips` of every class that is wanted, by default of all."""
+    """The class of each clip: `clips` clips of each wanted class, by default of every class."""
     classes = config.data.classes
     if config.hparams.diffusion.conditioning is Conditioning.NONE:
         if wanted:
@@ -243,19 +248,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="which class; may be given several times; by default a clip of each",
     )
-    parser.add_argument("--clips", type=_positive, default=1, help="clips per class (default 1)")
-    parser.add_argument("--steps", type=_positive, default=50, help="denoising steps (default 50)")
+    parser.add_argument("--clips", type=at_least(1), default=1, help="clips per class (1)")
+    parser.add_argument(
+        "--steps", type=at_least(1), default=50, help="denoising steps (default 50)"
+    )
     parser.add_argument("--guidance", type=float, default=2.0, help="default 2.0; 1.0 is none")
     parser.add_argument("--seed", type=int, default=0, help="of the initial noise (default 0)")
     parser.add_argument("--out", default="clip.gif", help=".gif or .npy (default clip.gif)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}; allowed: 1 or more")
-    return number
 
 
 if __name__ == "__main__":

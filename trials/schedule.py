@@ -1,4 +1,4 @@
-"""The learning-rate schedules that the trials' YAMLs name: a warm-up, then constant or cosine."""
+"""The learning-rate schedules of the trials: a warm-up, then constant or cosine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 
 class LRSchedule(enum.Enum):
-    """How the learning rate goes on after the warm-up."""
+    """The learning rate after the warm-up."""
 
     CONSTANT = "constant"
     COSINE = "cosine"
@@ -19,10 +19,10 @@ class LRSchedule(enum.Enum):
 def warmup_then(
     optimizer: torch.optim.Optimizer, schedule: LRSchedule, warmup_steps: int, total_steps: int
 ) -> lr_scheduler.LambdaLR:
-    """A linear warm-up to the optimizer's rate, reached at step `warmup_steps`, and what follows.
+    """A linear warm-up to the optimizer's rate at step `warmup_steps`, then the schedule.
 
     The cosine (Loshchilov and Hutter 2017, arXiv 1608.03983, one cycle) falls from there to 0 after
-    the last step. A run that is longer stays on the rate of the last step.
+    the last step. Later steps keep the rate of the last step.
 
     Args:
         optimizer: Each of its groups warms up to its own rate.

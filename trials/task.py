@@ -1,4 +1,4 @@
-"""What an example trial is trained and validated on: its data, its loaders, exact means."""
+"""The task of an example trial: its data, its loaders, and validation with exact means."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ Model = Callable[..., torch.Tensor]
 
 
 class Task(ABC, Generic[SettingsT]):
-    """The data of one experiment and how a model is validated on it.
+    """The data of an experiment, and the validation of a model on it.
 
     Args:
         context: The trial's context.
         amp: The trial's mixed precision.
 
     Attributes:
-        settings: The `data` section, of the class that `settings_class` names.
+        settings_class: The class of the `data` section.
+        settings: The `data` section, of that class.
 
     Raises:
         ConfigError: naming every mistake in the `data` section.
@@ -39,36 +40,40 @@ class Task(ABC, Generic[SettingsT]):
     def __init__(self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision) -> None:
         section = context.get_experiment_config().get("data") or {}
         self.settings = read_section(self.settings_class, section, "data")
-        context.experimental.disable_auto_to_device()  # it waits for every copy
+        context.experimental.disable_auto_to_device()  # that would wait for every copy
         self._context = context
         self._amp = amp
         self._means = MeanMetrics(context)
 
     @abstractmethod
     def load(self, seed: int) -> tuple[Samples, Samples]:
-        """The samples to train and to validate on."""
+        """The samples for training and for validation."""
 
     @abstractmethod
     def validation_sums(self, model: Model, batch: Any) -> Mapping[str, torch.Tensor]:
-        """By metric, its sum over the samples of one batch, (); the batch is on the device."""
+        """The sum of each metric over the samples of a batch, (); the batch is on the device."""
 
     @cached_property
     def samples(self) -> tuple[Samples, Samples]:
-        """Loaded when first asked for: inference alone needs none."""
+        """The samples; they are loaded at the first access, because inference needs none."""
         return self.load(self._context.get_trial_seed())
 
     def training_loader(self) -> tuple[pytorch.DataLoader, int]:
-        """The loader, and the batches that the chief trains per epoch.
+        """The training loader, and the number of batches that the chief trains per epoch.
 
         Raises:
-            DataError: if there is not one whole batch.
+            DataError: if there is less than one whole batch.
         """
         size, seed = self._context.get_per_slot_batch_size(), self._context.get_trial_seed()
         loader = loading.training_loader(self.samples[0], size, seed, self.settings.workers)
         return loader, loading.batches_per_epoch(loader, self._context.distributed.size)
 
     def validation_loader(self) -> pytorch.DataLoader:
-        """Raises: DataError: if there is not a batch for every slot."""
+        """The validation loader.
+
+        Raises:
+            DataError: if there are fewer batches than slots.
+        """
         size, slots = self._context.get_per_slot_batch_size(), self._context.distributed.size
         return loading.validation_loader(self.samples[1], size, self.settings.workers, slots)
 
@@ -81,10 +86,10 @@ class Task(ABC, Generic[SettingsT]):
 
 
 class MeanMetrics(pytorch.MetricReducer):
-    """Means over all samples, whatever the batches: Determined's own weigh batches alike.
+    """Means over all samples. Determined's own means give every batch the same weight.
 
     Args:
-        context: The trial's context; registers itself there.
+        context: The trial's context, where the reducer registers itself.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
@@ -94,14 +99,14 @@ class MeanMetrics(pytorch.MetricReducer):
         context.wrap_reducer(self, for_training=False)
 
     def add(self, sums: Mapping[str, torch.Tensor], samples: int) -> dict[str, float]:
-        """Count one batch. No synchronisation.
+        """Add one batch, without synchronisation.
 
         Args:
-            sums: By metric, its sum over the batch, ().
-            samples: Samples in the batch.
+            sums: The sum of each metric over the batch, ().
+            samples: Number of samples in the batch.
 
         Returns:
-            What `evaluate_batch` must return: nothing, the reducer reports.
+            An empty dict, for `evaluate_batch` to return: the reducer reports the metrics.
         """
         for name, value in sums.items():
             if name not in self._sums:

@@ -9,6 +9,7 @@ to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fi
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -65,9 +66,8 @@ class SafeController(pytorch._PyTorchTrialController):
         Raises:
             CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does not fit.
         """
-        if not (load_path / "state_dict.pth").exists():
-            raise CheckpointError(f"{load_path}: not a checkpoint: it has no state_dict.pth")
         allow_numpy_random_state()
+        check_bytes(load_path)
         try:
             saved = _read_without_code(load_path / "trial_state.pkl")
             same_trial = saved.get("trial_id") == self.trial_id
@@ -79,6 +79,24 @@ class SafeController(pytorch._PyTorchTrialController):
                 super()._load(load_path)
         except (RuntimeError, LookupError, ValueError, EOFError, OSError, pickle.PickleError) as e:
             raise CheckpointError(f"{load_path}: cannot be restored into this trial: {e}") from e
+
+
+def check_bytes(checkpoint: Path) -> None:
+    """Compare the weights of a checkpoint with the checksums that torch wrote beside them.
+
+    Raises:
+        CheckpointError: if a byte has changed, or the file is cut off.
+    """
+    file = checkpoint / "state_dict.pth"
+    if not file.exists():
+        raise CheckpointError(f"{checkpoint}: not a checkpoint: it has no state_dict.pth")
+    try:
+        with zipfile.ZipFile(file) as content:
+            damaged = content.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {damaged} has changed")
 
 
 def use_safe_controller() -> None:

@@ -21,6 +21,7 @@ island casts its 16-bit inputs up and runs its `forward` with autocast off, as t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +130,7 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
 
 
 def as_float32(value: Any) -> Any:
-    """Cast the float16 and bfloat16 tensors of nested lists, tuples and dictionaries.
+    """Cast the float16 and bfloat16 tensors of nested lists, tuples, dictionaries and dataclasses.
 
     A container that holds none is handed on itself, so that a module can still write to it.
     """
@@ -146,4 +147,11 @@ def as_float32(value: Any) -> Any:
             value = copy.copy(value)  # a dictionary of the same kind
             for key, new in cast.items():
                 value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cast = {key: as_float32(old) for key, old in vars(value).items()}
+        if any(cast[key] is not old for key, old in vars(value).items()):
+            value = copy.copy(value)
+            for key, new in cast.items():
+                object.__setattr__(value, key, new)  # a frozen one, too
     return value

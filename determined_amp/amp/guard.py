@@ -19,7 +19,7 @@ from torch import nn
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport
-from determined_amp.config.amp import OnOverflow
+from determined_amp.config.amp_settings import OnOverflow
 from determined_amp.config.errors import GuardError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.config.amp import AmpSettings, EvalPrecision
+from determined_amp.config.amp_settings import AmpSettings, EvalPrecision
 from determined_amp.config.errors import print_uncaught_user_errors
 from determined_amp.config.settings import ConfigError, read_section
 

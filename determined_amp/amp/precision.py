@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import SGD
 
-from determined_amp.config.amp import AmpSettings
+from determined_amp.config.amp_settings import AmpSettings
 from determined_amp.config.settings import ConfigError
 
 

@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from determined import pytorch
 
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Is the forward in train_batch under amp.autocast()? "
-    "Look for fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the "
-    "model, and for code that sets torch.backends; or ask for the precision that it computes in."
+    "Is the forward in train_batch under amp.autocast()? Without a MixedPrecision of its own, does "
+    "the trial call the model as model(inputs), and not another method of it? Look for "
+    "fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the model, and "
+    "for code that sets torch.backends; or ask for the precision that it computes in."
 )
 
 

@@ -1,1 +1,1 @@
-"""What the verbs of `python -m determined_amp` do that no room below does on its own."""
+"""Commands of `python -m determined_amp` that combine several packages."""

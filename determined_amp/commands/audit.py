@@ -1,4 +1,4 @@
-"""The audit of one batch alone.
+"""The command `audit`: show what one training batch is computed in.
 
 python -m determined_amp audit CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
 """
@@ -14,40 +14,37 @@ from determined import pytorch
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision, add_precision_option, in_precision
 from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.local.open_trial import open_trial
 
 
 def audit_here(
     config: Mapping[str, Any], source: str, trial: str | None = None
 ) -> tuple[Audit, Precision | None]:
-    """Train one batch on this machine, two on a GPU, in Determined's loop; leave nothing behind.
+    """Train one batch on this machine, two on a GPU, in Determined's loop, without any files.
 
     Args:
-        config: The configuration.
+        config: The experiment configuration.
         source: Where it comes from, for the error message.
         trial: `module:Class`, if the configuration does not name it.
 
     Returns:
-        What the batch was computed in, and what the trial asks for: None without a
-        `MixedPrecision`, and then nothing is judged.
+        The audit of the batch, and the precision that the trial asks for. The latter is None for a
+        trial without a `MixedPrecision`, and then nothing is judged.
 
     Raises:
-        AuditError: if it is not what the trial asks for.
+        AuditError: if the batch is not computed in the precision that the trial asks for.
+        ConfigError: if the configuration is wrong or names no trial.
     """
-    with open_trial(config, source, trial) as found:
-        amp = MixedPrecision.of(found.context)
+    with open_trial(config, source, trial) as opened:
+        amp = MixedPrecision.of(opened.context)
         asked = None if amp is None else amp.settings.precision
         if amp is not None:
-            amp.watched = False  # it would audit the batch, too
+            amp.watched = False  # otherwise it audits the batch as well
         try:
-            audit = _audit(found.trial, found.context, asked or Precision.FP32)
+            audit = _audit(opened.trial, opened.context, asked or Precision.FP32)
         except AuditError as error:
             if asked is not None:
                 raise
@@ -70,28 +67,37 @@ def _audit(
     return done[0]
 
 
-def _unasked(audit: Audit) -> str:
-    """The table without the line that judges it."""
+def _unjudged_table(audit: Audit) -> str:
     lines = (line for line in audit.table().splitlines() if " asks for " not in line)
-    said = "not judged: the trial has no MixedPrecision"
-    return "\n".join([*lines, said])
+    return "\n".join(
+        [*lines, "not judged: the trial has no MixedPrecision; --precision gives it one"]
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 for an audit that passed, 1 for one that failed."""
+    """Audit a batch and print the table.
+
+    Returns:
+        The exit status: 0 if the audit passed, 1 if it failed.
+
+    Raises:
+        UserError: if the configuration is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp audit",
         description="Train one batch and print what it was computed in.",
     )
     parser.add_argument("config", help="experiment YAML")
     add_trial_option(parser)
+    add_precision_option(parser)
     add_override_option(parser)
     options = parser.parse_args(arguments)
     config = with_overrides(read_yaml(options.config), options.overrides)
+    config = in_precision(config, options.precision)
     try:
         audit, asked = audit_here(config, options.config, options.trial)
     except AuditError as error:
         print(error)
         return 1
-    print(audit.table() if asked is not None else _unasked(audit))
+    print(audit.table() if asked is not None else _unjudged_table(audit))
     return 0

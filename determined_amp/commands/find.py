@@ -1,13 +1,12 @@
-"""Find the initial loss scale in one pass over a few batches.
+"""The command `find`: find the initial loss scale in one pass over a few batches.
 
     python -m determined_amp find experiment_configs/mlp/amp.yaml
     python -m determined_amp find CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
                                [--write NEW.yaml] [--json FILE] [--plot FILE.png]
 
-The trial is any `PyTorchTrial`, named by the YAML or by `--trial module:Class`. It needs a wrapped
-`GradScaler` and float16 autocast, and is started but not trained. One forward and backward per
-batch in bfloat16 predicts overflow and underflow at every power of two; as many in float16 verify
-the choice.
+The trial is any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named by the YAML
+or by `--trial module:Class`. It is not trained. One bfloat16 forward and backward per batch predict
+overflow and underflow at every power of two. Forwards and backwards in float16 verify the choice.
 """
 
 from __future__ import annotations
@@ -16,65 +15,65 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from determined import pytorch
 from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.config.amp_settings import add_precision_option, in_precision
 from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import FinderRun, json_text, show, yaml_changes
-from determined_amp.finder.find import look
-from determined_amp.finder.verdict import Finding
-from determined_amp.finder.written import write_copy
-from determined_amp.local.open_trial import open_trial
+from determined_amp.finder.advice import FoundScale, yaml_changes
+from determined_amp.finder.trial import find_in_trial
+from determined_amp.finder.yaml_copy import write_copy
+from determined_amp.local.open_trial import OpenTrial, open_trial
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 with a finding.
+    """Find the scale, print it, and write the files that the options name.
+
+    Returns:
+        The exit status, 0.
 
     Raises:
-        UserError: if there is none.
+        UserError: if an option is wrong, or no loss scale can be found.
     """
     options = _options(arguments)
     config = with_overrides(read_yaml(options.config), options.overrides)
+    config = in_precision(config, options.precision)
     _check_targets(options)
-    with open_trial(config, options.config, options.trial, options.checkpoint) as found:
-        _check_writable(options, found.trial, found.context)
-        finding, run = look(
+    with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
+        if options.write is not None:
+            _check_reads_amp(opened)
+        found = find_in_trial(
             str(config.get("name", options.config)),
-            found.trial,
-            found.context,
+            opened.trial,
+            opened.context,
             options.batches,
-            latest_checkpoint=found.latest_checkpoint,
+            latest_checkpoint=opened.latest_checkpoint,
             sweep=options.sweep,
         )
-    show(finding, run, Console())
-    _save(finding, run, options)
+    found.show(Console())
+    _save(found, options)
     return 0
 
 
-def _save(finding: Finding, run: FinderRun, options: argparse.Namespace) -> None:
+def _save(found: FoundScale, options: argparse.Namespace) -> None:
     if options.json:
-        options.json.write_text(json_text(finding, run))
+        found.write(options.json)
     if options.plot:
         # matplotlib takes seconds to import.
         from determined_amp.reports.loss_scale_figure import draw  # noqa: PLC0415
         from determined_amp.reports.page import save_png  # noqa: PLC0415
 
-        save_png(draw(finding, None), options.plot)
+        save_png(draw(found.finding, None), options.plot)
         print(f"written: {options.plot}")
     if options.write:
-        write_copy(Path(options.config), options.write, yaml_changes(finding, run))
+        write_copy(Path(options.config), options.write, yaml_changes(found))
         print(f"written: {options.write}")
 
 
 def _check_targets(options: argparse.Namespace) -> None:
-    """Before the work, not after it."""
+    """Raise for a wrong option before the work starts."""
     problems = [
         f"got {target}, whose folder does not exist"
         for target in (options.json, options.write, options.plot)
@@ -93,17 +92,14 @@ def _check_targets(options: argparse.Namespace) -> None:
         raise ConfigError("command line", problems)
 
 
-def _check_writable(
-    options: argparse.Namespace,
-    trial: pytorch.PyTorchTrial,
-    context: pytorch.PyTorchTrialContext,
-) -> None:
-    if options.write is not None and MixedPrecision.of(context) is None:
+def _check_reads_amp(opened: OpenTrial) -> None:
+    if MixedPrecision.of(opened.context) is None:
+        name = type(opened.trial).__name__
         raise ConfigError(
             "--write",
             [
-                f"{type(trial).__name__} reads no section hyperparameters.amp, which this would "
-                "change; allowed: trials that do"
+                f"{name} reads no section hyperparameters.amp, which --write changes; allowed: "
+                "trials that read it"
             ],
         )
 
@@ -121,10 +117,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"
     )
     parser.add_argument(
-        "--sweep", action="store_true", help="measure every scale that is shown in float16, too"
+        "--sweep", action="store_true", help="also measure every shown scale in float16"
     )
-    parser.add_argument("--write", type=Path, metavar="NEW.yaml", help="the YAML with the answer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
+    parser.add_argument(
+        "--write", type=Path, metavar="NEW.yaml", help="write a copy of the YAML with the answer"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture")
+    add_precision_option(parser)
     add_override_option(parser)
     return parser.parse_args(arguments)

@@ -1,21 +1,25 @@
-"""The base of every error that a user can fix, and how a program prints one."""
+"""The base class of errors that a user can fix, and how programs print them."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable
 from types import TracebackType
 
 
 class UserError(Exception):
-    """Said in one message without a traceback: what was given, what is allowed, what to do."""
+    """An error that a user can fix; programs print its message without a traceback.
+
+    The message says what was given, what is allowed, and what to do.
+    """
 
 
 class GuardError(UserError):
     """The run no longer trains.
 
     Args:
-        message: What was seen, why, and what to do.
+        message: What happened, why, and what to do.
         state_is_good: Whether the weights are worth a checkpoint.
     """
 
@@ -24,16 +28,21 @@ class GuardError(UserError):
         self.state_is_good = state_is_good
 
 
-# The YAMLs have a log policy on these words: the cluster does not start the trial again.
+# A log policy in the YAMLs matches these words: the cluster does not start the trial again.
 NO_RETRY = "no retry can help: "
 
 
+def one_line(said: object) -> str:
+    """A text or an error on one line, shortened to 240 characters."""
+    return textwrap.shorten(str(said), 240, placeholder=" ...") or type(said).__name__
+
+
 def exit_status(run: Callable[[], int], before: str) -> int:
-    """What `run` returns; or 2, with what a user can fix printed without a traceback.
+    """The result of `run`, or 2 after a `UserError`, which is printed without a traceback.
 
     Args:
-        run: The program.
-        before: Printed before the error.
+        run: The program; returns its exit status.
+        before: Text before the error's message.
     """
     try:
         return run()
@@ -43,7 +52,7 @@ def exit_status(run: Callable[[], int], before: str) -> int:
 
 
 def print_uncaught_user_errors() -> None:
-    """From now on a program that ends by a `UserError` prints one line, and exits with status 2."""
+    """Make this process print an uncaught `UserError` in one line and exit with status 2."""
     if getattr(sys.excepthook, "__module__", None) == __name__:
         return
     before = sys.excepthook

@@ -1,13 +1,12 @@
-"""One experiment YAML as one typed object, of any trial and either form, with every mistake named.
+"""An experiment YAML of any trial and of either form as one typed object; names every mistake.
 
-Determined 0.38.1 reads some keys only for its legacy entrypoints. A script that calls
-`pytorch.Trainer`, as ours does, must pass them itself, and what such a key says has no effect. So
-our form of a YAML has these knobs under `hyperparameters`, where `train` reads them, and a key in
-the place without effect is an error. A YAML without `hyperparameters.training` is of Determined's
-own form: `train` then passes what those keys say.
+Determined 0.38.1 reads some keys only for its legacy entrypoints. For a script that calls
+`pytorch.Trainer`, as ours does, they have no effect. So our form of a YAML has these settings under
+`hyperparameters`, where `train` reads them, and a key in the place without effect is an error. A
+YAML without `hyperparameters.training` is of Determined's own form: there `train` reads those keys.
 
-A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. Then the
-two sections are checked with them, strictly, before anything starts. Without them both are free.
+A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. They then
+check the two sections strictly before anything starts. Otherwise both sections may hold anything.
 """
 
 from __future__ import annotations
@@ -15,37 +14,38 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import yaml
 from determined import pytorch
 
-from determined_amp.config.amp import AmpSettings
+from determined_amp.config.amp_settings import AmpSettings
+from determined_amp.config.dotted import value_at
 from determined_amp.config.factory import Factory, load_factory, make_trial
-from determined_amp.config.overrides import NOT_YAML
 from determined_amp.config.plan import (
     Plan,
     has_our_form,
     in_determineds_form,
     keys_without_effect,
     read_plan,
-    value_at,
 )
 from determined_amp.config.settings import ConfigError, is_settings_class, plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
+from determined_amp.config.yaml_text import load_yaml, read_text
 
 H_co = TypeVar("H_co", covariant=True)
+T = TypeVar("T")
 
-# The entrypoint of a trial that Determined itself imports.
+# The form of an entrypoint that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
 _RANGES = ("int", "double", "log", "categorical")
 
 
 class CheckpointPolicy(enum.Enum):
-    """Which validations are followed by a checkpoint."""
+    """After which validations Determined saves a checkpoint."""
 
     BEST = "best"
     ALL = "all"
@@ -54,7 +54,7 @@ class CheckpointPolicy(enum.Enum):
 
 @dataclass(frozen=True)
 class Searcher:
-    """The search method, and what ranks trials and checkpoints: a metric and its direction.
+    """The search method and the metric that ranks trials and checkpoints.
 
     Without a metric there is no best checkpoint.
     """
@@ -63,12 +63,26 @@ class Searcher:
     smaller_is_better: bool = setting(True)
     name: str = setting("single")
 
+    def best_first(self, items: Iterable[T], value: Callable[[T], float | None]) -> list[T]:
+        """The items whose value of the metric is finite, best first."""
+        valued = [(number, item) for item in items if (number := value(item)) is not None]
+        finite = [(number, item) for number, item in valued if math.isfinite(number)]
+        sign = 1 if self.smaller_is_better else -1
+        return [item for _, item in sorted(finite, key=lambda pair: sign * pair[0])]
+
+
+def searcher_of(config: Mapping[str, Any]) -> Searcher:
+    """The `searcher` section of the configuration of a search, which has been checked before."""
+    searcher = read(Searcher, config["searcher"], "searcher", [], strict=False)
+    assert searcher is not None
+    return searcher
+
 
 @dataclass(frozen=True)
 class Reproducibility:
-    """`experiment_seed` seeds a local run; on a cluster each trial gets a seed made from it."""
+    """`experiment_seed` seeds a local run; a cluster derives the seed of each trial from it."""
 
-    experiment_seed: int = setting(0, at_least=0)
+    experiment_seed: int = setting(0, at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,7 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Platform:
-    """The sections of an experiment configuration that are Determined's own and concern us."""
+    """Determined's own sections of an experiment configuration, as far as we read them."""
 
     searcher: Searcher = setting(Searcher())
     reproducibility: Reproducibility = setting(Reproducibility())
@@ -97,7 +111,7 @@ class Platform:
     checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
 
 
-# What a YAML must say if its trial is one that is checked strictly.
+# The YAML of a trial with `Hparams` requires these: (name, allowed values).
 _REQUIRED = (
     ("searcher.metric", "a string"),
     ("searcher.smaller_is_better", "true or false"),
@@ -110,16 +124,17 @@ class Experiment(Generic[H_co]):
     """An experiment configuration, parsed.
 
     Args:
-        config: The configuration as it was given, with the trial and the seed written down.
-        trial: Import path of what makes the trial.
-        factory: That.
+        config: The configuration before parsing, with trial and seed filled in.
+        trial: Import path of the factory, `module:name`.
+        factory: The trial class, or a function that makes the trial.
         platform: Determined's own sections.
-        hyperparameters: As the trial gets them: `{type: const, val: x}` is x.
+        hyperparameters: The hyperparameters that the trial gets: `{type: const, val: x}` is x.
         plan: How it is trained.
         amp: The `amp` section of the hyperparameters; None if there is none.
-        global_batch_size: Samples of one batch over all slots; None if it is not said.
-        data: The `data` section: of the trial's own class `Data` if it has one, else a dict.
-        hparams: The hyperparameters of the trial's own class `Hparams`; None if it has none.
+        global_batch_size: Samples of one batch over all slots; None if the YAML has none.
+        data: The `data` section: an instance of the trial's class `Data` if it has one, else a
+            dict.
+        hparams: An instance of the trial's class `Hparams`; None if it has none.
     """
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -155,20 +170,20 @@ class Experiment(Generic[H_co]):
         """Length of the whole run.
 
         Raises:
-            ConfigError: if the configuration says it nowhere.
+            ConfigError: if the configuration has none.
         """
         if self.training.max_length is None:
             raise ConfigError(
                 self.name,
                 [
-                    "says nowhere how long to train; give hyperparameters.training.max_length: "
-                    "{batches: N}, or --config searcher.max_length.batches=N"
+                    "has no length; allowed: hyperparameters.training.max_length: {batches: N}, or "
+                    "--config searcher.max_length.batches=N"
                 ],
             )
         return self.training.max_length
 
     def resolved(self) -> dict[str, Any]:
-        """The configuration with every default filled in; it trains the same again."""
+        """The configuration with every default filled in; it trains the same."""
         own = dict(self.hyperparameters) if self.hparams is None else plain(self.hparams)
         given, sections = dict(self.config), plain(self.platform)
         if self.hparams is None and has_our_form(own):
@@ -178,19 +193,19 @@ class Experiment(Generic[H_co]):
             lengths = in_determineds_form(self.plan)
             sections = _merged(sections, lengths)
             for period in given.keys() & lengths.keys() - {"searcher", "optimizations"}:
-                given[period] = None  # a length has one unit: not that of the YAML beside another
+                given[period] = None  # else two units would be merged into one length
         if self.amp is not None:
             own["amp"] = plain(self.amp)
         made = _merged(given, sections)
         return {**made, "data": plain(self.data), "hyperparameters": own}
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
-        """The trial, in a context that was made for this experiment."""
+        """Make the trial in a context of this experiment."""
         return make_trial(self.factory, context)
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with some keys and keys of sections replaced."""
+    """`config` with `changes`, which may replace single keys of sections."""
     made = copy.deepcopy(dict(config))
     for key, value in changes.items():
         made[key] = {**(made.get(key) or {}), **value} if isinstance(value, Mapping) else value
@@ -203,13 +218,7 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: if the file is missing, not YAML, or not a mapping.
     """
-    try:
-        with open(path) as file:
-            config = yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(path, [f"cannot be read: {error.strerror}"]) from error
-    except NOT_YAML as error:
-        raise ConfigError(path, [f"is not YAML: {' '.join(str(error).split())}"]) from error
+    config = load_yaml(read_text(path), path)
     if not isinstance(config, Mapping):
         raise ConfigError(path, ["is not an experiment configuration: its top level has no keys"])
     return config
@@ -230,8 +239,9 @@ def parse(
         source: Where it comes from, for the error message.
         trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
             entrypoint of that form.
-        hyperparameters: What the searcher chose for this trial; by default those of `config`.
-        completed_by_master: Whether a master has filled in its defaults, which are then no mistake.
+        hyperparameters: Those that the searcher chose for this trial; by default those of `config`.
+        completed_by_master: Whether a master has filled in its defaults, which then count as no
+            mistake.
 
     Raises:
         ConfigError: naming every mistake.
@@ -254,7 +264,7 @@ def parse(
 
 
 def constants(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as a cluster hands them over: `{type: const, val: x}` is x."""
+    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` is x."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if isinstance(value, Mapping) and value.get("type") == "const":
@@ -276,7 +286,7 @@ def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[
 
 
 def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[str]:
-    """The sentence that says so if the batch does not divide; Determined would shrink it."""
+    """A sentence if the batch does not divide among the slots; Determined would shrink it."""
     if global_batch_size is not None and global_batch_size % max(slots, 1):
         yield (
             f"hyperparameters.global_batch_size: got {global_batch_size}, which does not divide "
@@ -286,7 +296,7 @@ def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[str
 
 @dataclass(frozen=True)
 class _Named:
-    """A trial, and where its name is written down: in the hyperparameters or as the entrypoint."""
+    """A trial, and whether its name belongs in the hyperparameters or in the entrypoint."""
 
     path: str
     factory: Factory
@@ -328,13 +338,13 @@ def _own_class(factory: Factory | None, name: str) -> type[Any] | None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What every trial may have; its own keys are its own business."""
+    """The hyperparameters that mean the same in every trial."""
 
     global_batch_size: int | None = setting(None, at_least=1)
 
 
 class _Parts:
-    """The sections of one configuration, each read for itself so that all mistakes are found."""
+    """The sections of one configuration; each is read even if another has mistakes."""
 
     def __init__(
         self,
@@ -352,7 +362,7 @@ class _Parts:
         self.data_class = _own_class(factory, "Data")
 
     def read(self, problems: list[str]) -> Experiment[Any] | None:
-        """The experiment; None, or problems, if something is wrong."""
+        """The experiment; if something is wrong, appends to `problems` or returns None."""
         strict = self.hparams_class is not None
         hparams, sound = self._hparams(problems) if not problems else (None, False)
         amp = self._amp(problems) if sound else None
@@ -380,7 +390,7 @@ class _Parts:
         )
 
     def _hparams(self, problems: list[str]) -> tuple[Any, bool]:
-        """Those of the trial's own class, and whether the section can be read further."""
+        """The instance of the trial's class `Hparams`, and whether the section has no mistake."""
         before = len(problems)
         if self.hparams_class is not None:
             found = read(self.hparams_class, self.hyperparameters, "hyperparameters", problems)
@@ -416,7 +426,7 @@ class _Parts:
         return platform
 
     def _recorded(self, platform: Platform) -> dict[str, Any]:
-        """The configuration from which the same trial can be made without further arguments."""
+        """The configuration with trial and seed, so that it needs no further arguments."""
         seed = platform.reproducibility.experiment_seed
         changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
         if self.named is not None and self.named.in_hyperparameters:

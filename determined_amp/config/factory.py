@@ -1,4 +1,4 @@
-"""The trial that `module:Class` names, and how it is made: any constructor, or a function."""
+"""Imports the trial that `module:Class` names, and makes it: by its constructor or a function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from determined_amp.config.settings import ConfigError
 
 Factory = Callable[..., pytorch.PyTorchTrial]
 
-# What a parameter of these names is given.
+# Names of parameters that get the hyperparameters, or the experiment configuration.
 _HPARAMS = frozenset({"hparams", "hyperparameters"})
 _CONFIG = frozenset({"config", "exp_conf", "experiment_config"})
 
@@ -25,7 +25,7 @@ def load_factory(import_path: str) -> Factory:
     """The trial class, or the function that makes a trial, at `module:name`.
 
     Raises:
-        ValueError: if there is none, or it cannot be called as a trial is, saying what was found.
+        ValueError: if it cannot be imported, is no trial, or requires unknown parameters.
     """
     module_name, _, name = import_path.partition(":")
     try:
@@ -43,31 +43,32 @@ def load_factory(import_path: str) -> Factory:
         raise ValueError(f"got {import_path!r}, which is not a PyTorchTrial")
     factory: Factory = found
     try:
-        _wanted(factory)
+        _arguments(factory)
     except ValueError as error:
         raise ValueError(f"got {import_path!r}, which {error}") from error
     return factory
 
 
 def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
-    """Make the trial: with its context, and with its hyperparameters if it requires them.
+    """Make the trial with its context, and with hyperparameters or configuration if required.
 
-    Required parameters named `hparams` or `hyperparameters` get the hyperparameters, and so does a
-    required second one of any other name; `config`, `exp_conf` and `experiment_config` get the
-    experiment configuration as a dict. Parameters with a default are left alone.
+    Required parameters named `hparams` or `hyperparameters` get the hyperparameters. So does a
+    required second parameter of any other name, except `config`, `exp_conf` and
+    `experiment_config`, which get the experiment configuration as a dict. Parameters with a default
+    keep it.
 
     Raises:
-        ConfigError: if something else is required, or what was made is no `PyTorchTrial`.
+        ConfigError: if another parameter is required, or the result is no `PyTorchTrial`.
     """
     name = getattr(factory, "__qualname__", repr(factory))
     try:
-        wanted = _wanted(factory)
+        arguments = _arguments(factory)
     except ValueError as error:
         raise ConfigError(name, [str(error)]) from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
-    for parameter, kind in wanted:
-        value = context if kind == "context" else _given(context, kind)
+    for parameter, kind in arguments:
+        value = context if kind == "context" else _value(context, kind)
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             named[parameter.name] = value
         else:
@@ -78,34 +79,34 @@ def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorc
     return trial
 
 
-def _given(context: pytorch.PyTorchTrialContext, kind: str) -> dict[str, Any]:
+def _value(context: pytorch.PyTorchTrialContext, kind: str) -> dict[str, Any]:
     return context.get_hparams() if kind == "hparams" else context.get_experiment_config()
 
 
-def _wanted(factory: Factory) -> list[tuple[inspect.Parameter, str]]:
-    """What `factory` is called with: each parameter and what it gets, in their order.
+def _arguments(factory: Factory) -> list[tuple[inspect.Parameter, str]]:
+    """The parameters to pass to `factory`, in their order: with context, hparams or config.
 
     Raises:
-        ValueError: naming the parameters that nothing supplies.
+        ValueError: naming the required parameters that are unknown.
     """
     parameters = list(inspect.signature(factory).parameters.values())
     if not parameters or parameters[0].kind is inspect.Parameter.VAR_KEYWORD:
         raise ValueError("takes no context; allowed: a first parameter for it")
-    wanted = [(parameters[0], "context")]
+    arguments = [(parameters[0], "context")]
     unknown = []
     for i, parameter in enumerate(parameters[1:], start=1):
         if parameter.default is not parameter.empty or parameter.kind in _VARIADIC:
             continue
         is_second = i == 1 and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
         if parameter.name in _CONFIG:
-            wanted.append((parameter, "config"))
+            arguments.append((parameter, "config"))
         elif parameter.name in _HPARAMS or is_second:
-            wanted.append((parameter, "hparams"))
+            arguments.append((parameter, "hparams"))
         else:
             unknown.append(parameter.name)
     if unknown:
         raise ValueError(
             f"requires {', '.join(unknown)}; allowed: (context), (context, hparams) or (context, "
-            "config), with defaults for whatever else; or a function of these that makes the trial"
+            "config), with defaults for all others; or a function of these that makes the trial"
         )
-    return wanted
+    return arguments

@@ -1,21 +1,17 @@
-"""`--config KEY=VALUE`: changes of a YAML from the command line, as `det experiment create` makes.
+"""Options of several commands, among them `--config` as in `det experiment create`.
 
-Imports little, for programs that first of all start a process.
+This module imports little: `search` needs it before it imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from determined_amp.config.settings import ConfigError
-
-# What PyYAML raises on bytes, nesting, dates and the like that it cannot construct.
-NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+from determined_amp.config.yaml_text import load_yaml
 
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +35,17 @@ def add_trial_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The `type` of an option that takes an integer of at least `least`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= {least}")
+        return int(text)
+
+    return number
+
+
 def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`config` with `a.b=value` applied; values are read as YAML.
 
@@ -56,8 +63,5 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
-        try:
-            section[last] = yaml.safe_load(value)
-        except NOT_YAML as error:
-            raise ConfigError("--config", [f"{key}: {value!r} is not YAML"]) from error
+        section[last] = load_yaml(value, f"--config: {key}")
     return changed

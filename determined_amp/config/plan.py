@@ -1,8 +1,8 @@
-"""How a trial is trained, from either form of an experiment configuration.
+"""Reads how to train a trial, from either form of an experiment configuration.
 
-Ours has the section `hyperparameters.training`, which reaches a script on a cluster. Determined's
-own has `searcher.max_length`, `min_validation_period`, `optimizations` and the like, which
-Determined 0.38.1 reads only for the entrypoint `module:Class`; they mean here what they mean there.
+Our form has the section `hyperparameters.training`, which a script on a cluster receives.
+Determined's own form has `searcher.max_length`, `min_validation_period`, `optimizations` and the
+like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they mean the same here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from determined_amp.config.dotted import value_at
 from determined_amp.config.settings import plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
 
 _UNITS = ("batches", "records", "epochs")
 
-# Keys without effect on a script entrypoint: (where, what the master fills in, what to do instead).
+# Keys without effect on a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, "hyperparameters.training.max_length"),
     ("min_validation_period", {"batches": 0}, "hyperparameters.training.validation_period"),
@@ -43,7 +44,7 @@ class Plan:
     Args:
         training: Lengths and periods.
         aggregation_frequency: Batches per optimizer step.
-        average_aggregated_gradients: Whether Determined divides the gradients of a step by that.
+        average_aggregated_gradients: Whether Determined averages gradients over these batches.
         initial_validation: Whether to validate before the first batch.
     """
 
@@ -54,7 +55,7 @@ class Plan:
 
 
 def has_our_form(hyperparameters: object) -> bool:
-    """Whether lengths and periods are in `hyperparameters.training`."""
+    """Whether these hyperparameters have a section `training` with lengths and periods."""
     section = hyperparameters.get("training") if isinstance(hyperparameters, Mapping) else None
     return isinstance(section, Mapping)
 
@@ -62,38 +63,30 @@ def has_our_form(hyperparameters: object) -> bool:
 def read_plan(
     config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
 ) -> Plan | None:
-    """The plan of an experiment, or None if this added to `problems`.
+    """The plan of an experiment, or None if it has a mistake.
 
     Args:
-        config: The configuration.
-        hyperparameters: Those of the trial.
-        problems: Receives a sentence per mistake.
+        config: The experiment configuration.
+        hyperparameters: The hyperparameters of the trial.
+        problems: A sentence per mistake is appended.
     """
     if has_our_form(hyperparameters):
         return _read_ours(hyperparameters, problems)
     return _read_determineds(config, hyperparameters, problems)
 
 
-def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None if there is none."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def keys_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[str]:
-    """A sentence for each key that our form of a configuration gives in vain.
+    """A sentence for each key of a configuration of our form that has no effect there.
 
     Args:
-        config: The configuration.
-        completed: Whether a master has filled in its defaults, which are then no mistake.
+        config: The experiment configuration.
+        completed: Whether a master has filled in its defaults, which then count as no mistake.
     """
-    for path, default, instead in WITHOUT_EFFECT:
-        value = value_at(config, path)
+    for name, default, instead in WITHOUT_EFFECT:
+        value = value_at(config, name)
         if value is None or (completed and value == default):
             continue
-        yield f"{path}: got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+        yield f"{name}: got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def _read_ours(hyperparameters: Mapping[str, Any], problems: list[str]) -> Plan 
 
 @dataclass(frozen=True)
 class _Period:
-    """A length in Determined's form; 0 is never."""
+    """A length in Determined's form; 0 means never."""
 
     batches: int | None = setting(None, at_least=0)
     records: int | None = setting(None, at_least=0)
@@ -165,7 +158,7 @@ def _read_determineds(
 
 
 def in_determineds_form(plan: Plan) -> dict[str, Any]:
-    """The keys of a configuration that `read_plan` reads this plan from."""
+    """A plan as keys of Determined's form: the opposite of `read_plan`."""
     training = plan.training
     return {
         "searcher": {"max_length": _in_its_unit(training.max_length)},
@@ -204,7 +197,10 @@ def _max_length(
 def _length(
     period: _Period, place: str, batch_size: int | None, problems: list[str]
 ) -> Length | None:
-    """As Determined's `TrainUnit`: records are whole batches, and at least one."""
+    """A period as a length, by the rules of Determined's `TrainUnit`.
+
+    A number of records is rounded down to whole batches, and up to one batch.
+    """
     if period.epochs:
         return Length(epochs=period.epochs)
     if period.records:

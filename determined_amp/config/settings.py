@@ -1,11 +1,11 @@
-"""Read one section of an experiment YAML into a frozen dataclass and name every mistake in it.
+"""Reads a section of an experiment YAML into a frozen dataclass, and names every mistake in it.
 
 A settings class is a frozen dataclass whose fields are declared with `setting`. `read` checks types
-and bounds, and asks the class itself for contradictions between fields. Nothing is guessed: an
-unknown key, a string where a number belongs or a float where an integer belongs is a problem.
+and bounds, and asks the class for contradictions between fields. It guesses nothing: an unknown
+key, a string instead of a number and a float instead of an integer are mistakes.
 
-One leniency is needed: a cluster hands hyperparameters over as JSON, where 65536.0 has become
-65536, so an integral number is accepted for a float field.
+There is one exception: a float field accepts an integer, because a cluster passes hyperparameters
+as JSON, where 65536.0 becomes 65536.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-# In the metadata of a field: `setting` has declared it.
+# Marks a field, in its metadata, as declared by `setting`.
 _DECLARED = "declared by setting"
 
 
@@ -42,18 +42,19 @@ class _CanContradict(typing.Protocol):
 
 
 class ConfigError(UserError, ValueError):
-    """Every problem of one configuration, a line each.
+    """All mistakes of one configuration, a line each; the first one is in the first line.
 
     Args:
-        source: What was read: a file, or the name of an experiment.
-        problems: One sentence per mistake: where it is, what was given, what is allowed.
+        source: A file, the name of an experiment, or a command-line option.
+        problems: A sentence per mistake: where it is, what was given, what is allowed.
     """
 
     def __init__(self, source: str, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
-        count = len(self.problems)
-        listed = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{source}: {count} problem{'s' * (count > 1)}\n{listed}")
+        first, *others = self.problems
+        several = f" (1 of {len(self.problems)} problems)" if others else ""
+        lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
+        super().__init__("\n".join(lines))
 
 
 def setting(
@@ -74,7 +75,7 @@ def setting(
 
 
 def is_settings_class(cls: object) -> bool:
-    """Whether it is a dataclass all of whose fields were declared by `setting`."""
+    """Whether `cls` is a dataclass, and `setting` declares all of its fields."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return False
     return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
@@ -83,20 +84,20 @@ def is_settings_class(cls: object) -> bool:
 def read(
     cls: type[T], raw: object, path: str, problems: list[str], *, strict: bool = True
 ) -> T | None:
-    """Build `cls` from the mapping `raw`, appending to `problems` whatever is wrong with it.
+    """Build `cls` from the mapping `raw`, and append its mistakes to `problems`.
 
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
             an `enum.Enum`, another settings class, or one of these `| None`. It may define
-            `contradictions(self, given: frozenset[str])`, yielding `(key, sentence)` pairs.
-        raw: The section as YAML or JSON gave it.
-        path: Dotted place of the section, for messages; empty for the whole configuration.
-        problems: Receives a sentence per mistake; left alone when there is none.
-        strict: Whether a key that is no field is a mistake. Determined's own sections, which hold
-            more than concerns us, are read with False; there a null is a key left out.
+            `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs.
+        raw: The section, as read from YAML or JSON.
+        path: Dotted name of the section, for messages; empty for the whole configuration.
+        problems: A sentence per mistake is appended.
+        strict: Whether an unknown key is a mistake. Determined's own sections, which have more
+            keys than we read, are read with False; there null is the same as no key.
 
     Returns:
-        The settings, or None if this section added a problem.
+        The settings, or None if the section has a mistake.
     """
     if not isinstance(raw, Mapping):
         problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
@@ -115,7 +116,7 @@ def read(
             place = _join(path, name)
             values[name] = _value(hints[name], raw[name], place, field, problems, strict=strict)
         elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
-            # Say which keys are missing in it, not only that it is missing.
+            # Read an empty section, to name the keys that are missing in it.
             values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
         elif field.default is dataclasses.MISSING:
             allowed = _allowed(hints[name], field)
@@ -136,7 +137,7 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
     Args:
         cls: See `read`.
         raw: The section.
-        path: Dotted place of the section, for messages.
+        path: Dotted name of the section, for messages.
 
     Raises:
         ConfigError: naming every mistake.
@@ -149,9 +150,9 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Settings as the types YAML has: the opposite of `read`.
+    """Settings as plain YAML types: the opposite of `read`.
 
-    Left out is what means nothing beside the other settings, and could not be read again.
+    Settings that contradict others are left out, because `read` would refuse them.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -193,7 +194,7 @@ def _value(
 
 
 def _converted(kind: Any, raw: object) -> object:
-    """The value as `kind`, or None if `raw` is not one."""
+    """`raw` as a `kind`, or None if it is no such value."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return next((member for member in kind if member.value == raw), None)
     if kind in (int, float) and isinstance(raw, bool):
@@ -240,12 +241,7 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
     elif typing.get_origin(kind) is tuple:
         text = "a list of strings"
     else:
-        text = {
-            bool: "true or false",
-            int: "an integer",
-            float: "a number",
-            str: "a string",
-        }[kind]
+        text = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
     bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in _bounds(field))
     return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
 
@@ -265,7 +261,7 @@ def _hint_for(kind: Any, raw: object) -> str:
 
 
 def _as_yaml_float(number: float) -> str:
-    """`number` as a literal that every YAML reader takes for a float: 1.0e-4, not 1e-4."""
+    """`number` as a literal that every YAML reader reads as a float: 1.0e-4, not 1e-4."""
     mantissa, _, exponent = repr(number).partition("e")
     return f"{float(mantissa)}" + (f"e{exponent}" if exponent else "")
 

@@ -1,4 +1,4 @@
-"""How long a trial is, and how often what happens in it."""
+"""The section `hyperparameters.training`: the length of a trial, and its periods."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from determined import pytorch
 
 from determined_amp.config.settings import setting
+
+LENGTH_UNITS = ("batches", "epochs")
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,17 @@ class Length:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long, and how often what happens; script entrypoints pass these to `Trainer.fit`.
+    """Length and periods of a run; script entrypoints pass them to `Trainer.fit`.
 
     Args:
-        max_length: Length of the whole run. The section `hyperparameters.training` needs it; a
-            configuration that says it nowhere can be looked at, but not trained.
-        validation_period: Between validations; one always follows the last batch, and without a
-            period no other.
-        checkpoint_period: Between checkpoints, in the same way.
-        reporting_period: Between reports of training metrics.
-        cudnn_benchmark: Let cuDNN time its convolution algorithms once; for inputs of fixed shape.
-            Left out, torch's switch is left alone.
+        max_length: Length of the whole run. The section `hyperparameters.training` requires it.
+            Without a length a trial can be audited, but not trained.
+        validation_period: Interval of validations. One always follows the last batch; without a
+            period it is the only one.
+        checkpoint_period: Interval of checkpoints, by the same rule.
+        reporting_period: Interval of reports of training metrics.
+        cudnn_benchmark: Whether cuDNN times its convolution algorithms once, for inputs of fixed
+            shape. None does not touch torch's switch.
     """
 
     max_length: Length | None = setting(None)

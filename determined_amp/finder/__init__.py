@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from determined_amp.finder.advice import FoundScale
-    from determined_amp.finder.function import find_loss_scale
+    from determined_amp.finder.model import find_loss_scale
 
 __all__ = ["FoundScale", "find_loss_scale"]
 
@@ -14,7 +14,7 @@ __all__ = ["FoundScale", "find_loss_scale"]
 def __getattr__(name: str) -> Any:
     """Import torch and Determined when they are asked for, not before."""
     if name in __all__:
-        from determined_amp.finder import function  # noqa: PLC0415
+        from determined_amp.finder import model  # noqa: PLC0415
 
-        return getattr(function, name)
+        return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""A finding in words, in a table, as YAML lines and as JSON."""
+"""A finding as sentences, as tables, as YAML lines and as JSON."""
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import math
@@ -10,10 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from determined_amp.config.amp import SCALER_KEYS
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.config.amp_settings import SCALER_KEYS
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.passes import Observation
 from determined_amp.finder.verdict import (
@@ -25,32 +28,32 @@ from determined_amp.finder.verdict import (
     Verdict,
 )
 
-# What a task on a cluster leaves in its checkpoint.
+# The name of the finder's JSON in the checkpoint of a task on a cluster.
 FILE_NAME = "loss_scale.json"
 
-# Of a table in a text.
+# The width of `str(FoundScale)`, in characters.
 _COLUMNS = 100
 
-# Modules shown for either side of the window.
-_LIMITING = 4
+# How many modules the table lists for either side of the window.
+_MODULES_PER_SIDE = 4
 
 
 @dataclass(frozen=True)
 class FinderRun:
-    """What a finding is about.
+    """The experiment and the machine that a finding is about.
 
     Args:
-        name: Of the experiment.
-        device: In words.
-        torch: Its version.
-        date: Of the finding, UTC, ISO 8601.
-        batches: Training batches looked at.
-        samples: Samples in them, over all slots.
-        init_scale: What the YAML starts with.
-        growth_interval: Applied steps before the scale grows by one bit.
+        name: Name of the experiment.
+        device: The device, in words.
+        torch: Version of torch.
+        date: UTC date of the finding, ISO 8601.
+        batches: Number of training batches that the finder used.
+        samples: Number of samples in them, over all slots.
+        init_scale: Initial loss scale of the YAML.
+        growth_interval: Applied steps before the scale doubles.
         is_ours: Whether the trial has a `MixedPrecision`, which reads the section `amp`.
-        min_scale: The floor of the scale.
-        fp32_modules: Patterns of modules that are in float32 already.
+        min_scale: Lower limit of the scale.
+        fp32_modules: Patterns of the modules that compute in float32 already.
     """
 
     name: str
@@ -66,13 +69,25 @@ class FinderRun:
     fp32_modules: tuple[str, ...] = ()
 
 
+def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
+    """A `FinderRun` on `device`, with today's date and this version of torch.
+
+    Args:
+        name: Name of the experiment.
+        device: The device of the passes.
+        others: The fields of `FinderRun` that follow `date`.
+    """
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return FinderRun(name, DeviceSupport.of(device).name, torch.__version__, today, **others)
+
+
 @dataclass(frozen=True)
 class FoundScale:
-    """A finding and what it is about; `str` of it is what the command line prints.
+    """A finding and the run it is about; `str` of it is what the command line prints.
 
     Args:
         finding: Verdict, window and choice.
-        run: What they are about.
+        run: Experiment and machine.
     """
 
     finding: Finding
@@ -86,20 +101,51 @@ class FoundScale:
 
     @property
     def passed_samples(self) -> int:
-        """Samples of all forwards and backwards: one in bfloat16, the others in float16."""
+        """Samples of all forwards and backwards: one pass in bfloat16, the others in float16."""
         return self.run.samples * (1 + len(self.finding.verified))
 
     def as_json(self) -> dict[str, Any]:
-        """What `python -m determined_amp find --json` writes."""
-        return as_json(self.finding, self.run)
+        """What `python -m determined_amp find --json` writes; `from_json` reads it."""
+        finding, run = self.finding, self.run
+        return {
+            "run": {**vars(run)},
+            "verdict": finding.verdict.value,
+            "sentences": list(sentences(self)),
+            "choice_log2": finding.choice_log2,
+            "window_log2": [finding.low_log2, finding.top_log2],
+            "first_overflow_log2": finding.first_overflow_log2,
+            "headroom_log2": finding.headroom_log2,
+            "recorded_log2": finding.recorded_log2,
+            "reason": finding.reason,
+            "islands": list(finding.islands),
+            "cause": finding.cause,
+            "expected_skips": {
+                "default": finding.expected_skips(DEFAULT_LOG2),
+                "yaml": finding.expected_skips(math.log2(run.init_scale)),
+            },
+            "predicted": [asdict(shares) for shares in finding.predicted],
+            "measured": [
+                {name: _finite(value) for name, value in asdict(seen).items()}
+                for seen in finding.verified
+            ],
+            "modules": [
+                {**asdict(module), "largest_log2": module.largest_log2}
+                for module in finding.modules
+            ],
+            "yaml": yaml_changes(self),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write `as_json` into a file."""
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     @staticmethod
     def from_json(found: Any, source: str) -> FoundScale:
-        """Read what `as_json` makes.
+        """Read what `as_json` returns.
 
         Args:
             found: A parsed JSON document.
-            source: Where it was read.
+            source: Where it was read, for the error message.
 
         Raises:
             LossScaleError: if it is anything else.
@@ -118,7 +164,7 @@ class FoundScale:
         """The finding in a file.
 
         Raises:
-            LossScaleError: if there is none.
+            LossScaleError: if the file cannot be read or holds no finding.
         """
         try:
             found = json.loads(path.read_text())
@@ -128,72 +174,65 @@ class FoundScale:
             raise LossScaleError(f"{path}: is not JSON: {error}") from error
         return FoundScale.from_json(found, str(path))
 
+    def show(self, console: Console) -> None:
+        """Print the tables, the verdict and the lines to paste."""
+        run = self.run
+        console.print(
+            f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n"
+        )
+        console.print(_scale_table(self.finding))
+        console.print(_module_table(self.finding))
+        for text in (*sentences(self), f"\n{lines_to_paste(self)}"):
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def __str__(self) -> str:
         text = io.StringIO()
-        show(self.finding, self.run, Console(file=text, width=_COLUMNS))
+        self.show(Console(file=text, width=_COLUMNS))
         return text.getvalue()
 
 
-def show(finding: Finding, run: FinderRun, console: Console) -> None:
-    """Print tables, verdict and the lines to paste."""
-    console.print(f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n")
-    console.print(scale_table(finding))
-    console.print(module_table(finding))
-    for sentence in sentences(finding, run):
-        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
-    lines = lines_to_paste(finding, run)
-    console.print(f"\n{lines}", soft_wrap=True, highlight=False, markup=False)
-
-
-def scale_table(finding: Finding) -> Table:
-    """Overflow and flush at each power of two, predicted and, where there was a pass, measured."""
+def _scale_table(finding: Finding) -> Table:
+    """Predicted overflow and flush at each power of two, and what float16 passes measured."""
     table = Table(title="16-bit gradients by loss scale", title_justify="left")
     for column in ("init_scale", "overflow", "flushed to 0", "measured in float16"):
         table.add_column(column, justify="right")
     measured = {o.scale_log2: o for o in finding.verified}
     for scale in finding.shown_scales():
         seen, predicted = measured.get(scale), finding.at(scale)
+        style = "" if scale in finding else "dim"
         table.add_row(
             f"2^{scale}",
             _share(predicted.overflow_share),
             _share(predicted.flushed_share),
             "" if seen is None else "overflow" if seen.overflow else _share(seen.flushed_share),
-            style="bold" if scale == finding.choice_log2 else _style(finding, scale),
+            style="bold" if scale == finding.choice_log2 else style,
         )
     return table
 
 
-def _style(finding: Finding, scale: int) -> str:
-    return "" if scale in finding else "dim"
+def _module_table(finding: Finding) -> Table:
+    """The modules with the largest gradients, then those with the smallest.
 
-
-def module_table(finding: Finding) -> Table:
-    """The modules that limit the scale: the loudest from above, the faintest from below."""
+    The former limit the window from above, the latter from below.
+    """
     table = Table(title="modules that limit it", title_justify="left")
     table.add_column("module", overflow="fold")
     flushed = f"{FLUSHED_LIMIT:.1%} flushed below"
     for column in ("largest gradient", "overflows at", flushed):
         table.add_column(column, justify="right")
-    for module in limiting_modules(finding):
-        table.add_row(
-            module.name,
-            f"2^{module.largest_log2}",
-            f"2^{module.first_overflow_log2}",
-            f"2^{module.low_log2}",
-        )
+    modules = [module for module in finding.modules if module.values_by_log2]
+    large = sorted(modules, key=lambda module: module.first_overflow_log2 or 0)
+    small = sorted(modules, key=lambda module: -(module.low_log2 or 0))
+    listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
+    for module in {module.name: module for module in listed}.values():
+        powers = (module.largest_log2, module.first_overflow_log2, module.low_log2)
+        table.add_row(module.name, *(f"2^{power}" for power in powers))
     return table
 
 
-def limiting_modules(finding: Finding) -> list[ModuleGradients]:
-    """The loudest modules, then the faintest: they bound the window from above and from below."""
-    modules = [module for module in finding.modules if module.values_by_log2]
-    loud = sorted(modules, key=lambda module: module.first_overflow_log2 or 0)[:_LIMITING]
-    faint = sorted(modules, key=lambda module: -(module.low_log2 or 0))[:_LIMITING]
-    return list({module.name: module for module in (*loud, *faint)}.values())
-
-
-def sentences(finding: Finding, run: FinderRun) -> Iterator[str]:
-    """The window, the verdict, and what it means for the YAML's own scale."""
+def sentences(found: FoundScale) -> Iterator[str]:
+    """The window, the verdict, and what it means for the scale of the YAML."""
+    finding = found.finding
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
     if finding.recorded_log2 is not None:
         yield (
@@ -205,8 +244,8 @@ def sentences(finding: Finding, run: FinderRun) -> Iterator[str]:
         return
     if bits < 0:
         yield (
-            f"no safe window: above 2^{top} gradients overflow, and below 2^{low} more than "
-            f"{FLUSHED_LIMIT:.1%} of one is flushed to 0"
+            f"no safe window: above 2^{top} gradients overflow, and below 2^{low} some tensor "
+            f"loses more than {FLUSHED_LIMIT:.1%} of its norm, flushed to 0"
         )
     else:
         yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
@@ -222,7 +261,7 @@ def sentences(finding: Finding, run: FinderRun) -> Iterator[str]:
             "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
             f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
-    yield from _cost_of_the_yaml(finding, run)
+    yield from _cost_of_other_scales(found)
     if finding.hidden_modules:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for instance "
@@ -231,28 +270,29 @@ def sentences(finding: Finding, run: FinderRun) -> Iterator[str]:
         )
 
 
-def _cost_of_the_yaml(finding: Finding, run: FinderRun) -> Iterator[str]:
-    ours = "the YAML's" if run.is_ours else "the scaler's"
+def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
+    """What the scale of the YAML and PyTorch's default cost, if they lie outside the window."""
+    finding, run = found.finding, found.run
+    owner = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
         skips = finding.expected_skips(scale)
-        whose = ours if scale == math.log2(run.init_scale) else "the default"
+        name = f"{owner if scale == math.log2(run.init_scale) else 'the default'} 2^{scale:g}"
         if skips:
             yield (
-                f"{whose} 2^{scale:g} skips {skips} steps at the start, which nobody notices in "
-                f"a run of more than {20 * skips} steps"
+                f"{name} skips {skips} steps at the start, which nobody notices in a run of more "
+                f"than {20 * skips} steps"
             )
         elif scale < finding.low_log2 <= finding.top_log2:
-            bits = math.ceil(finding.low_log2 - scale)
+            steps = math.ceil(finding.low_log2 - scale) * run.growth_interval
             yield (
-                f"{whose} 2^{scale:g} flushes "
-                f"{_share(finding.at(scale).flushed_share)} of a "
-                f"gradient, and takes {bits * run.growth_interval} steps to grow into the "
-                "window"
+                f"{name} flushes {_share(finding.at(scale).flushed_share)} of a gradient, and "
+                f"takes {steps} steps to grow into the window"
             )
 
 
-def yaml_changes(finding: Finding, run: FinderRun) -> dict[str, Any]:
-    """What the verdict changes in the `amp` section; None takes a key out."""
+def yaml_changes(found: FoundScale) -> dict[str, Any]:
+    """What the verdict changes in the `amp` section, by key; None removes the key."""
+    finding, run = found.finding, found.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
     if finding.verdict is Verdict.ISLANDS:
@@ -267,10 +307,10 @@ def yaml_changes(finding: Finding, run: FinderRun) -> dict[str, Any]:
     return changes
 
 
-def lines_to_paste(finding: Finding, run: FinderRun) -> str:
-    """For an experiment YAML; of a trial that reads no such section, what to give to what."""
-    changes = yaml_changes(finding, run)
-    if run.is_ours:
+def lines_to_paste(found: FoundScale) -> str:
+    """Lines for the experiment YAML, or Python for a trial that has no section `amp`."""
+    changes = yaml_changes(found)
+    if found.run.is_ours:
         return yaml_lines(changes)
     if "init_scale" in changes:
         return f"torch.amp.GradScaler(..., init_scale={_yaml(changes['init_scale'])})"
@@ -280,7 +320,7 @@ def lines_to_paste(finding: Finding, run: FinderRun) -> str:
 
 
 def yaml_lines(changes: Mapping[str, Any]) -> str:
-    """For pasting into an experiment YAML."""
+    """Changes of the `amp` section, to paste into an experiment YAML."""
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():
         lines.append(f"    # without {key}" if value is None else f"    {key}: {_yaml(value)}")
@@ -293,36 +333,6 @@ def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(f'"{item}"' for item in value) + "]"
     return str(value)
-
-
-def as_json(finding: Finding, run: FinderRun) -> dict[str, Any]:
-    """Everything, for `FoundScale.from_json` and for other programs."""
-    return {
-        "run": {**vars(run)},
-        "verdict": finding.verdict.value,
-        "sentences": list(sentences(finding, run)),
-        "choice_log2": finding.choice_log2,
-        "window_log2": [finding.low_log2, finding.top_log2],
-        "first_overflow_log2": finding.first_overflow_log2,
-        "headroom_log2": finding.headroom_log2,
-        "recorded_log2": finding.recorded_log2,
-        "reason": finding.reason,
-        "islands": list(finding.islands),
-        "cause": finding.cause,
-        "expected_skips": {
-            "default": finding.expected_skips(DEFAULT_LOG2),
-            "yaml": finding.expected_skips(math.log2(run.init_scale)),
-        },
-        "predicted": [asdict(shares) for shares in finding.predicted],
-        "measured": [
-            {name: _finite(value) for name, value in asdict(seen).items()}
-            for seen in finding.verified
-        ],
-        "modules": [
-            {**asdict(module), "largest_log2": module.largest_log2} for module in finding.modules
-        ],
-        "yaml": yaml_changes(finding, run),
-    }
 
 
 def _finding(found: Mapping[str, Any]) -> Finding:
@@ -358,26 +368,20 @@ def _finding(found: Mapping[str, Any]) -> Finding:
 
 
 def _observation(seen: Mapping[str, Any]) -> Observation:
-    # Files that an older version wrote have another name for it, and lack two others.
-    headroom = seen.get("backward_headroom_bits", seen.get("headroom_bits"))
+    headroom = seen["backward_headroom_bits"]
     return Observation(
         scale_log2=float(seen["scale_log2"]),
-        loss_is_finite=bool(seen.get("loss_is_finite", True)),
+        loss_is_finite=bool(seen["loss_is_finite"]),
         overflow=bool(seen["overflow"]),
         flushed_share=float(seen["flushed_share"]),
         backward_headroom_bits=-math.inf if headroom is None else float(headroom),
-        values_left=float(seen.get("values_left", 1.0)),
+        values_left=float(seen["values_left"]),
     )
 
 
 def _finite(value: float) -> float | None:
     """JSON has no number for infinity."""
     return value if math.isfinite(value) else None
-
-
-def json_text(finding: Finding, run: FinderRun) -> str:
-    """The content of a file with `as_json` in it."""
-    return json.dumps(as_json(finding, run), indent=1) + "\n"
 
 
 def _share(share: float) -> str:

@@ -1,8 +1,8 @@
-"""Training batches that are passed through a trial again and again while nothing moves.
+"""Training batches that pass through a trial repeatedly while its parameters stay the same.
 
-The trial's own `train_batch` runs, in Determined's own loop, so that data, model, loss and
-accumulation are those of the training. Only the step is left out, and the float16 of its autocast
-regions can be made another dtype: bfloat16 makes the same graph with the range of float32.
+The trial's own `train_batch` runs in Determined's own loop, so data, model, loss and accumulation
+are those of the training. Only the step is left out. The float16 of its autocast regions can be
+replaced by another dtype: bfloat16 builds the same graph with the range of float32.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from determined_amp.config.errors import UserError
 
 T = TypeVar("T")
 
-# Longer than any training that a checkpoint may come from.
+# Longer than any training, so a resumed loop does not end before the first batch.
 _NEVER = pytorch.Batch(2**40)
 
 
 class LossScaleError(UserError):
-    """There is no loss scale to look for: what was found instead, and what to do."""
+    """No loss scale can be found. The message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one backward left behind.
+    """The result of one backward.
 
     Args:
-        loss_is_finite: Whether the loss was, as `context.backward` got it: scaled.
+        loss_is_finite: Whether the scaled loss, the argument of `context.backward`, was finite.
         parameters: The gradients of all parameters that got one, still scaled.
     """
 
@@ -48,7 +48,7 @@ class Gradients:
 
     @property
     def are_finite(self) -> bool:
-        """What `GradScaler` would find; synchronises.
+        """Whether `GradScaler` would step; synchronises.
 
         Raises:
             LossScaleError: if no parameter got a gradient.
@@ -60,11 +60,11 @@ class Gradients:
 
 
 class FrozenBatch(ABC):
-    """One batch, of which forward, loss and backward can run any number of times.
+    """A batch whose forward, loss and backward can run any number of times.
 
     Args:
-        models: Whose parameters get gradients.
-        batch: What they come from.
+        models: Their parameters get the gradients.
+        batch: The batch.
     """
 
     def __init__(self, models: Sequence[nn.Module], batch: Any) -> None:
@@ -74,20 +74,20 @@ class FrozenBatch(ABC):
     @property
     @abstractmethod
     def samples(self) -> int:
-        """Of this batch, on this slot."""
+        """Number of samples of this batch, on this slot."""
 
     @abstractmethod
     def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
-        """Forward, loss and backward with that loss scale, then the call with the scaled loss."""
+        """Run forward, loss and backward with a loss scale, then call with the scaled loss."""
 
     def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
-        """Forward, loss and backward, without a step.
+        """Run forward, loss and backward, without a step.
 
-        Parameters, gradients, buffers, scaler and random state are afterwards as before.
+        Parameters, gradients, buffers, scaler and random state are restored.
 
         Args:
-            dtype: What float16 autocast regions compute in; None for float32.
-            scale_log2: The loss scale is 2 to that power.
+            dtype: The dtype of float16 autocast regions; None for float32.
+            scale_log2: log2 of the loss scale.
 
         Raises:
             LossScaleError: if a trial does not call `context.backward`.
@@ -98,7 +98,7 @@ class FrozenBatch(ABC):
 
         def keep(loss: torch.Tensor) -> None:
             losses.append(loss.detach())
-            # Here, before the trial clips them or sets them to 0.
+            # Copied before the trial clips them or sets them to 0.
             gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
 
         with undisturbed(*self._models), float16_as(dtype):
@@ -107,9 +107,10 @@ class FrozenBatch(ABC):
         return Gradients(finite, tuple(gradients.values()))
 
     def cause(self) -> str | None:
-        """In which module float16 overflows without any scale, in a sentence; None if it does not.
+        """A sentence that names the module in which float16 overflows without a loss scale.
 
-        If a model is wrapped in DistributedDataParallel, every rank must call this.
+        None if nothing overflows. If a model is wrapped in DistributedDataParallel, every rank
+        must call this.
         """
 
         def train() -> None:
@@ -125,8 +126,8 @@ class TrialBatch(FrozenBatch):
     Args:
         trial: The trial.
         context: Its context, with an enabled `GradScaler`.
-        batch: What Determined's loop gave to `train_batch`.
-        train: The trial's `train_batch`, on this batch.
+        batch: The argument of `train_batch` from Determined's loop.
+        train: Calls the trial's `train_batch` on this batch.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class TrialBatch(FrozenBatch):
         context, scaler = self._context, wrapped_scaler(self._context)
         amp = MixedPrecision.of(context)
         before = scaler.state_dict()
-        # Ours also counts steps, and moves the learning rate with them.
+        # Ours also counts steps, and moves the learning rate with them: both must stop.
         still = without_steps(context, scaler) if amp is None else amp.without_steps()
         with still:
             scaler.load_state_dict({**before, "scale": scale})
@@ -185,44 +186,44 @@ def in_training(
     work: Callable[[Sequence[TrialBatch]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
-    """Start Determined's loop, take its first training batches instead of training them, and end.
+    """Collect the first training batches of Determined's loop, pass them to `work`, and end.
 
     Args:
         trial: The trial; it cannot be used afterwards.
         context: Its context.
-        batches: Batches to take.
-        work: Is called once with all of them, on every rank.
+        batches: Number of batches to collect.
+        work: Called once with all of them, on every rank.
         latest_checkpoint: Where to start from, in the context's checkpoint storage.
 
     Returns:
-        What `work` returned.
+        The result of `work`.
 
     Raises:
         LossScaleError: if the trial has no enabled `GradScaler`.
-        determined.InvalidHP: if `work` does.
+        determined.InvalidHP: if `work` raises it.
     """
     wrapped_scaler(context)
     amp = MixedPrecision.of(context)
     if amp is not None:
-        amp.watched = False  # audit and guard are for a training; here overflows are looked for
+        amp.watched = False  # audit and guard would end the loop: here overflows are expected
     train_batch = trial.train_batch
     frozen: list[TrialBatch] = []
     results: list[T] = []
     invalid: list[det.InvalidHP] = []
 
-    def take(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+    def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         train = partial(train_batch, batch, epoch_idx, batch_idx)
         frozen.append(TrialBatch(trial, context, batch, train))
         if len(frozen) == batches:
             try:
                 results.append(work(frozen))
-            except det.InvalidHP as error:  # in the loop, Determined would save a checkpoint first
+            except det.InvalidHP as error:  # Determined's loop would save a checkpoint first
                 invalid.append(error)
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)
         # With several slots, an empty dict is an IndexError on the chief.
         return {"batch_samples": 0.0}
 
-    with patched(trial, "train_batch", take), controlled_by(SafeController):
+    with patched(trial, "train_batch", collect), controlled_by(SafeController):
         pytorch.Trainer(trial, context).fit(
             max_length=_NEVER,
             reporting_period=_NEVER,
@@ -237,7 +238,7 @@ def in_training(
 
 
 def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler:
-    """The enabled scaler that the trial gave to `wrap_scaler` or got from `use_amp`.
+    """The enabled scaler that the trial passed to `wrap_scaler` or got from `use_amp`.
 
     Raises:
         LossScaleError: if there is none.
@@ -245,8 +246,8 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     scaler: Any = context._scaler
     if scaler is None or not scaler.is_enabled():
         remedy = (
-            "it has no enabled GradScaler that context.wrap_scaler knows; "
-            "docs/your_trial.md shows the ten lines that float16 takes"
+            "it has no enabled GradScaler that context.wrap_scaler knows; --precision amp_fp16 "
+            "trains it in float16 as it is"
             if MixedPrecision.of(context) is None
             else "for float16, set hyperparameters.amp.precision to amp_fp16"
         )
@@ -259,7 +260,7 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
 
 @contextmanager
 def float16_as(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let every autocast region for float16 compute in another dtype, or not autocast at all."""
+    """Make every float16 autocast region compute in `dtype`, or in float32 for None."""
     enter = torch.autocast.__enter__
 
     def enter_as(region: torch.autocast) -> Any:

@@ -1,4 +1,4 @@
-"""How many values lie in each power of two, and what a loss scale of 2^k would make of them."""
+"""How many values lie in each power of two, and what a loss scale of 2^k does to them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import numpy.typing as npt
 import torch
 
 # Two bins for each of float32's 256 biased exponents: 2^q itself, and the open interval above it.
-# The flush to zero has its bound in between: 2^-25 goes to 0, anything larger to 2^-24.
+# The limit of the flush to zero lies between the two: 2^-25 becomes 0, anything larger 2^-24.
 BINS = 512
 _BIAS = 127
 _NOT_FINITE = 2 * 255
 
-# The smallest power of two that float16 rounds to infinity; 65520 does, but bfloat16 has no value
-# in between. And the largest magnitude that it rounds to 0 (to nearest, ties to even).
+# The smallest power of two that float16 rounds to infinity. The exact limit is 65520, but bfloat16
+# has no value between that and 2^16.
 OVERFLOW_LOG2 = 16
+# The largest magnitude that float16 rounds to 0 (to nearest, ties to even).
 FLUSH_LOG2 = -25
 
-# A kernel that adds up in float16 may lose a value some bits above the bound, but not from here on.
+# A kernel that adds up in float16 may flush values some bits above that limit, but not from here.
 _KEPT_LOG2 = FLUSH_LOG2 + 4
 
-# The square of a bin's values. Between two powers of two, values are spread evenly over the
-# logarithm, as gradients nearly are: their mean square is 1.5 / ln 2 times that of the lower power.
+# The mean square of a bin's values. Between two powers of two, gradients are spread nearly evenly
+# over the logarithm: their mean square is 1.5 / ln 2 times the square of the lower power.
 _SQUARES = np.ldexp(1.0, 2 * (np.arange(BINS) // 2 - _BIAS))
 _SQUARES[1::2] *= 1.5 / math.log(2)
 _SQUARES[0] = 0.0
 
-# float32's whole range of exponents: beyond it no scale can be stored.
+# The smallest normal power of two of float32: no smaller scale can be stored.
 _LEAST_LOG2 = -126
 
 
@@ -37,8 +38,8 @@ def exponent_counts(values: torch.Tensor) -> torch.Tensor:
     """Count the values of a float16, bfloat16 or float32 tensor by magnitude, on its device.
 
     Returns:
-        (512,), int64. Bin `2 * (q + 127)` holds what is +-2^q exactly and the bin after it what is
-        larger, below 2^(q+1). Bin 0 holds the zeros, the last two infinity and NaN.
+        (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the next
+        bin those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and NaNs.
     """
     bits = values.detach().float().contiguous().view(torch.int32).flatten()
     exponent = (bits >> 23) & 0xFF
@@ -88,7 +89,7 @@ class Histogram:
         return {int(q) - _BIAS: int(pairs[q]) for q in np.flatnonzero(pairs)}
 
     def unscaled(self, scale_log2: int) -> Histogram:
-        """What it would be had the values been made without that loss scale."""
+        """The histogram of the same values divided by a loss scale."""
         counts = np.zeros_like(self.counts)
         moved = np.flatnonzero(self.counts[1:]) + 1
         counts[np.clip(moved - 2 * scale_log2, 1, BINS - 1)] = self.counts[moved]
@@ -96,18 +97,18 @@ class Histogram:
         return Histogram(counts)
 
     def flushed_share(self, scale_log2: int) -> float:
-        """The 2-norm of what float16 makes 0 at that loss scale, over the norm of all values.
+        """2-norm of the values that float16 flushes to 0 at a loss scale, over that of all values.
 
-        So a value counts by what it contributes: it is the relative error that the flush makes.
+        This is the relative error that the flush causes.
         """
         last = 2 * (FLUSH_LOG2 - scale_log2 + _BIAS)
         return self._share_of_norm(np.where(np.arange(BINS) <= last, self.counts, 0))
 
     def faintest_share(self, count: int, scale_log2: float) -> float:
-        """The same of that many values, the smallest that are not 0.
+        """2-norm of the `count` smallest nonzero values, over that of all values.
 
-        Values that are well above the bound at that scale are left out: they are 0 for another
-        reason, as behind a ReLU whose input two dtypes round to either side of 0.
+        Values well above the limit of the flush at that scale are left out. They became 0 for
+        another reason: for instance, two dtypes round the input of a ReLU to either side of 0.
         """
         faint = self.counts.copy()
         faint[0] = 0
@@ -116,13 +117,13 @@ class Histogram:
         return self._share_of_norm(np.clip(count - below, 0, faint))
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """The smallest power of two at which `flushed_share` is no more than that."""
+        """The smallest power of two at which `flushed_share` is `flushed` or less."""
         squares = np.cumsum((self.counts * _SQUARES)[1:])
         bins = int(np.searchsorted(squares, flushed**2 * squares[-1], side="right"))
         return max(FLUSH_LOG2 + _BIAS - bins // 2, _LEAST_LOG2)
 
     def overflow_share(self, scale_log2: int) -> float:
-        """The share of the values that are not 0 which float16 makes infinite at that scale."""
+        """The share of the nonzero values that float16 makes infinite at a loss scale."""
         first = max(2 * (OVERFLOW_LOG2 - scale_log2 + _BIAS), 1)
         return self._share(int(self.counts[min(first, _NOT_FINITE) :].sum()))
 

@@ -1,8 +1,8 @@
-"""What float16 would do to a backward, predicted from one pass in bfloat16; and what it does.
+"""Predicts from one bfloat16 pass what float16 does to a backward, and measures what it does.
 
-bfloat16 autocast makes the same graph as float16 autocast and has the range of float32, and a loss
-scale of 2^k moves every exponent by exactly k. So one backward tells, for every k, which values
-overflow and which are flushed to 0. `observe` is the same in float16, one scale at a time.
+bfloat16 autocast builds the same graph as float16 autocast, with the range of float32. A loss scale
+of 2^k moves every exponent by exactly k. So one backward tells, for every k, which values overflow
+and which are flushed to 0. `observe` measures the same in float16, one scale at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
 from determined_amp.finder.recorder import BackwardRecorder, Source
 
-# Magnitudes from here on are infinite in float16.
+# float16 rounds this magnitude and larger ones to infinity.
 _FIRST_INFINITE = 65520.0
 
-# Where float16 is recorded: PyTorch's default, then what overflows less, then what flushes less.
+# Scales for a recording in float16: PyTorch's default, then smaller ones, then larger ones.
 _TRIED_LOG2 = (16, 8, 0, -8, -16, 32, 48, 64, 80)
 
 
 class Place(Protocol):
-    """Where batches are passed: a `PyTorchTrialContext`, or what stands for one."""
+    """The models and processes of a pass: a `PyTorchTrialContext`, or an object like it."""
 
     @property
     def models(self) -> Sequence[nn.Module]: ...
@@ -43,11 +43,11 @@ class Prediction:
     """The 16-bit values of a few backwards without a loss scale.
 
     Args:
-        tensors: By what made them, in the order of the backward.
+        tensors: Histograms by source, in the order of the backward.
         largest: The largest magnitude of all.
-        recorded_log2: None if it was recorded in bfloat16; otherwise it was in float16, at 2 to
-            that power. What was flushed there is not seen.
-        reason: Why not in bfloat16.
+        recorded_log2: None if recorded in bfloat16; else log2 of the loss scale of a recording in
+            float16, which does not see the values that were flushed at that scale.
+        reason: Why it was not recorded in bfloat16.
     """
 
     tensors: dict[Source, Histogram]
@@ -57,7 +57,7 @@ class Prediction:
 
     @cached_property
     def modules(self) -> dict[str, Histogram]:
-        """By module, in the order of the backward."""
+        """Histograms by module, in the order of the backward."""
         modules: dict[str, Histogram] = {}
         for source, histogram in self.tensors.items():
             modules[source.module] = modules.get(source.module, Histogram.empty()) + histogram
@@ -67,13 +67,13 @@ class Prediction:
     def total(self) -> Histogram:
         return sum(self.tensors.values(), Histogram.empty())
 
-    def of(self, is_meant: Callable[[str], bool]) -> Prediction:
-        """Of some modules alone, by name; `largest` remains that of all."""
-        tensors = {s: histogram for s, histogram in self.tensors.items() if is_meant(s.module)}
+    def of(self, includes: Callable[[str], bool]) -> Prediction:
+        """The prediction of the modules whose name `includes` accepts; `largest` stays."""
+        tensors = {s: histogram for s, histogram in self.tensors.items() if includes(s.module)}
         return Prediction(tensors, self.largest)
 
     def require_gradients(self) -> None:
-        """Raises: LossScaleError: if all values are 0, or one is already not finite."""
+        """Raises: LossScaleError: if all values are 0, or one is not finite."""
         if self.total.largest_log2 is None:
             raise LossScaleError(
                 "all 16-bit gradients are exactly 0: the loss does not depend on the parameters, "
@@ -85,10 +85,10 @@ class Prediction:
 
     @property
     def first_overflow_log2(self) -> int:
-        """The smallest power of two at which a value becomes infinite.
+        """log2 of the smallest power of two at which a value becomes infinite.
 
         Raises:
-            LossScaleError: if all values are 0, or one is already not finite.
+            LossScaleError: if all values are 0, or one is not finite.
         """
         self.require_gradients()
         largest = self.total.largest_log2
@@ -97,23 +97,23 @@ class Prediction:
 
     @property
     def headroom_log2(self) -> float:
-        """log2 of the largest factor, not only powers of two, that the gradients bear."""
+        """log2 of the largest scale, not only powers of two, at which nothing overflows."""
         return math.log2(_FIRST_INFINITE / self.largest)
 
     def flushed_share(self, scale_log2: int) -> float:
-        """What float16 makes 0 at that loss scale, in the tensor that suffers most.
+        """The share that float16 flushes to 0 at a loss scale, of the tensor that loses most.
 
-        In each tensor it is the norm of what is flushed over the norm of all. Near-zero values
-        beside large ones hardly count then, and a tensor of which nothing is left counts fully,
-        however small it is: the parameters behind it stop training.
+        The share of a tensor is the norm of its flushed values over the norm of all its values. So
+        near-zero values beside large ones hardly count, and a tensor that is flushed completely
+        has a share of 1, however small it is: the parameters behind it stop training.
         """
         return max((h.flushed_share(scale_log2) for h in self.tensors.values()), default=0.0)
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """The smallest power of two at which no tensor is flushed by more than that share.
+        """log2 of the smallest power of two at which no tensor loses a larger share to 0.
 
         Raises:
-            LossScaleError: if all values are 0, or one is already not finite.
+            LossScaleError: if all values are 0, or one is not finite.
         """
         self.require_gradients()
         return max(h.smallest_scale_log2(flushed) for h in self.tensors.values() if h.nonzero)
@@ -124,14 +124,14 @@ class Observation:
     """What float16 did to the backwards of a few batches at one loss scale.
 
     Args:
-        scale_log2: The loss scale was 2 to that power.
-        loss_is_finite: Whether all losses were.
+        scale_log2: log2 of the loss scale.
+        loss_is_finite: Whether all losses were finite.
         overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
-        flushed_share: As `Prediction.flushed_share`, measured: as many of the smallest values of
-            each tensor count as were 0 in float16 and had not been.
+        flushed_share: `Prediction.flushed_share`, measured: of each tensor, as many of the smallest
+            predicted values count as are 0 in float16 but were not 0 in the prediction.
         backward_headroom_bits: log2 of 65520 over the largest 16-bit value of the backward; -inf if
-            one is not finite. (`headroom_bits` of a training is of parameters' gradients.)
-        values_left: Share, by number, of the values that were not 0 and still are not.
+            one is not finite. (The metric `headroom_bits` is about parameters' gradients.)
+        values_left: Share, by number, of the nonzero predicted values that are nonzero in float16.
     """
 
     scale_log2: float
@@ -144,7 +144,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class _Passes:
-    """One backward of each batch, on one slot or over all."""
+    """One backward of each batch, on one slot or over all slots."""
 
     loss_is_finite: bool
     gradients_are_finite: bool
@@ -166,9 +166,9 @@ class _Passes:
 
 
 def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
-    """One bfloat16 forward and backward of each batch, over all slots; same on every rank.
+    """Run one bfloat16 forward and backward of each batch; the result is that of all slots.
 
-    Where that cannot be had, float16 is recorded at a scale that nothing overflows at.
+    If the trial cannot run in bfloat16, it runs in float16 at a scale without overflow.
 
     Raises:
         LossScaleError: if a loss is not finite, or no backward makes a 16-bit tensor.
@@ -191,18 +191,15 @@ def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
 
 
 def observe(
-    context: Place,
-    batches: Sequence[FrozenBatch],
-    scale_log2: float,
-    prediction: Prediction,
+    context: Place, batches: Sequence[FrozenBatch], scale_log2: float, prediction: Prediction
 ) -> Observation:
-    """One float16 forward and backward of each batch, over all slots; same on every rank.
+    """Run one float16 forward and backward of each batch; the result is that of all slots.
 
     Args:
         context: The trial's context.
         batches: The batches of `prediction`.
-        scale_log2: The loss scale is 2 to that power.
-        prediction: Tells which zeros are no underflow.
+        scale_log2: log2 of the loss scale.
+        prediction: Tells which values are 0 without a flush.
 
     Raises:
         LossScaleError: if the backward made no float16 tensor.
@@ -229,7 +226,7 @@ def observe(
 
 
 def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
-    """The first cause that any batch of any rank knows; the same on every rank."""
+    """`FrozenBatch.cause` of the first batch that has one; the same on every rank."""
     here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
     everywhere = context.distributed.allgather(here)
     return next((cause for cause in everywhere if cause), "its source was not found")
@@ -248,14 +245,14 @@ def _require_float32_parameters(context: Place) -> None:
 
 
 def _in_bfloat16(context: Place, batches: Sequence[FrozenBatch]) -> tuple[_Passes | None, str]:
-    """The passes over all slots, or why they cannot be had."""
+    """The passes of all slots, or None and the reason why the trial cannot run in bfloat16."""
     here, reason = None, ""
     try:
         here = _here(context, batches, torch.bfloat16, 0)
     except UserError:
         raise
-    # What a trial does to a tensor that bfloat16 has no means for can raise anything. If it is not
-    # bfloat16's fault, float16 raises it once more.
+    # An operation that has no bfloat16 can raise anything. If bfloat16 is not the cause, float16
+    # raises the same error again.
     except Exception as error:
         message = (str(error).strip() or "no message").splitlines()[0]
         reason = f"{type(error).__name__}: {message}"

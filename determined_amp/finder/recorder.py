@@ -1,8 +1,8 @@
-"""Records the 16-bit tensors that a backward makes, one by one, without keeping them.
+"""Records the magnitudes of the 16-bit tensors of a backward, without keeping the tensors.
 
-What overflows or is flushed to 0 in float16 are the gradients of activations and the casts of
-weight gradients on their way to float32. `.grad` itself is float32 and shows a flush too late, so
-this looks at dispatch, where every tensor passes by.
+In float16, the gradients of activations and the casts of weight gradients to float32 overflow or
+are flushed to 0. `.grad` itself is float32, so a flush cannot be seen there. The recorder hooks
+into torch's dispatch instead, which every tensor passes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.finder.histogram import Histogram, exponent_counts
 
-# Where the loss is computed, as a rule.
+# The source of tensors that no module made: usually the loss.
 OUTSIDE = "(outside the model)"
 WHOLE_MODEL = "(the model)"
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# Their values are whatever was in memory before.
+# They return memory that has no defined values.
 _UNINITIALISED = {
     _aten.empty,
     _aten.empty_like,
@@ -37,13 +37,13 @@ _UNINITIALISED = {
 
 
 class Source(NamedTuple):
-    """What made a tensor in a backward; the steps of a recurrent network have it in common.
+    """What made a tensor in a backward. All steps of a recurrent network have the same sources.
 
     Args:
-        module: Whose backward it was.
-        operation: Of torch.
-        output: Which one of the operation's.
-        shape: Tells activations from weights.
+        module: Name of the module.
+        operation: Name of torch's operation.
+        output: Index of the tensor among the operation's outputs.
+        shape: Its shape, which tells activations from weights.
     """
 
     module: str
@@ -53,11 +53,17 @@ class Source(NamedTuple):
 
 
 class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Histograms of the 16-bit tensors made in backwards, by module and operation.
+    """Counts the 16-bit tensors of backwards by magnitude, module and operation.
 
-    The values stay on the device until `histograms`; `dtypes` are those seen. What a checkpointed
-    forward computes again during the backward is left out. Sums inside a kernel, such as those of
-    fused attention, and the buckets of DistributedDataParallel are not seen.
+    The counts stay on the device until `histograms` is called. The recorder leaves out what a
+    checkpointed forward computes again during the backward. It does not see sums inside a kernel,
+    such as those of fused attention, and the buckets of DistributedDataParallel.
+
+    Args:
+        models: The models whose modules name the sources.
+
+    Attributes:
+        dtypes: The 16-bit dtypes of the recorded tensors.
     """
 
     supports_higher_order_operators = True
@@ -71,19 +77,19 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     @contextmanager
     def recording(self) -> Iterator[BackwardRecorder]:
-        """Record the backwards of forwards that begin in here."""
-        with self._origin.listening(), self:
+        """Record the backwards of all forwards that start inside this block."""
+        with self._origin.tracking(), self:
             yield self
 
     def histograms(self) -> dict[Source, Histogram]:
-        """In the order of the backward; synchronises."""
+        """Histograms by source, in the order of the backward; synchronises."""
         if not self._counts:
             return {}
         counts = torch.stack(list(self._counts.values())).cpu().numpy()
         return {source: Histogram(row) for source, row in zip(self._counts, counts, strict=True)}
 
     def largest(self) -> float:
-        """The largest magnitude recorded, 0 if there is none; synchronises."""
+        """The largest recorded magnitude, 0 without a tensor; synchronises."""
         if not self._largest:
             return 0.0
         return float(torch.stack(list(self._largest.values())).max())
@@ -98,7 +104,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
     def _is_backward(self, func: Any) -> bool:
-        """Whether autograd computes here, not a module again, and new values come out."""
+        """Whether autograd runs `func`, and not a repeated forward, and it makes new values."""
         if torch.is_grad_enabled() or self._origin.in_forward:
             return False
         if not isinstance(func, torch._ops.OpOverload):
@@ -122,16 +128,16 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 def _only_views(func: Any) -> bool:
-    """Whether all that it returns is an input's memory in another shape, seen before."""
+    """Whether every result is a view of an input, whose values were counted before."""
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 class _Origin:
-    """Knows in which module's forward a node of the autograd graph was made.
+    """Finds the module whose forward made a node of the autograd graph.
 
-    Autograd numbers its nodes as they are made. So the numbers at which modules are entered and
-    left tell the module of any node, whatever function made it.
+    Autograd numbers nodes in the order in which it makes them. So the numbers at which modules
+    begin and end tell the module of any node.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -144,11 +150,12 @@ class _Origin:
 
     @property
     def in_forward(self) -> bool:
-        """Whether this thread is in a module's forward: in a backward, computing it again."""
+        """Whether this thread runs a module's forward: in a backward, a repeated one."""
         return bool(self._entered[threading.get_ident()])
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def tracking(self) -> Iterator[None]:
+        """Note when modules begin and end inside this block."""
         with ExitStack() as stack:
             for module, name in self._names.items():
                 before = module.register_forward_pre_hook(self._enter(name))
@@ -173,7 +180,8 @@ class _Origin:
         self._mark(entered[-1] if entered else OUTSIDE)
 
     def _mark(self, name: str) -> None:
-        # Each thread numbers its own nodes; those made on another one, by checkpointing, never run.
+        # Each thread numbers its own nodes. Checkpointing makes nodes on another thread, and their
+        # numbers mean nothing here.
         if torch.is_grad_enabled() and threading.get_ident() == self._thread:
             with torch._C._DisableTorchDispatch():
                 number = self._probe.clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
@@ -182,7 +190,7 @@ class _Origin:
 
 
 def _module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Plain names; several models are told apart by their number."""
+    """Names of all modules; with several models, after the model's number."""
     names: dict[nn.Module, str] = {}
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -1,13 +1,13 @@
-"""One number for one loss scale, measured without training: a sound metric for a search.
+"""Scores a loss scale without training, as the metric of a search.
 
-The validation loss after a short training cannot rank loss scales: inside the safe window they
-differ by less than seeds do. From frozen parameters and identical batches the answer is exact:
+The validation loss after a short training cannot rank loss scales, because seeds change it more
+than scales inside the safe window do. Frozen parameters and identical batches make the score exact:
 
     loss_scale_score = gradient_error + 0.001 |backward_headroom_bits - 1.5|   nothing overflows
                      = 1 + 0.01 * halvings until nothing overflows             something does
 
-`gradient_error` punishes what float16 flushes to 0; it is flat where nothing is. There the second
-term decides for one to two bits of room under 65520, which on powers of two is one scale.
+`gradient_error` grows with what float16 flushes to 0, and is flat where nothing is flushed. There
+the second term prefers one to two bits of headroom below 65520: among powers of two, one scale.
 """
 
 from __future__ import annotations
@@ -28,38 +28,31 @@ from determined_amp.finder.frozen import (
     in_training,
     wrapped_scaler,
 )
-from determined_amp.finder.passes import (
-    Observation,
-    Place,
-    Prediction,
-    cause_of,
-    observe,
-    predict,
-)
+from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
 
-# Bits of room under float16's largest value that the search steers for.
+# The headroom that scores best, in bits.
 _WANTED_HEADROOM = 1.5
 _HEADROOM_WEIGHT = 1.0e-3
 _HALVING_PENALTY = 1.0e-2
 
-# A scale that leaves fewer values than this trains nothing.
+# If a smaller share of the values is left, nothing trains.
 _FEWEST_VALUES = 0.01
 
 
 @dataclass(frozen=True)
 class Score:
-    """What is reported for one loss scale; every value is finite.
+    """The metrics of one loss scale; every value is finite.
 
     Args:
         loss_scale_score: Smaller is better; below 1 if and only if nothing overflows.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
             difference to the float32 gradient); 1 if something overflows.
-        backward_headroom_bits: log2 of 65520 over the largest 16-bit gradient. What bfloat16
-            predicts where that overflows, which makes it negative, or where all is flushed to 0.
-        flushed_share: 2-norm of the 16-bit gradients that float16 made 0, over that of all, in
-            the tensor that suffers most.
+        backward_headroom_bits: log2 of 65520 over the largest 16-bit gradient. If that overflows
+            or everything is flushed to 0, the value that bfloat16 predicts.
+        flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, over that of all,
+            in the tensor that loses most.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
-        halvings: Of the scale until nothing overflows.
+        halvings: How often the scale must be halved until nothing overflows.
     """
 
     loss_scale_score: float
@@ -73,14 +66,12 @@ class Score:
 def score(
     trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, batches: int
 ) -> dict[str, float]:
-    """Measure the current scale of the trial's `GradScaler` on its first training batches.
-
-    Determined's loop starts, and ends before a step is taken: the trial has been used up then.
+    """Score the current scale of the trial's `GradScaler` on its first training batches.
 
     Args:
-        trial: The trial.
+        trial: The trial; it cannot be used afterwards.
         context: Its context.
-        batches: Training batches to measure on.
+        batches: Number of training batches.
 
     Returns:
         The fields of `Score`.
@@ -98,10 +89,11 @@ def score(
 
 
 def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> Score:
-    """`score` of one scale; every rank of a distributed trial gets the same.
+    """Score the loss scale 2^`scale_log2`; every rank of a distributed trial gets the same.
 
     Raises:
         determined.InvalidHP: if no loss scale helps.
+        LossScaleError: if there is no gradient to scale.
     """
     prediction = predict(context, batches)
     prediction.require_gradients()
@@ -109,7 +101,7 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     if seen.overflow:
         return _score_of_overflow(context, batches, seen, prediction)
     headroom = seen.backward_headroom_bits
-    if not math.isfinite(headroom):  # all is flushed, or an infinity reached no parameter
+    if not math.isfinite(headroom):  # everything is flushed, or an infinity reached no parameter
         headroom = prediction.headroom_log2 - scale_log2
     errors = [_gradient_error(batch, scale_log2) for batch in batches]
     slots = context.distributed.allgather(sum(errors) / len(errors))
@@ -125,10 +117,7 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
 
 
 def _score_of_overflow(
-    context: Place,
-    batches: Sequence[FrozenBatch],
-    seen: Observation,
-    prediction: Prediction,
+    context: Place, batches: Sequence[FrozenBatch], seen: Observation, prediction: Prediction
 ) -> Score:
     if not observe(context, batches, 0, prediction).loss_is_finite:
         raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
@@ -164,7 +153,7 @@ def _in_float32(batch: FrozenBatch) -> Gradients:
         return batch.backward(None)
     except UserError:
         raise
-    except Exception as error:  # whatever the trial's own code does to a dtype
+    except Exception as error:  # the trial's own code can raise anything on an unexpected dtype
         raise LossScaleError(
             f"this trial cannot run in float32, which gradient_error is measured against: {error}. "
             "Write .float() or .to(dtype) before what needs one dtype"

@@ -1,4 +1,4 @@
-"""What the passes mean: which initial loss scale to use, or why none will do."""
+"""Decides which initial loss scale to use, or why no scale helps."""
 
 from __future__ import annotations
 
@@ -8,39 +8,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from determined_amp.finder.frozen import FrozenBatch
-from determined_amp.finder.passes import (
-    Observation,
-    Place,
-    Prediction,
-    cause_of,
-    observe,
-    predict,
-)
+from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 
 # What PyTorch's GradScaler starts with.
 DEFAULT_LOG2 = 16
 
-# Twice what float16 rounds at any scale. Where no tensor is flushed by more, parameters' gradients
-# are as close to those of float32 as at any scale, or nearly; at 1 % they are some percent off.
+# Twice float16's rounding error. If every tensor loses less, parameters' gradients are about as
+# close to float32 as they can be; at 1 % they are off by some percent.
 FLUSHED_LIMIT = 0.001
 
-# Rows of a table around the window, in bits.
+# How many powers of two a table shows beside the window, and how many in all.
 _MARGIN = 4
 _MOST_ROWS = 24
 
-# What a search may have been over, in log2.
+# Predictions cover these log2 scales at least, which a search may have tried.
 _SEARCHED = (-16, 48)
 
-# More islands than these, and the model is hardly float16 any more.
+# With more float32 modules than this, the model hardly computes in float16.
 _MOST_ISLANDS = 3
 
-# A kernel that adds up in float16 can overflow some bits before its result would.
+# How often the choice is halved. A kernel that adds up in float16 can overflow some bits before its
+# result does.
 _MOST_DECREMENTS = 24
 
 
 class Verdict(enum.Enum):
-    """What to write into the YAML."""
+    """What to change in the YAML."""
 
     DEFAULT = "default is fine"
     SCALE = "use 2^k"
@@ -54,12 +48,12 @@ class Window:
     """The safe loss scales, and the one to start with.
 
     Args:
-        low_log2: The smallest power of two at which no tensor is flushed by more than
+        low_log2: log2 of the smallest power of two at which no tensor loses more than
             `FLUSHED_LIMIT`, see `Prediction.flushed_share`.
-        top_log2: The largest at which nothing overflows; where float16 overflowed below the
-            prediction, the one that was verified. Below `low_log2` if no scale is safe.
-        choice_log2: log2 of the loss scale to start with; the best of a bad lot where the verdict
-            is not for a scale, None where no scale helps.
+        top_log2: log2 of the largest power of two at which nothing overflows, verified in float16.
+            It is below `low_log2` if no scale is safe.
+        choice_log2: log2 of the loss scale to start with. If the verdict is not for a scale, the
+            scale that loses least; None if no scale helps.
     """
 
     low_log2: int
@@ -75,18 +69,18 @@ class Window:
         return self.top_log2 - self.low_log2
 
     def expected_skips(self, init_scale_log2: float) -> int:
-        """Optimizer steps that a run starting at that scale skips: each lowers it by one bit."""
+        """Steps that a run skips from this initial scale: each skip lowers the scale by one bit."""
         return max(0, math.ceil(init_scale_log2 - self.top_log2))
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What float16 would lose of the 16-bit gradients at one loss scale, predicted.
+    """What float16 is predicted to lose of the 16-bit gradients at one loss scale.
 
     Args:
-        scale_log2: The loss scale is 2 to that power.
-        overflow_share: Of the values that are not 0, by number.
-        flushed_share: Of the norm of the gradient that suffers most.
+        scale_log2: log2 of the loss scale.
+        overflow_share: Share of the nonzero values that overflows, by number.
+        flushed_share: Share of a tensor's norm that is flushed to 0, of the tensor that loses most.
     """
 
     scale_log2: int
@@ -99,12 +93,13 @@ class ModuleGradients:
     """The 16-bit gradients of one module without a loss scale.
 
     Args:
-        name: Of the module.
+        name: Name of the module.
         in_model: Whether the model has a module of that name.
         zeros: Number of values that are 0.
         values_by_log2: Number of values in [2^q, 2^(q+1)), by q.
-        first_overflow_log2: The smallest power of two that makes one infinite; None if all are 0.
-        low_log2: As `Finding.low_log2`, of this module alone; None if all are 0.
+        first_overflow_log2: log2 of the smallest power of two at which a value overflows; None if
+            all are 0.
+        low_log2: `Finding.low_log2` of this module alone; None if all are 0.
     """
 
     name: str
@@ -116,7 +111,7 @@ class ModuleGradients:
 
     @property
     def largest_log2(self) -> int | None:
-        """The floor of log2 of the largest value; None if all are 0."""
+        """Floor of log2 of the largest value; None if all are 0."""
         return max(self.values_by_log2, default=None)
 
 
@@ -126,12 +121,12 @@ class Finding(Window):
 
     Args:
         verdict: What to do.
-        predicted: By scale, ascending: every power of two that is shown or searched.
-        verified: Real float16 passes, the one at `choice_log2` last.
-        modules: In the order of the backward.
-        headroom_log2: log2 of the largest factor, not only powers of two, that the gradients bear.
-        recorded_log2: As in `Prediction`.
-        reason: Why it was not recorded in bfloat16.
+        predicted: Predictions for consecutive powers of two, ascending.
+        verified: Measurements in float16; the one at `choice_log2` is the last.
+        modules: Gradients by module, in the order of the backward.
+        headroom_log2: `Prediction.headroom_log2`.
+        recorded_log2: `Prediction.recorded_log2`.
+        reason: Why the prediction was not recorded in bfloat16.
         islands: Modules to keep in float32.
         cause: Why no scale helps.
     """
@@ -148,16 +143,16 @@ class Finding(Window):
 
     @property
     def hidden_modules(self) -> tuple[str, ...]:
-        """Modules all of whose gradients are 0, as behind an output layer that starts at 0."""
+        """Modules whose gradients are all 0, for instance before an output that starts at 0."""
         return tuple(module.name for module in self.modules if not module.values_by_log2)
 
     @property
     def first_overflow_log2(self) -> int:
-        """The smallest power of two at which a value was predicted to become infinite."""
+        """log2 of the smallest power of two at which a value is predicted to overflow."""
         return min(m.first_overflow_log2 for m in self.modules if m.first_overflow_log2 is not None)
 
     def at(self, scale_log2: float) -> Shares:
-        """The prediction for a scale, or for the next power of two below it."""
+        """The prediction for a scale, rounded down to a power of two."""
         index = math.floor(scale_log2) - self.predicted[0].scale_log2
         return self.predicted[min(max(index, 0), len(self.predicted) - 1)]
 
@@ -168,16 +163,16 @@ class Finding(Window):
 
 
 def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
-    """Look for the loss scale to start with: one bit below the largest that nothing overflows at.
+    """Find the loss scale to start with: one bit below the largest at which nothing overflows.
 
-    One bit, because a largest gradient over a few batches is not the largest of the first steps. A
-    second bit would save a skipped step at most, and would come off the other side, where it can
-    cost thousands of steps of growth.
+    One bit, because later batches have larger gradients than the few that are used here. A second
+    bit would save one skipped step at most. At the lower end of the window, the same bit can cost
+    thousands of steps of growth.
 
     Args:
-        context: Where the batches are passed.
+        context: The models and processes of the passes.
         batches: Training batches.
-        sweep: Measure every scale that is shown in float16, too.
+        sweep: Also measure every shown scale in float16.
 
     Raises:
         LossScaleError: if there is nothing to scale.
@@ -187,11 +182,11 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
     choice = top if low == top else top - 1
     verified = [observe(context, batches, choice, prediction)]
-    # The loss itself may overflow in float16 at a large scale; without one it must not.
+    # At a large scale the loss itself may overflow in float16. At a scale of 1 it must not.
     hopeless = verified[0].overflow and not observe(context, batches, 0, prediction).loss_is_finite
     while verified[-1].overflow and not hopeless and len(verified) <= _MOST_DECREMENTS:
         choice -= 1
-        top = choice  # what really is the largest
+        top = choice  # the largest that is verified
         verified.append(observe(context, batches, choice, prediction))
     gave_up = verified[-1].overflow
     (verdict, islands), cause = _judge(prediction, low, top), ""
@@ -249,13 +244,15 @@ def _judge(prediction: Prediction, low: int, top: int) -> tuple[Verdict, tuple[s
 
 
 def _islands(prediction: Prediction) -> tuple[str, ...]:
-    """The fewest modules without which the others fit, from one end or from the other."""
+    """The fewest modules without which the others have a safe scale.
+
+    Candidates are the modules with the largest gradients, and those with the smallest.
+    """
     modules = {name: h for name, h in prediction.modules.items() if h.nonzero}
-    loudest = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
+    large = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
     lowest = {name: _alone(prediction, name).smallest_scale_log2(FLUSHED_LIMIT) for name in modules}
-    faintest = sorted(modules, key=lambda name: -lowest[name])
-    orders = (loudest, faintest)
-    found = [islands for order in orders if (islands := _leading(prediction, order))]
+    small = sorted(modules, key=lambda name: -lowest[name])
+    found = [islands for order in (large, small) if (islands := _leading(prediction, order))]
     return min(found, key=len, default=())
 
 
@@ -264,6 +261,7 @@ def _alone(prediction: Prediction, module: str) -> Prediction:
 
 
 def _leading(prediction: Prediction, order: Sequence[str]) -> tuple[str, ...]:
+    """The fewest first modules of `order` without which the others have a safe scale."""
     for count in range(1, min(_MOST_ISLANDS, (len(order) - 1) // 2) + 1):
         islands = order[:count]
         if OUTSIDE in islands or WHOLE_MODEL in islands:

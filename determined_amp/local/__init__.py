@@ -1,1 +1,1 @@
-"""Everything a trial has from a cluster, for a run without one: storage, reports, stop, resume."""
+"""Runs without a cluster: what a cluster provides to a trial (storage, reports, stop, resume)."""

@@ -1,4 +1,4 @@
-"""Determined's trial context, made for an experiment as `pytorch.init` makes it on a cluster."""
+"""Makes Determined's trial context for an experiment, as `pytorch.init` does on a cluster."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from determined import core, pytorch
 from determined_amp.config.experiment import Experiment, indivisible_batch
 from determined_amp.config.settings import ConfigError
 
-# Work on the context of a trial before the trial is made.
+# Called with the context of a trial and its experiment, before the trial is made.
 Prepare = Callable[[pytorch.PyTorchTrialContext, Experiment[Any]], None]
 
 
 def trial_context(
     core_context: core.Context, experiment: Experiment[Any], first_batch: int = 0
 ) -> pytorch.PyTorchTrialContext:
-    """The context of a run on this machine; the seeds are set, too.
+    """Set the seeds, and make the context of a run on this machine.
 
     Args:
-        core_context: Determined's platform for the run.
-        experiment: What is run.
-        first_batch: Batches trained before this process.
+        core_context: Determined's core context of the run.
+        experiment: The experiment to run.
+        first_batch: Number of batches that earlier processes trained.
 
     Raises:
         ConfigError: if the batch does not divide among the processes.
@@ -43,7 +43,7 @@ def trial_context(
         exp_conf=copy.deepcopy(dict(experiment.config)),
         trial_seed=experiment.seed,
         slots_per_trial=processes.size,
-        num_gpus=torch.cuda.device_count(),  # Determined would count those of nvidia-smi
+        num_gpus=torch.cuda.device_count(),  # Determined would count all GPUs of nvidia-smi
         steps_completed=first_batch,
     )
 
@@ -58,9 +58,9 @@ def make_context(
     """A context with the hyperparameters and the aggregation of an experiment.
 
     Args:
-        core_context: Determined's platform for the run.
-        experiment: What is run.
-        steps_completed: Batches trained before this process.
+        core_context: Determined's core context of the run.
+        experiment: The experiment to run.
+        steps_completed: Number of batches that earlier processes trained.
         settings: The other arguments of `PyTorchTrialContext`.
     """
     context = pytorch.PyTorchTrialContext(
@@ -72,10 +72,10 @@ def make_context(
         debug_enabled=False,
         **settings,
     )
-    with_averaging(context, experiment)
+    set_averaging(context, experiment)
     return context
 
 
-def with_averaging(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Have Determined average aggregated gradients where the experiment says so."""
+def set_averaging(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
+    """Make Determined average aggregated gradients if the experiment says so."""
     context._set_default_average_aggregated_gradients(experiment.plan.average_aggregated_gradients)

@@ -1,8 +1,8 @@
-"""Show a local run on a Determined master: an unmanaged experiment that follows its run folder.
+"""Shows a local run on a Determined master, as an unmanaged experiment.
 
-The folder is the truth and the master a copy of it. A master that is away costs the run nothing:
-what it missed it gets when it answers again, or when the run is resumed. A run begins with sending
-every report and checkpoint of its folder that the master lacks.
+The run folder is authoritative; the master gets a copy. A run does not wait for a master that is
+away: the master gets the missing parts when it answers again, or when the run is resumed. At its
+start a run sends every report and checkpoint of its folder that the master lacks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,12 +22,12 @@ import yaml
 from determined.common import api
 from determined.common.api import bindings, errors
 
-from determined_amp.local.checkpoints import complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import RunFolder, write_whole
 from determined_amp.local.master import MasterError
 from determined_amp.local.outbox import Outbox
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.reports import RunListener
+from determined_amp.local.run_listener import RunListener
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _State = bindings.trialv1State
 
 
 class DetachedTrial(RunListener):
-    """The experiment of one run folder on a master, found again by an id kept in the folder.
+    """The experiment of one run folder on a master; a file in the folder holds its id.
 
     Args:
         session: A login; see `determined_amp.local.master.log_in`.
@@ -42,7 +43,7 @@ class DetachedTrial(RunListener):
     """
 
     def __init__(self, session: api.Session, config: Mapping[str, Any]) -> None:
-        self._session = session.with_retry(0)  # the outbox tries again, and says so once
+        self._session = session.with_retry(0)  # the outbox retries, and warns only once
         self._config = config
         self._outbox = Outbox(session.master, idle=self._live)
         self._sending = ExitStack()
@@ -84,8 +85,8 @@ class DetachedTrial(RunListener):
         trial = bindings.put_PutTrial(session, body=put).trial
         assert trial.taskId is not None
         self._trial, self._task = trial.id, trial.taskId
-        # Each process is a run of the trial. The first report of a run makes the master forget the
-        # reports of later batches, as the folder forgets them on resume.
+        # Each process starts a new run of the trial. At its first report, the master drops the
+        # reports of later batches, as the folder does on a resume.
         start = bindings.v1StartTrialRequest(trialId=self._trial, resume=True)
         self._run = bindings.post_StartTrial(session, body=start, trialId=self._trial).trialRunId
         prepare = bindings.v1RunPrepareForReportingRequest(
@@ -100,7 +101,7 @@ class DetachedTrial(RunListener):
         self._outbox.put(lambda: self._send_progress(share))
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        """Send how the run ended, and wait a while until the master has everything."""
+        """Send how the run ended, and wait for a while until the master has everything."""
         state = _State.PAUSED if stopped else _State.COMPLETED
         if error is not None:
             state = _State.ERROR
@@ -111,7 +112,7 @@ class DetachedTrial(RunListener):
             logger.warning("%s lacks a part of this run; a resume sends it", self._session.master)
 
     def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
-        # Read now: a file may have been pruned when its turn comes.
+        # Read now, because the checkpoint may be deleted before the outbox sends this.
         present = {str(uuid.uuid5(self._id, path.name)): _described(path) for path in checkpoints}
         self._link(
             {storage_id: path.name for storage_id, path in zip(present, checkpoints, strict=True)}
@@ -119,21 +120,23 @@ class DetachedTrial(RunListener):
         self._outbox.put(lambda: self._send_checkpoints(present))
 
     def _link(self, names: Mapping[str, str]) -> None:
-        """Let each checkpoint be found by its storage id, as `det checkpoint download` wants it."""
+        """Link each checkpoint under its storage id, where `det checkpoint download` looks."""
         folder = self._folder.checkpoints
         for link in folder.iterdir():
-            if link.is_symlink() and link.name not in names:
+            # Other links are the user's.
+            ours = link.is_symlink() and os.readlink(link).startswith("batch-")
+            if ours and link.name not in names:
                 link.unlink()
         for storage_id, name in names.items():
             if not (folder / storage_id).is_symlink():
                 try:
                     (folder / storage_id).symlink_to(name)
-                except OSError as error:  # a file system without links; only downloads miss them
+                except OSError as error:  # a file system without links; only downloads need them
                     logger.warning("%s: det checkpoint download will not work: %s", folder, error)
                     return
 
     def _catch_up(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Send the reports that the master lacks, and see which checkpoints it lists."""
+        """Send the reports that the master lacks, and read which checkpoints it lists."""
         groups = {line["group"] for line in lines}
         listed = {(group, batches) for group in groups for batches in self._reported_batches(group)}
         missing = (i for i, x in enumerate(lines) if (x["group"], x["batches"]) not in listed)
@@ -194,7 +197,7 @@ class DetachedTrial(RunListener):
             self._listed.remove(storage_id)
 
     def _live(self, state: bindings.trialv1State | None = None) -> None:
-        """Say that the run lives, or what became of it."""
+        """Tell the master that the run is alive, or its new state."""
         body = bindings.v1PatchTrialRequest(trialId=self._trial, state=state)
         bindings.patch_PatchTrial(self._session, body=body, trialId=self._trial)
 
@@ -205,7 +208,7 @@ class DetachedTrial(RunListener):
 
 
 def _id_of(folder: RunFolder) -> uuid.UUID:
-    """The id of a run on every master: made once, and kept in its folder."""
+    """The id of a run on every master, from its folder; made at the first call."""
     path = folder.path / "detached.json"
     if path.exists():
         try:

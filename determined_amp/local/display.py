@@ -1,4 +1,4 @@
-"""The terminal of a local run: a bar, a line per report, a table at the end."""
+"""The terminal output of a local run: a progress bar, a line per report, a table at the end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.audit.report import AuditMetricName
+from determined_amp.config.training import LENGTH_UNITS
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.reports import RunListener
+from determined_amp.local.run_listener import RunListener
 
-# What a report line shows, in this order: name, and how its number is written.
+# The metrics of a report line, in this order, with their formats.
 _SHOWN = {
     MetricName.LOSS: "loss {:.4f}",
     MetricName.GRAD_NORM: "norm {:.3g}",
@@ -34,7 +35,7 @@ _SHOWN = {
     "validation_accuracy": "accuracy {:.4f}",
 }
 
-# The closing table: row title, metric, and how its number is written.
+# The rows of the table at the end: title, metric, format.
 _CLOSING = (
     ("validation accuracy", "validation_accuracy", "{:.4f}"),
     ("validation loss", "validation_loss", "{:.4f}"),
@@ -47,20 +48,31 @@ _CLOSING = (
     ("peak memory (MiB)", MetricName.PEAK_MEMORY_MIB, "{:,.0f}"),
 )
 
+# The most metrics with unknown names that one line or table shows.
+_MOST_OTHERS = 12
 
-# Determined adds these to every report.
-_COUNTS = ("batches", "epochs")
-# The most metrics of names of its own that a trial sees in one place.
-_MOST = 12
+
+def progress_bar(console: Console, unit: str) -> Progress:
+    """A bar with the count of `unit`, the elapsed and the remaining time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 class Display(RunListener):
     """Shows one run.
 
     Args:
-        title: What is running.
-        console: Where to.
-        metric: The searcher's; it is always shown.
+        title: Name of the run.
+        console: Where to print.
+        metric: The searcher's metric, which is always shown.
     """
 
     def __init__(self, title: str, console: Console, metric: str | None = None) -> None:
@@ -69,16 +81,7 @@ class Display(RunListener):
         self._console = console
         self._latest: dict[str, float] = {}
         self._of_training: dict[str, float] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("batches"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        self._progress = progress_bar(console, "batches")
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder = folder.path
@@ -89,13 +92,13 @@ class Display(RunListener):
         self._progress.start()
 
     def on_status(self, status: str) -> None:
-        """Say beside the bar what the trial is doing."""
+        """Show the status beside the bar."""
         self._update(description=status)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
         group, batches, numbers = line["group"], line["batches"], _numbers(line)
-        # A trial may give a training and a validation metric one name; the table is of the former.
+        # A training and a validation metric may have the same name: the table shows the former.
         if group == "training":
             self._of_training.update(numbers)
         self._latest.update({**numbers, **self._of_training})
@@ -107,7 +110,7 @@ class Display(RunListener):
         self._console.print(text, highlight=False, markup=False)
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        """Take the bar away; after a run without an error show its table."""
+        """Remove the bar; after a run without an error, show the table."""
         if self._progress.live.is_started:
             self._progress.stop()
         if error is None:
@@ -127,11 +130,11 @@ class Display(RunListener):
         self._console.print(f"run folder: {self._folder}", soft_wrap=True, highlight=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
-        """What else is shown: the searcher's metric, and all of a trial with names of its own."""
-        others = [name for name in numbers if name not in known and name not in _COUNTS]
+        """The other metrics to show: the searcher's; all, if the trial reports no known one."""
+        others = [name for name in numbers if name not in known and name not in LENGTH_UNITS]
         if any(name in known for name in numbers):
             return [name for name in others if name == self._metric]
-        return others[:_MOST]
+        return others[:_MOST_OTHERS]
 
     def _update(self, **changes: Any) -> None:
         for task in self._progress.task_ids:

@@ -1,38 +1,80 @@
-"""The folder that a local run leaves behind.
+"""The folder of a local run.
 
-config.yaml        the configuration as it was given, with the trial and the seed written down
-resolved.yaml      the same with every default filled in: it trains the same again
-environment.json   versions, device, commit, command, date
+config.yaml        the configuration, with the trial and the seed filled in
+resolved.yaml      the same with every default filled in: it trains the same
+environment.json   versions, device, commit, command and date of the first start
 metrics.jsonl      one report per line
 tensorboard/       event files
-checkpoints/       the newest and the best one
-log.txt            what Determined logs
+checkpoints/       the newest and the best checkpoint
+log.txt            the log of Determined and of this package
 ended.json         how the run ended; absent while it runs and after a kill
+.lock              the number of the process that writes here
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import determined as det
 import numpy as np
 import torch
-import yaml
 
 from determined_amp.amp.precision import DeviceSupport
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment
+from determined_amp.config.yaml_text import dump_yaml
 
 _END = "ended.json"
+
+
+class FolderError(UserError):
+    """A folder cannot be made."""
+
+
+class FolderInUseError(UserError):
+    """Another process writes into the folder."""
+
+
+@contextmanager
+def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes from writing into a folder inside this block.
+
+    Args:
+        folder: The folder; the lock ends with the process, whatever ends it.
+        what: What it holds, for the error message.
+        wait: Whether to wait for another process to finish.
+
+    Raises:
+        FolderInUseError: if another process holds the lock, with its number.
+    """
+    with (folder / ".lock").open("a+") as file:
+        try:
+            # Of this process alone: processes that it forks, to load data, do not hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            holder = file.read().strip()
+            process = f"process {holder}" if holder.isdecimal() else "another process"
+            raise FolderInUseError(
+                f"{folder}: {process} is running {what}; allowed: wait until it ends, or stop it"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +83,8 @@ class End:
 
     Args:
         state: `completed`, `stopped` (it can be resumed) or `failed`.
-        reason: Which signal stopped it, or the error it failed by; empty if it completed.
-        batches: Batches trained up to the last report, those before a resume included.
+        reason: The signal that stopped it, or the error that ended it; empty if it completed.
+        batches: Batches trained up to the last report, including those before a resume.
     """
 
     state: str
@@ -54,7 +96,7 @@ class RunFolder:
     """Paths and files of one run.
 
     Args:
-        path: The folder; made if it is not there.
+        path: The folder; it is made if it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,20 +111,34 @@ class RunFolder:
 
     @staticmethod
     def new(root: Path, name: str) -> RunFolder:
-        """The folder of a run that starts now."""
+        """Make the folder of a run that starts now."""
         return RunFolder(fresh_folder(root, name))
 
-    def describe(self, experiment: Experiment[Any]) -> None:
-        """Write what was run and on what."""
-        # A resume writes it again, and needs it the next time: never half of it.
-        write_whole(self.config, yaml.safe_dump(dict(experiment.config), sort_keys=False))
-        text = yaml.safe_dump(experiment.resolved(), sort_keys=False)
+    def describe(self, experiment: Experiment[Any], *, resumed: bool = False) -> None:
+        """Write the configuration, and the environment unless a resumed run has it already."""
+        # A resume rewrites these files, and a later one needs them: a kill must not cut them off.
+        write_whole(self.config, dump_yaml(dict(experiment.config)))
+        text = dump_yaml(experiment.resolved())
         write_whole(self.path / "resolved.yaml", text)
-        made_with = json.dumps(environment(), indent=2)
-        write_whole(self.path / "environment.json", made_with + "\n")
+        file = self.path / "environment.json"
+        if not (resumed and file.exists()):
+            write_whole(file, json.dumps(environment(), indent=2) + "\n")
+
+    @contextmanager
+    def locked(self, *, wait: bool = False) -> Iterator[None]:
+        """Keep other processes from writing here inside this block.
+
+        Args:
+            wait: Whether to wait for another process to finish.
+
+        Raises:
+            FolderInUseError: if another process writes here.
+        """
+        with lock(self.path, "this run", wait=wait):
+            yield
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add one report: numbers, and text for whatever is not one."""
+        """Add one report of numbers and texts."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -91,7 +147,7 @@ class RunFolder:
         return read_metrics(self.metrics)
 
     def forget_metrics_after(self, batches: int) -> None:
-        """Drop the reports of batches that a resumed run is going to train again."""
+        """Drop the reports of later batches, which a resumed run trains again."""
         kept = [line for line in self.read_metrics() if line["batches"] <= batches]
         write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -100,19 +156,19 @@ class RunFolder:
         write_whole(self.end, json.dumps(dataclasses.asdict(end), indent=2) + "\n")
 
     def forget_end(self) -> None:
-        """The run begins, or goes on."""
+        """Remove the record of the end, because the run starts or continues."""
         self.end.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a process killed meanwhile leaves the old one or the new one."""
+    """Replace a file in one step: a killed process leaves the old content or the new one."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     os.replace(partial, path)
 
 
 def read_end(folder: Path) -> End | None:
-    """How the run in a folder ended; None while it runs, and if it was killed.
+    """How the run in a folder ended; None while it runs, and after a kill.
 
     Raises:
         ValueError: if the record is damaged.
@@ -127,7 +183,7 @@ def read_end(folder: Path) -> End | None:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The reports in a `metrics.jsonl`, none without it; a line cut off by a kill ends them."""
+    """The reports in a `metrics.jsonl`, up to a line that a kill cut off; none without the file."""
     if not path.exists():
         return
     for line in path.read_text().splitlines():
@@ -138,7 +194,14 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def fresh_folder(root: Path, name: str) -> Path:
-    """Create and return a new folder `root/name/TIME`."""
+    """Create and return a new folder `root/name/TIME`.
+
+    What is no part of a file name in `name`, such as a slash, becomes a hyphen.
+
+    Raises:
+        FolderError: if it cannot be made.
+    """
+    name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
         path = root / name / (stamp + suffix)
@@ -146,12 +209,14 @@ def fresh_folder(root: Path, name: str) -> Path:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
         return path
     raise FileExistsError(f"{root / name}: a thousand runs in one second")
 
 
 def environment() -> dict[str, Any]:
-    """Versions, device, commit, command and date: what a result was made with."""
+    """Date, command, commit, versions and device of this process."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -170,7 +235,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """The version of a package that a run can do without; None where it is not installed."""
+    """The version of an optional package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -178,7 +243,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the code, with `-dirty` if it was changed since; None outside a checkout."""
+    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(describe, cwd=Path.cwd(), capture_output=True, text=True, check=True)

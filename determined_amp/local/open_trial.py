@@ -1,4 +1,4 @@
-"""Make a trial to look at it, not to train it: in one process, and nothing stays behind."""
+"""Makes a trial for an audit or a measurement: in one process, without a run folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 from determined import core, pytorch
 
 from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.experiment import Experiment, parse
-from determined_amp.local.checkpoints import LocalCheckpoints
+from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.local.context import trial_context
 from determined_amp.local.run import Resume
 
@@ -25,8 +26,8 @@ class OpenTrial:
     Args:
         trial: The trial.
         context: Its context.
-        latest_checkpoint: What `Trainer.fit` starts from.
-        experiment: What it was made from.
+        latest_checkpoint: The argument for `Trainer.fit`; None without a checkpoint.
+        experiment: The experiment of the trial.
     """
 
     trial: pytorch.PyTorchTrial
@@ -37,18 +38,15 @@ class OpenTrial:
 
 @contextmanager
 def open_trial(
-    config: Mapping[str, Any],
-    source: str,
-    trial: str | None = None,
-    checkpoint: Path | None = None,
+    config: Mapping[str, Any], source: str, trial: str | None = None, checkpoint: Path | None = None
 ) -> Iterator[OpenTrial]:
     """Make the trial that an experiment configuration names, in one process on this machine.
 
     Args:
-        config: The configuration.
+        config: The experiment configuration.
         source: Where it comes from, for the error message.
         trial: `module:Class`, if the configuration does not name it.
-        checkpoint: A checkpoint to start from, or a run folder, whose newest is taken.
+        checkpoint: A checkpoint to start from, or a run folder with one; its newest is used.
 
     Raises:
         ConfigError: if the configuration is wrong or names no trial.
@@ -59,22 +57,25 @@ def open_trial(
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
     with throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
-        yield OpenTrial(experiment.make(context), context, name, experiment)
+        yield OpenTrial(trial_of(experiment, context), context, name, experiment)
 
 
 @contextmanager
-def throwaway_core_context(checkpoints: Path | None = None) -> Iterator[core.Context]:
-    """What Determined's loop needs of a platform.
+def throwaway_core_context(
+    checkpoints: Path | None = None, reports: type[core.DummyTrainContext] = core.DummyTrainContext
+) -> Iterator[core.Context]:
+    """A core context of one process, with temporary files only.
 
     Args:
         checkpoints: Folder to restore checkpoints from.
+        reports: Class that takes the reports.
     """
     processes = core.DummyDistributedContext()
     with tempfile.TemporaryDirectory() as folder:
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, checkpoints or Path(folder), None),
             distributed=processes,
-            train=core.DummyTrainContext(Path(folder)),
+            train=reports(Path(folder)),
         )
         with core_context:
             yield core_context

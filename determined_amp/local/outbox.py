@@ -1,4 +1,4 @@
-"""Send things to a server that may be away, in their order, without anybody waiting for it."""
+"""Calls a server that may be away, in order, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from determined_amp.local.master import is_away
 
 logger = logging.getLogger(__name__)
 
-IDLE = 60.0  # seconds without a call after which `idle` is called
-RETRY = 5.0  # seconds between two attempts at a server that is away
-PATIENCE = 20.0  # seconds without a delivery after which the end waits no longer
+IDLE = 60.0  # seconds without a call, then `idle` is called
+RETRY = 5.0  # seconds between two attempts while the server is away
+PATIENCE = 20.0  # at the end, stop waiting after this many seconds without a delivery
 
 _AWAY = "is away"
 _REFUSES = "refuses what it is sent"
 
 
 class Outbox:
-    """Calls functions on a thread of its own; each again and again while the server is away.
+    """Calls functions on a thread of its own, and repeats a call while the server is away.
 
     Args:
-        server: Its name in warnings.
-        idle: Called after every minute in which nothing else was.
+        server: Name of the server, for warnings.
+        idle: Called after every `IDLE` seconds without a call.
     """
 
     def __init__(self, server: str, idle: Callable[[], object]) -> None:
@@ -38,12 +38,12 @@ class Outbox:
         self._taken = 0
 
     def put(self, call: Callable[[], object]) -> None:
-        """Have this called after everything put before."""
+        """Queue a call; calls run in the order of `put`."""
         self._calls.put(call)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Send meanwhile, and at the end wait a while for what is left."""
+        """Inside this block make the queued calls; at its end wait for a while for the rest."""
         thread = threading.Thread(target=self._work, name="outbox", daemon=True)
         thread.start()
         try:
@@ -59,7 +59,7 @@ class Outbox:
 
     @property
     def all_delivered(self) -> bool:
-        """Whether the server took everything."""
+        """Whether every call succeeded."""
         return self._delivered and self._calls.empty()
 
     def _work(self) -> None:
@@ -76,7 +76,7 @@ class Outbox:
         while not self._closed.is_set():
             try:
                 call()
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # no error of a call may end the run
                 self._warn(error)
                 if not is_away(error):
                     return False

@@ -1,11 +1,11 @@
-"""The processes of a local run: one, or those that torchrun started; and how they stop together."""
+"""The processes of a local run, which torchrun may have started, and how they stop together."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 
@@ -16,18 +16,18 @@ from torch import distributed
 
 @contextmanager
 def process_group() -> Iterator[core.DistributedContext]:
-    """Join the other processes of this run, if torchrun started several."""
+    """Join the other processes of this run, if torchrun started more than one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield core.DummyDistributedContext()
         return
-    # Determined wraps models in DistributedDataParallel only if its own launcher, or this, says so.
+    # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
-    # torch 2.3 hangs in a second group of the same process: one that is there is used.
+    # torch 2.3 hangs in a second group of the same process, so an existing one is used.
     owned = not distributed.is_initialized()
     if owned:
         distributed.init_process_group(_backend())
     try:
-        # Determined's default ports are fixed: a second run on the machine would meet the first.
+        # Determined's default ports are fixed, so a second run on this machine would collide.
         ports = _free_ports(2)
         distributed.broadcast_object_list(ports, src=0)
         yield core.DistributedContext(
@@ -47,26 +47,42 @@ def process_group() -> Iterator[core.DistributedContext]:
 
 
 def _backend() -> str:
-    """Of torch.distributed; with GPUs this process takes its own first, or all share the first."""
+    """The backend of torch.distributed; also selects the GPU of this process."""
     if not torch.cuda.is_available():
         return "gloo"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     return "cpu:gloo,cuda:nccl"
 
 
-class StopOnSignal(core.DummyPreemptContext):
-    """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
+@contextmanager
+def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM inside this block; only in the main thread.
 
-    The first SIGINT or SIGTERM asks for that; a second SIGINT interrupts at once. The chief decides
-    for all ranks.
+    A terminal that is closed sends SIGHUP, which changes nothing.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+class StopOnSignal(core.DummyPreemptContext):
+    """Stops a run like a cluster that pauses a trial: at the next report, with a checkpoint.
+
+    The first SIGINT or SIGTERM requests the stop; a second SIGINT interrupts at once. The chief
+    decides for all ranks.
 
     Args:
         processes: The processes of this run.
 
     Attributes:
-        requested: Whether somebody wants the run to stop; set it to stop the run.
-        obeyed: Whether the run was told so. A run that was not completes.
-        reason: Who asked.
+        requested: Whether to stop at the next report; set it to stop the run.
+        obeyed: Whether the loop has been told to stop.
+        reason: Why it stopped, for the record of the end.
     """
 
     def __init__(self, processes: core.DistributedContext) -> None:
@@ -78,14 +94,9 @@ class StopOnSignal(core.DummyPreemptContext):
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
-        """Take the two signals; only in the main thread."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
+        """Handle the signals inside this block; only in the main thread."""
+        with on_stop_signals(self._on_signal):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
         self.obeyed = bool(self._processes.broadcast(self.requested))
@@ -99,7 +110,7 @@ class StopOnSignal(core.DummyPreemptContext):
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ones: all are held until the last is found."""
+    """Ports that differ: each is held until all are found."""
     with ExitStack() as held:
         listeners = [held.enter_context(closing(socket.socket())) for _ in range(count)]
         for listener in listeners:

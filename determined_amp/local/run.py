@@ -1,4 +1,4 @@
-"""Train one experiment on this machine, in Determined's own loop, with no cluster."""
+"""Trains one experiment on this machine, in Determined's own loop, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,37 +16,45 @@ import torch
 from determined import core, util
 from determined.common import detignore
 from rich.console import Console
+from torch import nn
 
 from determined_amp.amp.checkpoint import (
     CheckpointError,
     PortableCheckpoint,
     SafeController,
+    check_bytes,
     controlled_by,
     patched,
 )
+from determined_amp.amp.unmodified import trial_of
+from determined_amp.config.dotted import flat
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
 from determined_amp.fitting import fit
-from determined_amp.local.checkpoints import LocalCheckpoints, complete_checkpoints, read_metadata
+from determined_amp.local.checkpoint_storage import (
+    LocalCheckpoints,
+    complete_checkpoints,
+    read_metadata,
+)
 from determined_amp.local.context import Prepare, trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder
-from determined_amp.local.logs import logging_to
+from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import StopOnSignal, process_group
-from determined_amp.local.reports import LocalReports, RunListener
+from determined_amp.local.run_listener import LocalReports, RunListener
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """Where a run goes on.
+    """The checkpoint that a run continues from.
 
     Args:
         checkpoint: Name of the checkpoint in the run folder.
-        batches: Batches trained before it.
+        batches: Number of batches trained before it.
     """
 
     checkpoint: str
@@ -54,35 +62,60 @@ class Resume:
 
     @staticmethod
     def latest(folder: Path) -> Resume:
-        """The newest checkpoint of a run folder.
+        """The newest checkpoint of a run folder that is whole and has finite weights.
+
+        Warns of each newer one that is passed over.
 
         Raises:
             CheckpointError: if there is none.
         """
-        saved = complete_checkpoints(folder / "checkpoints")
-        if not saved:
-            raise CheckpointError(
-                f"{folder}: no checkpoint to resume from; start a new run instead"
-            )
-        return Resume(saved[-1].name, int(read_metadata(saved[-1])["steps_completed"]))
+        passed_over = []
+        for checkpoint in reversed(complete_checkpoints(folder / "checkpoints")):
+            try:
+                metadata = read_metadata(checkpoint)
+                check_bytes(checkpoint)
+                if metadata.get("finite", True):
+                    return Resume(checkpoint.name, int(metadata["steps_completed"]))
+                reason = f"{checkpoint}: its weights are not finite"
+            except (CheckpointError, LookupError, TypeError, ValueError) as error:
+                reason = str(error)
+            logger.warning("%s; trying the checkpoint before it", reason)
+            passed_over.append(reason)
+        said = f": {'; '.join(passed_over)}" if passed_over else ""
+        raise CheckpointError(
+            f"{folder}: no checkpoint to resume from{said}; start a new run instead"
+        )
 
 
-class EndRecorder(RunListener):
-    """Records in the run folder how the run ended, unless the process is killed.
+class RunRecorder(RunListener):
+    """Records in the run folder what is trained, and how the run ended unless it is killed.
+
+    A resume changes nothing in the folder before its training starts, so one that is refused
+    leaves the run as it was.
 
     Args:
-        batches: Trained before this process.
+        experiment: What the run trains.
+        resumed: Whether it continues an earlier process.
+        batches: Number of batches that earlier processes trained.
     """
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, experiment: Experiment[Any], batches: int, *, resumed: bool) -> None:
+        self._experiment = experiment
+        self._resumed = resumed
         self._batches = batches
-        self._total: int | None = None  # before the training begins
+        self._total: int | None = None  # until the training starts
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder, self._stop = folder, stop
+        if not self._resumed:
+            folder.forget_metrics_after(0)
+            folder.describe(self._experiment)
 
-    def on_training(self, start: int, total: int) -> None:
-        self._total = total
+    def on_training(self, first_batch: int, total_batches: int) -> None:
+        self._total = total_batches
+        if self._resumed:
+            self._folder.forget_metrics_after(first_batch)
+            self._folder.describe(self._experiment, resumed=True)
         self._folder.forget_end()
 
     def on_report(self, line: Mapping[str, Any]) -> None:
@@ -90,11 +123,11 @@ class EndRecorder(RunListener):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records how this block ends, before any other listener hears of it and may fail."""
+        """Record how this block ends, before other listeners are told, which may fail."""
         try:
             yield
         except BaseException as error:
-            # A resume that fails before it trains leaves the run, and its record, as they were.
+            # A resume that fails before it trains does not change how the run ended.
             if self._total is not None or not self._folder.end.exists():
                 self._record(*self._after(error))
             raise
@@ -106,10 +139,9 @@ class EndRecorder(RunListener):
             self._record("completed", "")
 
     def _after(self, error: BaseException) -> tuple[str, str]:
-        if isinstance(error, KeyboardInterrupt):
+        left = isinstance(error, SystemExit) and self._stop.requested
+        if left or isinstance(error, KeyboardInterrupt):
             return "stopped", self._stop.reason
-        if isinstance(error, SystemExit):  # of the worker of a search that is gone
-            return "stopped", str(error)
         if isinstance(error, UserError):
             return "failed", str(error)
         return "failed", ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -117,25 +149,24 @@ class EndRecorder(RunListener):
     def _record(self, state: str, reason: str) -> None:
         try:
             self._folder.record_end(End(state, reason, self._batches))
-        except OSError as lost:  # the disk may be full, and the run have failed by that
+        except OSError as lost:  # a full disk may have ended the run itself
             logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
 
 
 class LocalController(SafeController):
-    """Determined's loop with what it leaves out off a cluster.
+    """Determined's loop, with three corrections for runs without a master.
 
-    `Trainer.fit` sets `steps_completed` to 0 and forgets the searcher's metric without a master, so
-    a resumed run would replay data from the first batch and overshoot its length. It also copies
-    the whole working directory into every checkpoint; this copies the user's code only. And it
-    saves numpy's random state as an array, which no torch since 2.6 loads without being told to;
-    this saves plain types.
+    `Trainer.fit` sets `steps_completed` to 0 and the searcher's metric to None, so a resumed run
+    would repeat data from the first batch and exceed its length. It copies the whole working
+    directory into every checkpoint; this class copies the user's code only. It saves numpy's random
+    state as an array, which torch 2.6 and later refuses to load; this class saves plain types.
 
     Args:
-        experiment: Gives the metric that ranks checkpoints.
-        length: Of the whole run.
-        listeners: Are told it.
-        first_batch: Batches trained before this process.
-        fitted: What `Trainer.fit` passes.
+        experiment: Tells the metric that ranks checkpoints.
+        length: Length of the whole run.
+        listeners: Are told when the training starts.
+        first_batch: Number of batches that earlier processes trained.
+        fitted: The arguments of `Trainer.fit` to the controller.
     """
 
     def __init__(
@@ -160,6 +191,7 @@ class LocalController(SafeController):
         assert self.context._epoch_len is not None
         total = self._length.in_batches(self.context._epoch_len)
         for listener in self._listeners:
+            listener.on_epoch_length(self.context._epoch_len)
             listener.on_training(self.start_from_batch, total)
         super()._run()
 
@@ -177,12 +209,15 @@ class LocalController(SafeController):
         return super()._check_searcher_metric(val_metrics)
 
     def _save(self, path: Path) -> None:
+        storage = self.core_context.checkpoint
+        assert isinstance(storage, LocalCheckpoints)
+        storage.finite = _are_finite(self.context.models)
         with patched(util, "write_user_code", _copy_user_code), self._portable():
             super()._save(path)
 
     @contextmanager
     def _portable(self) -> Iterator[None]:
-        """Inside this block checkpoints hold plain types only, whatever the trial does."""
+        """Inside this block checkpoints hold plain types only, for every trial."""
         save = torch.save
 
         def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
@@ -203,13 +238,13 @@ def train(
     show: bool = True,
     prepare: Prepare | None = None,
 ) -> RunFolder:
-    """Train, or go on training, until the end or until a signal asks to stop.
+    """Train to the end, or until a signal stops the run.
 
     Args:
-        experiment: What to train.
-        choose_folder: Makes or names the run folder; called by the chief only.
-        resume: Where to go on from.
-        listeners: Are told what happens to the run, by the chief only.
+        experiment: The experiment.
+        choose_folder: Returns the run folder; only the chief calls it.
+        resume: The checkpoint to continue from; None for a new run.
+        listeners: Receive the events of the run, in the process of the chief.
         show: Whether the terminal shows the run.
         prepare: Called before the trial is made.
 
@@ -218,24 +253,28 @@ def train(
 
     Raises:
         CheckpointError: if the checkpoint to resume from does not fit, or one cannot be saved.
-        ConfigError: if the batch does not divide among the processes, or there is no length.
+        ConfigError: if the batch does not divide among the processes, or the experiment has no
+            length.
         PrecisionError: if the device only emulates the precision.
     """
     first_batch = resume.batches if resume else 0
     length = experiment.max_length
-    with process_group() as processes, StopOnSignal(processes).listening() as stop:
+    with (
+        surviving_closed_output(),
+        process_group() as processes,
+        StopOnSignal(processes).listening() as stop,
+    ):
         chief = processes.rank == 0
+        _check_ranks(experiment, processes)
         folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
-        recorder = EndRecorder(first_batch)
+        recorder = RunRecorder(experiment, first_batch, resumed=resume is not None)
         told = [recorder, *display, *listeners] if chief else []
         reports = None
         if chief:
-            folder.forget_metrics_after(first_batch)
-            folder.describe(experiment)
-            reports = LocalReports(folder, experiment, told)
+            reports = LocalReports(folder, experiment, told, first_batch)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
@@ -248,20 +287,34 @@ def train(
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)
-            trial = experiment.make(context)
+            trial = trial_of(experiment, context)
             with controlled_by(partial(LocalController, experiment, length, told, first_batch)):
                 start = resume.checkpoint if resume else None
-                # The controller puts the experiment's policy back; `Trainer` refuses `best` here.
+                # The controller restores the experiment's policy; `Trainer` refuses `best` here.
                 policy = CheckpointPolicy.ALL.value
                 fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         return folder
+
+
+def _check_ranks(experiment: Experiment[Any], processes: core.DistributedContext) -> None:
+    """Ranks with other settings would diverge, or wait for each other for ever."""
+    ranks = processes.allgather(flat(experiment.resolved()))
+    names = sorted({name for rank in ranks for name in rank})
+    differing = [
+        f"{name}: {', '.join(repr(rank.get(name)) for rank in ranks)}"
+        for name in names
+        if any(rank.get(name) != ranks[0].get(name) for rank in ranks)
+    ]
+    if differing:
+        said = f"the ranks have different configurations, by rank: {'; '.join(differing)}"
+        raise ConfigError(experiment.name, [said])
 
 
 @contextmanager
 def _tell(
     listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
 ) -> Iterator[None]:
-    """Tell listeners of start and end; the first to start is the last to end."""
+    """Tell listeners that the run starts and ends; the first to start is the last to end."""
 
     def end(
         listener: RunListener, kind: object, error: BaseException | None, trace: object
@@ -275,19 +328,26 @@ def _tell(
         yield
 
 
+def _are_finite(models: Sequence[nn.Module]) -> bool:
+    """Whether all parameters and buffers are; looked at on the device, and read once."""
+    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
+    flags = [torch.isfinite(tensor.detach()).all() for tensor in tensors if tensor.numel()]
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+
 def _policy(experiment: Experiment[Any]) -> CheckpointPolicy:
-    """Of the experiment; without a metric none is the best, and all are saved."""
+    """The experiment's policy; `all` instead of `best` if no metric tells the best."""
     policy = experiment.platform.checkpoint_policy
     ranks = experiment.platform.searcher.metric is not None
     return policy if ranks or policy is not CheckpointPolicy.BEST else CheckpointPolicy.ALL
 
 
 def _copy_user_code(path: Path, on_cluster: bool) -> None:
-    """The code that `determined.pytorch.load_trial_from_checkpoint_path` needs.
+    """Copy the code that `determined.pytorch.load_trial_from_checkpoint_path` needs.
 
-    It is the Python files of whatever was imported from the working directory: of a package all of
-    them, for what is imported later. What a `.detignore` there names stays behind, as do data,
-    environments and installed packages.
+    These are the modules imported from the working directory, and all Python files of the packages
+    imported from there. Files in its `.detignore`, data, environments and installed packages are
+    not copied.
     """
     here = Path.cwd()
     files = (getattr(module, "__file__", None) or "/" for module in list(sys.modules.values()))

@@ -1,4 +1,4 @@
-"""Whole figures on the loss scale: panels one below the other, or models side by side."""
+"""The figures on the loss scale: panels below each other, or models side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
@@ -22,7 +21,7 @@ _MARGIN_BITS = 4
 
 
 class _Panel(NamedTuple):
-    """One of the figure; its height is in inches."""
+    """A panel of the figure; its height is in inches."""
 
     height: float
     draw: Callable[[Axes], None]
@@ -30,17 +29,16 @@ class _Panel(NamedTuple):
 
 
 def draw(finding: Finding | None, search: Source | None) -> Figure:
-    """Prediction and observation of one experiment; what there is no data for is left out.
+    """Draw prediction and observation of one experiment; panels without data are left out.
 
     Args:
-        finding: What the finder says.
-        search: What a search observed.
+        finding: The prediction of the finder.
+        search: The runs of a search.
     """
     with matplotlib.rc_context(STYLE):
         drawn = list(_panels(finding, search))
         heights = [panel.height for panel in drawn]
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)[:, 0]
         limits = _limits(finding, search.runs if search else ())
         for panel, ax in zip(drawn, axes, strict=True):
@@ -83,7 +81,7 @@ def _draw_metric(
     finding: Finding | None, search: Source, points: Sequence[Point], axes: Axes
 ) -> None:
     alone = not search.also_searched
-    # Trials that are scored all have one seed: between them lies the scale alone.
+    # All scored trials have the same seed, so there is no spread over seeds.
     seeds = alone and not any(run.is_scored for run in search.runs)
     panels.metric(axes, points, search.metric, finding, band=seeds)
     panels.mark_best(axes, points[0])
@@ -111,15 +109,14 @@ def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]
 
 
 def draw_models(models: Sequence[Mapping[str, Any]]) -> Figure:
-    """Validation loss and skipped steps by scale, every seed thin.
+    """Draw validation loss and skipped steps by scale, with a thin line per seed.
 
     Args:
-        models: As `benchmarks.loss_scale_choice` writes them: `name`, `window_log2`, `comparison`
+        models: The models of `benchmarks.loss_scale_choice`: `name`, `window_log2`, `comparison`
             and `trainings`.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.0 * len(models), 4.4), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=[2, 1])
         for column, model in enumerate(models):
             _draw_model(axes[0, column], axes[1, column], model)

@@ -1,6 +1,6 @@
-"""The panels of the loss-scale figures; each draws one thing into one axes.
+"""The panels of the loss-scale figures.
 
-A line is predicted and a dot is measured, everywhere.
+In all of them lines are predicted and dots are measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from statistics import mean, stdev
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
@@ -24,19 +23,19 @@ from determined_amp.finder.verdict import (
     ModuleGradients,
     Window,
 )
-from determined_amp.reports.page import AMBER, BLUE, GREEN, INK, MUTED, PAPER, VERMILION
+from determined_amp.reports.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, PAPER, VERMILION
 
-# The smallest normal power of two of float16.
+# log2 of the smallest normal number of float16.
 NORMAL_LOG2 = -14
 
-# Right of every scale that float32 can hold.
+# log2 of a scale beyond the range of float32.
 _FAR = 200
 _SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
 
-# More module names than these do not fit.
+# How many module names fit.
 _MOST_NAMES = 28
 
-# Of one colour, so that few values are near the background, be it light or dark.
+# One colour, from nearly transparent: a small share is close to a light or a dark background.
 _HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
 
 
@@ -47,7 +46,7 @@ class Point:
     Args:
         scale_log2: log2 of its initial loss scale.
         value: The number.
-        seed: Trainings with the same one are joined; None is a seed of its own.
+        seed: A line joins the trainings with the same seed; None is a different seed each.
         whole: Whether it was trained to its end.
     """
 
@@ -58,12 +57,12 @@ class Point:
 
 
 def power(log2: float) -> str:
-    """2 to that power, as in 2¹⁶."""
+    """2 to the power `log2`, such as 2¹⁶."""
     return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
 
 
 def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
-    """Window, overflow, the choice and PyTorch's default, on an axes over log2 of the scale."""
+    """Mark window, overflow, choice and PyTorch's default on axes over log2 of the scale."""
     low, top, choice = window.low_log2, window.top_log2, window.choice_log2
     if low <= top:
         axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
@@ -95,20 +94,20 @@ def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> 
         ha="right",
         va="center",
         color=color,
-        path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+        path_effects=HALO,
     )
 
 
 def shares(
     axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
 ) -> None:
-    """Share of the 16-bit gradients that is flushed to 0, by norm, and that overflows, by number.
+    """Draw the shares of the 16-bit gradients that float16 flushes, by norm, and overflows.
 
     Args:
         axes: Where to draw.
-        finding: The lines, and measurements of the finder's own.
-        flushed: Measured shares, where nothing overflowed.
-        overflowed: log2 of scales at which something did.
+        finding: Gives the predicted lines, and the finder's own measurements.
+        flushed: Measured shares of trials without overflow.
+        overflowed: log2 of the scales of trials with an overflow.
     """
     if finding is not None:
         scales = [p.scale_log2 for p in finding.predicted]
@@ -145,7 +144,7 @@ def shares(
 
 
 def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
-    """Beside the falling line, where it is still well above the limit."""
+    """Write the name beside the falling line, at its last point well above the limit."""
     high = [i for i, value in enumerate(values) if value >= 4 * FLUSHED_LIMIT]
     if high:
         i = high[-1]
@@ -175,14 +174,14 @@ def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: 
 def metric(
     axes: Axes, points: Sequence[Point], name: str, window: Window | None, *, band: bool = True
 ) -> None:
-    """A validation metric by scale: every seed thin, their mean, and how far seeds differ.
+    """Draw a validation metric by scale: a thin line per seed, their mean and their spread.
 
     Args:
         axes: Where to draw.
-        points: Measured.
-        name: Of the metric.
-        window: Where the seeds' band is taken from.
-        band: Whether scale and seed are all in which the points differ.
+        points: Measured values.
+        name: Name of the metric.
+        window: The scales whose points give the spread over seeds.
+        band: Whether to draw that spread. False if points differ in more than scale and seed.
     """
     seeds = _by_seed(points)
     for points_of_seed in seeds.values():
@@ -216,7 +215,7 @@ def metric(
 
 
 def mark_best(axes: Axes, best: Point) -> None:
-    """A ring around the best point, with its scale."""
+    """Draw a ring around the best point, and its scale."""
     axes.plot(
         [best.scale_log2],
         [best.value],
@@ -233,7 +232,7 @@ def mark_best(axes: Axes, best: Point) -> None:
         textcoords="offset points",
         ha="center",
         color=INK,
-        path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+        path_effects=HALO,
     )
 
 
@@ -262,7 +261,7 @@ def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, fl
 
 
 def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
-    """Skipped optimizer steps by scale: expected at the start as a line, counted as dots."""
+    """Draw skipped optimizer steps by scale: those expected at the start, and those counted."""
     if window is not None and points:
         ends = [p.scale_log2 for p in points]
         scales = np.arange(math.floor(min(ends)), math.ceil(max(ends)) + 1)
@@ -275,9 +274,9 @@ def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
 
 
 def modules(axes: Axes, finding: Finding) -> None:
-    """Where each module's gradients lie in float16, at the scale of the choice.
+    """Draw where each module's gradients lie in float16, at the chosen scale.
 
-    A row is a module, in the order of the forward; the darker, the more of its values.
+    A row is a module, in the order of the forward; a dark cell has many of its values.
     """
     scale = finding.choice_log2 or 0
     rows = [m for m in reversed(finding.modules) if m.values_by_log2]
@@ -319,7 +318,7 @@ def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list
 
 
 def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
-    """All names, or as many as fit, evenly."""
+    """Label the rows; if not all names fit, every second, third or later row."""
     shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
     axes.set_yticks(list(shown), [rows[i].name for i in shown])
     axes.tick_params(axis="y", length=0)

@@ -1,12 +1,12 @@
-"""Draw what the finder predicts of every initial loss scale, and what a search observed.
+"""The command `report loss-scale`: draw the finder's prediction and the observation of a search.
 
     python -m determined_amp report loss-scale runs/loss-scale-grid/TIME # without a cluster
-    python -m determined_amp report loss-scale 12                        # one on DET_MASTER
+    python -m determined_amp report loss-scale 12                        # on DET_MASTER
     python -m determined_amp report loss-scale SOURCE [--finding FINDING] [--output FOLDER]
 
-It writes loss_scale.png and loss_scale.html. The prediction is made here, where that takes seconds,
-or was made elsewhere: FINDING is what `python -m determined_amp find CONFIG --json FILE` wrote, or
-the id of an experiment of `hp_search/find_loss_scale.yaml`, made on the cluster's own device.
+It writes loss_scale.png and loss_scale.html. It runs the finder here, which takes seconds, unless
+FINDING names a finding: a file by `python -m determined_amp find CONFIG --json FILE`, or the id of
+an experiment of `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, one_line
 from determined_amp.finder.advice import FoundScale, lines_to_paste
 from determined_amp.finder.advice import sentences as finder_sentences
 from determined_amp.finder.passes import Observation
@@ -29,7 +29,7 @@ from determined_amp.reports.loss_scale_text import over_loss_scale, predict, sen
 from determined_amp.reports.master_runs import read_finding
 from determined_amp.reports.runs import Machine, Source
 
-# Of the trial table; the searcher's own metric comes first.
+# Columns of the trial table, after the searcher's metric.
 _METRICS = (
     *("flushed_share", "overflow", "backward_headroom_bits", "gradient_error"),
     "validation_accuracy",
@@ -44,10 +44,14 @@ _CAPTION = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 with a report, 2 if there is none."""
+    """Write the report; returns the exit status, 0.
+
+    Raises:
+        UserError: if the report cannot be made.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp report loss-scale",
-        description="Draw what was predicted and observed of the initial loss scale.",
+        description="Draw the predicted and the observed effects of the initial loss scale.",
     )
     parser.add_argument(
         "source",
@@ -82,34 +86,33 @@ def _finding(source: str) -> FoundScale:
 
 
 def _predicted(search: Source) -> tuple[FoundScale | None, list[str]]:
-    """The finder's word, or why there is none: an observation is worth drawing without it."""
+    """The finding, or a sentence why there is none: the report is useful without it, too."""
     try:
         return predict(search), []
     except UserError as error:
-        reason = " ".join(str(error).split())
         return None, [
-            f"no prediction: {reason}. Where the experiment is, `python -m determined_amp find "
-            "CONFIG --json FILE` or `det experiment create hp_search/find_loss_scale.yaml .` makes "
-            "one for --finding"
+            f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
+            "find CONFIG --json FILE` or `det experiment create hp_search/find_loss_scale.yaml .` "
+            "makes one for --finding"
         ]
 
 
 def _answer(found: FoundScale | None) -> list[str]:
-    """What the finder says, its verdict first."""
-    said = finder_sentences(found.finding, found.run) if found else ()
+    """The finder's sentences, its verdict first."""
+    said = finder_sentences(found) if found else ()
     return sorted(said, key=lambda sentence: not sentence.startswith("verdict: "))
 
 
 def make_page(svg: str, told: Sequence[str], found: FoundScale | None, search: Source) -> str:
-    """The whole document: the answer, the figure, then tables and where it all comes from.
+    """The HTML page: the answer, the figure, the tables and the origin of the numbers.
 
     Args:
-        svg: The figure, as `reports.page.as_svg` makes it.
-        told: What is to be said, the verdict first.
-        found: What the finder says.
-        search: What a search observed.
+        svg: The figure, from `reports.page.as_svg`.
+        told: Sentences, the verdict first.
+        found: The finding; None without one.
+        search: The runs of the search.
     """
-    lines = lines_to_paste(found.finding, found.run) if found else ""
+    lines = lines_to_paste(found) if found else ""
     parts = [
         page.verdict(told[0], lines),
         page.bullets(told[1:]),

@@ -1,4 +1,4 @@
-"""The prediction of a search over the loss scale, and what the observation says about it."""
+"""The prediction for a search over the loss scale, and sentences that compare the two."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from determined_amp.config.dotted import flat, nested
 from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.find import look
+from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.loss_scale_figure import points_of
 from determined_amp.reports.loss_scale_panels import seed_band
-from determined_amp.reports.run_settings import flat, nested
 from determined_amp.reports.runs import SCALE, ReportError, Source, State, is_scale
 from determined_amp.search.compose import compose
 
-# What the finder, too, needs of a configuration; a master fills in more.
+# The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
 
-# The search that the finder spares: a grid of trainings just long enough to tell something.
+# For the comparison of costs: a grid of trainings, and the batches of each.
 _GRID_POINTS, _SHORT_TRAINING = 12, 200
 
-# A scale is no better than others of the window if it is this close to their mean.
+# The best scale is a tie if it is within this many standard deviations of the window's mean.
 _SDS_OF_A_TIE = 2.0
 
 
 def over_loss_scale(search: Source) -> Source:
-    """The runs of a search that have an initial loss scale.
+    """The search, with only those runs that have an initial loss scale.
 
     Raises:
-        ReportError: if there is none.
+        ReportError: if it is no search, or no run has a loss scale.
     """
     if "searcher" not in search.config:
         raise ReportError(
@@ -54,27 +54,27 @@ def over_loss_scale(search: Source) -> Source:
 
 
 def predict(search: Source, batches: int = 4) -> FoundScale:
-    """What the finder says of the experiment under a search, with the seed of the search.
+    """Run the finder on the experiment of a search, with the seed of the search.
 
     Args:
-        search: Where something else than the scale is searched, its first trial counts.
-        batches: Training batches to look at.
+        search: The search. Other hyperparameters than the scale are those of its first trial.
+        batches: Number of training batches to use.
 
     Raises:
-        ConfigError: if the experiment is not here, or is wrong.
-        LossScaleError: if it has no loss scale.
+        ConfigError: if the experiment is not on this machine, or is wrong.
+        LossScaleError: if no loss scale can be found.
     """
     config = _experiment(search)
-    with open_trial(config, search.origin) as found:
-        return FoundScale(*look(search.name, found.trial, found.context, batches))
+    with open_trial(config, search.origin) as opened:
+        return find_in_trial(search.name, opened.trial, opened.context, batches)
 
 
 def _experiment(search: Source) -> dict[str, Any]:
-    """The experiment with a scale of its own, not one of those that were tried."""
+    """The experiment of a search, with its own scale instead of a searched one."""
     sample = search.runs[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
     frequency = (search.config.get("optimizations") or {}).get("aggregation_frequency", 1)
-    if frequency > 1:  # of a trial of the user's own; ours has a hyperparameter for it
+    if frequency > 1:  # in Determined's own form; ours has a hyperparameter for it
         plain["optimizations"] = {"aggregation_frequency": frequency}
     if "experiment" not in sample:
         return {**plain, "hyperparameters": nested(sample)}
@@ -83,7 +83,7 @@ def _experiment(search: Source) -> dict[str, Any]:
 
 
 def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
-    """Where prediction and observation agree, what the search found, and what it cost."""
+    """Sentences on agreement of prediction and observation, the best trial, and the cost."""
     finding = None if found is None else found.finding
     if finding is not None:
         yield from _overflow(finding, search)
@@ -180,10 +180,10 @@ def _cost(found: FoundScale, search: Source) -> Iterator[str]:
 
 
 def passed_samples(search: Source, found: FoundScale) -> float:
-    """Samples that a search passed through the model, forward and backward.
+    """Number of samples that a search passed through the model, forward and backward.
 
-    A trained trial passes each sample once. A scored one passes its batches four times: in
-    bfloat16, in float32, and in float16 with the recorder and without.
+    A trained trial passes each sample once. A scored trial passes its batches four times: in
+    bfloat16, in float32, and in float16 with and without the recorder.
     """
     per_batch = found.run.samples / found.run.batches
     passes = sum(run.batches * (4 if run.is_scored else 1) for run in search.runs)

@@ -1,10 +1,11 @@
-"""Runs on a Determined master: the trials of an experiment, through its SDK."""
+"""Reads the trials of an experiment from a Determined master, through Determined's SDK."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
+from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.local.folder import End
 from determined_amp.local.master import log_in
-from determined_amp.reports.run_settings import SEED, flat, of_experiment
+from determined_amp.reports.run_settings import SEED, of_experiment
 from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, State, ended
 from determined_amp.search.compose import compose
 
@@ -31,10 +33,13 @@ Reports = tuple[Report, ...]
 
 MASTER = "DET_MASTER"
 
-# What the platform writes for a float that JSON has no number for.
+# The report of the command `compare` in its checkpoint.
+_TEXT = "precision.md"
+
+# The platform's names for floats that are no JSON numbers.
 _NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
 
-# Of a search's trial that the guard ended; the platform calls it completed.
+# In the log of a search's trial that the guard ended; for the platform that trial is completed.
 _GUARD = "determined_amp.amp.guard: "
 
 
@@ -42,15 +47,15 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
     """An experiment and its trials, from the master that `DET_MASTER` names.
 
     Args:
-        number: Of the experiment.
-        with_settings: Read the configuration of every trial, which has to be one of
-            `determined_amp.train`, and its log, for the machine and for the reason of its end.
+        number: The id of the experiment.
+        with_settings: Also read the configuration of every trial, which must be one for
+            `determined_amp.train`, and its log, for the machine and the reason of its end.
 
     Raises:
-        ReportError: if there is no such master, login or experiment, or its configuration cannot be
-            read here.
+        MasterError: if there is no such master, or the login fails.
+        ReportError: if there is no such experiment, or its configuration cannot be read here.
     """
-    with _asking_for(number) as (determined, origin):
+    with _on_master(number) as (determined, origin):
         experiment = determined.get_experiment(number)
         trials = experiment.list_trials()
         config = experiment.config or {}
@@ -64,13 +69,14 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
 
 
 def read_finding(number: int) -> FoundScale:
-    """What an experiment of `hp_search/find_loss_scale.yaml` found, from its checkpoint.
+    """The finding of an experiment of `hp_search/find_loss_scale.yaml`, from its checkpoint.
 
     Raises:
-        ReportError: if there is no such experiment, or it left no finding.
-        LossScaleError: if what it left is something else.
+        MasterError: if there is no such master, or the login fails.
+        ReportError: if there is no such experiment, or it has no finding.
+        LossScaleError: if the file in its checkpoint is no finding.
     """
-    with _asking_for(number) as (determined, origin):
+    with _on_master(number) as (determined, origin):
         checkpoints = determined.get_experiment(number).list_checkpoints()
         found = [one for one in checkpoints if FILE_NAME in (one.resources or {})]
         if not found:
@@ -78,20 +84,54 @@ def read_finding(number: int) -> FoundScale:
                 f"{origin}: has no checkpoint with {FILE_NAME}; allowed: one of "
                 "hp_search/find_loss_scale.yaml that has completed"
             )
-        return FoundScale.from_json(_downloaded(found[0], origin), origin)
+        with _downloaded(found[0], origin, f"; and here: --finding {FILE_NAME}") as folder:
+            return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)
 
 
-def _downloaded(checkpoint: Checkpoint, origin: str) -> Any:
-    uuid = checkpoint.uuid
+def fetch_comparison(number: int, folder: Path) -> str | None:
+    """Download the report of an experiment of `hp_search/compare.yaml`, from its checkpoint.
+
+    Args:
+        number: The id of the experiment.
+        folder: Folder for its files.
+
+    Returns:
+        Its text; None for an experiment of another kind.
+
+    Raises:
+        MasterError: if there is no such master, or the login fails.
+        ReportError: if there is no such experiment, or it has no report.
+    """
+    with _on_master(number) as (determined, origin):
+        experiment = determined.get_experiment(number)
+        entrypoint = (experiment.config or {}).get("entrypoint")
+        words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
+        if words[-2:] != ["determined_amp", "compare"]:
+            return None
+        left = [c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})]
+        if not left:
+            raise ReportError(
+                f"{origin}: has no checkpoint with {_TEXT}; it did not end, or could train in fp32 "
+                "only, which its log says"
+            )
+        with _downloaded(left[0], origin, "") as downloaded:
+            for path in downloaded.iterdir():
+                if path.suffix in (".html", ".json", ".md", ".png"):
+                    shutil.copy(path, folder / path.name)
+        return (folder / _TEXT).read_text()
+
+
+@contextmanager
+def _downloaded(checkpoint: Checkpoint, origin: str, instead: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             checkpoint.download(folder)
         except det_errors.MultipleDownloadsFailed as error:
             raise ReportError(
                 f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
-                f"be reached: det checkpoint download {uuid}; and here: --finding {FILE_NAME}"
+                f"be reached: det checkpoint download {checkpoint.uuid}{instead}"
             ) from error
-        return json.loads((Path(folder) / FILE_NAME).read_text())
+        yield Path(folder)
 
 
 def _run(
@@ -105,7 +145,7 @@ def _run(
 ) -> Run:
     hparams = trial.hparams or {}
     settings = _settings(origin, config, hparams) if with_settings else {}
-    # In a search every trial has a seed of its own, made from the experiment's; or it is given one.
+    # The seed of a search's trial is known only if the search sets it; else the platform draws it.
     known = settings.get("searcher.name") == "single" or {"experiment", "seed"} <= hparams.keys()
     return Run(
         f"{origin}, trial {trial.id}",
@@ -123,9 +163,10 @@ def _run(
 def _ended(
     settings: Mapping[str, Any], trial: Trial, training: Reports, validation: Reports
 ) -> tuple[State, str]:
-    """The master's state decides; a trial that is completed before its end is no finished one.
+    """How a trial ended, from its state on the master, its reports and its log.
 
-    Without settings nobody knows where its end is, and its log is not asked for.
+    A trial that the master calls completed may have ended early. That shows only with settings,
+    which tell its length. Without settings the log is not read.
     """
     status = str(trial.state.value if trial.state else "").removeprefix("STATE_").lower()
     said = None
@@ -147,7 +188,7 @@ def _ended(
 def _settings(
     origin: str, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The configuration of one trial with every default filled in, as a run folder has it."""
+    """The configuration of one trial with every default filled in, as in a run folder."""
     try:
         if "experiment" in hyperparameters:  # a search of this repository
             config = compose(config, hyperparameters, Path.cwd())
@@ -158,14 +199,14 @@ def _settings(
         return of_experiment(experiment)
     except ConfigError as error:
         raise ReportError(
-            f"{error}\nallowed: an experiment of determined_amp.train, asked for where its code is"
+            f"{error}\nallowed: an experiment of determined_amp.train, read where its code is"
         ) from error
 
 
 def _reports(determined: Determined, trials: Iterable[Trial], group: str) -> dict[int, Reports]:
-    """The reports of one group, by trial."""
+    """The reports of one metric group, by trial id."""
     found: dict[int, list[Report]] = {trial.id: [] for trial in trials}
-    if found:  # the master would answer with the metrics of none, or with an error
+    if found:  # without ids the master answers with an error
         for report in determined.iter_trials_metrics(list(found), group):
             date = report.end_time.isoformat(timespec="seconds")
             numbers = _numbers(report.metrics)
@@ -186,7 +227,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
-    """What the startup hook wrote into the log; no report has it."""
+    """The machine of a trial, from the lines of the startup hook in its log."""
     natively = r"\d+ x (.+), natively: .*tf32 (yes|no)"
     device, tf32 = _last_match(trial, ", natively: ", natively) or (Machine.device, None)
     versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
@@ -203,19 +244,19 @@ def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
 
 
 def _last_match(trial: Trial, text: str, pattern: str) -> tuple[str, ...] | None:
-    """The groups of a pattern in the last line of a trial's log that has this text and matches."""
+    """The groups of `pattern` in the last matching line of a trial's log; `text` preselects."""
     lines = trial.iter_logs(search_text=text)
     found = [match.groups() for line in lines if (match := re.search(pattern, line))]
     return found[-1] if found else None
 
 
 @contextmanager
-def _asking_for(number: int) -> Iterator[tuple[Determined, str]]:
-    """The master that `DET_MASTER` names, and what to call its experiment `number`.
+def _on_master(number: int) -> Iterator[tuple[Determined, str]]:
+    """The master that `DET_MASTER` names, and a name for its experiment `number`.
 
     Raises:
-        MasterError: if there is no such master, or it does not let us in.
-        ReportError: for whatever goes wrong meanwhile: there is no such experiment.
+        MasterError: if there is no such master, or the login fails.
+        ReportError: if a request inside the block fails: there is no such experiment.
     """
     address = os.environ.get(MASTER)
     if not address:
@@ -225,7 +266,7 @@ def _asking_for(number: int) -> Iterator[tuple[Determined, str]]:
         )
     session = log_in(address)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns of itself
+        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
         from determined.experimental.client import Determined  # noqa: PLC0415
     try:
         yield Determined._from_session(session), f"experiment {number} on {session.master}"

@@ -1,7 +1,7 @@
-"""The parts of a page: one HTML file with no script, no font and no picture from elsewhere.
+"""The parts of an HTML page that needs no other file: no script, font or picture.
 
-Figures are drawn in the page's colours, which follow the reader's scheme. They are those of Okabe
-and Ito, which readers with any colour vision tell apart.
+Figures have the colours of the page, which follow the reader's colour scheme. They are those of
+Okabe and Ito, which people with any colour vision can distinguish.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
-# Replaced in HTML by colours that follow the reader's scheme: nothing else may have these values.
+# `as_svg` replaces these by the page's variables, so no other colour may have these values.
 INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
 
 VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
+
+# Separates text from the lines behind it.
+HALO = [withStroke(linewidth=3, foreground=PAPER)]
 
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -61,11 +65,11 @@ summary { cursor: pointer; font-weight: 600; margin-top: 1rem; }
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """The whole file.
+    """The whole HTML file.
 
     Args:
-        title: Of the page.
-        parts: HTML, one below the other; empty ones are left out.
+        title: Title of the page.
+        parts: HTML of its parts, from top to bottom; empty ones are left out.
     """
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -77,36 +81,36 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def verdict(sentence: str, lines: str) -> str:
-    """The answer, which comes first.
+    """The verdict, the first part of a page.
 
     Args:
         sentence: The verdict.
-        lines: To paste into a YAML; may be empty.
+        lines: Lines to paste into a YAML; may be empty.
     """
     said = f'<p class="verdict">{escape(sentence)}</p>'
     return said + (f"<pre>{escape(lines)}</pre>" if lines else "")
 
 
 def bullets(sentences: Iterable[str]) -> str:
-    """One item per sentence."""
+    """A list with an item per sentence."""
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
 def picture(svg: str, caption: str) -> str:
-    """A figure whose colours are those of `as_svg`, and what it shows."""
+    """A figure from `as_svg`, with its caption."""
     return f"<figure><div>{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def table(
     title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, folded: bool = True
 ) -> str:
-    """A table below its title; one that is wider than the page scrolls.
+    """A table with a title; a table wider than the page scrolls.
 
     Args:
-        title: What it holds.
-        heads: Of its columns.
-        rows: Their cells.
-        folded: Show the title alone until a reader asks for more.
+        title: Title of the table.
+        heads: Heads of the columns.
+        rows: Cells of the rows.
+        folded: Whether only the title shows until the reader opens the table.
     """
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "\n".join(
@@ -119,7 +123,7 @@ def table(
 
 
 def footer(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Who measured, and on what: by part, by name."""
+    """The origin of the numbers: facts by name, for every part."""
     told = (
         f"<p>{escape(part)}: "
         + escape(", ".join(f"{name} {value}" for name, value in facts.items()))
@@ -130,15 +134,15 @@ def footer(parts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a picture with a background of its own."""
+    """Write a figure as a PNG with a white background."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=130, facecolor=PAPER, metadata={"Software": None})
 
 
 def as_svg(figure: Figure) -> str:
-    """An SVG element whose ink is that of the page around it.
+    """A figure as an SVG element, in the colours of the page around it.
 
-    The page gives `--ink`, `--muted`, `--paper` and `--blue`.
+    These are the page's variables `--ink`, `--muted`, `--paper` and `--blue`.
     """
     written = io.StringIO()
     with matplotlib.rc_context(STYLE):

@@ -1,7 +1,7 @@
-"""One precision held against another: speed, memory and the metric, with what seeds can tell.
+"""Compares one precision with another: speed, memory, and the metric with its confidence interval.
 
-That a difference is not significant does not make two things equal. Equal within a margin they are
-if the whole 95 % confidence interval of the difference lies inside it.
+A difference that is not significant does not prove equality. Two precisions are equal within a
+margin if the whole 95 % confidence interval of their difference lies inside the margin.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
 from determined_amp.reports.runs import Machine, Run, Spread, State
 
-# A loop that waits for data for more than this share of its time is not made faster by AMP.
+# AMP does not speed up a loop that waits for data for a larger share of its time.
 WAITS_FOR_DATA = 0.2
 
-# A smaller change of speed or memory is not worth another precision.
+# A smaller ratio of speed or memory counts as no difference.
 MIN_EFFECT = 1.05
 
 _CONFIDENCE = 0.95
@@ -32,7 +32,7 @@ _MOST_SEEDS = 1000
 
 
 class Equivalence(enum.Enum):
-    """What can be said of a difference."""
+    """The verdict on a difference."""
 
     EQUAL = "equal within the margin"
     DIFFERENT = "different"
@@ -44,11 +44,11 @@ class Interval:
     """A mean difference and its 95 % confidence interval.
 
     Args:
-        mean: The difference.
-        seeds: How many there are of each of the two; of pairs, if paired.
-        std: Standard deviation of the difference that one seed gives; None of one seed.
-        half_width: Of the interval; None of one seed.
-        paired: Whether differences are those of equal seeds.
+        mean: The mean difference.
+        seeds: Number of pairs if paired, else the smaller number of seeds of the two.
+        std: Standard deviation of the difference for one seed; None with a single seed.
+        half_width: Half width of the interval; None with a single seed.
+        paired: Whether differences are between runs of equal seed.
     """
 
     mean: float
@@ -66,10 +66,10 @@ class Interval:
         return self.mean + (math.inf if self.half_width is None else self.half_width)
 
     def verdict(self, margin: float) -> Equivalence:
-        """Equal comes first: a difference that is real and smaller than the margin is none.
+        """Judge the difference; one that is significant, but within the margin, counts as equal.
 
-        Seeds that all differ by the same say nothing of how far others do: a metric of few
-        validation samples has few values.
+        Without any spread over seeds the verdict is unknown: a metric over few validation samples
+        can have the same difference for all seeds by chance.
         """
         if not self.std:
             return Equivalence.UNKNOWN
@@ -80,13 +80,13 @@ class Interval:
         return Equivalence.UNKNOWN
 
     def seeds_needed(self, margin: float) -> int | None:
-        """How many it would take for a verdict, if mean and deviation stay as they are.
+        """Number of seeds for a verdict, if mean and standard deviation stay the same.
 
-        None if there is no deviation yet, or if it would take more than a thousand.
+        None without a standard deviation, or if it takes more than a thousand.
         """
         if not self.std:
             return None
-        # Wide enough for one of the two verdicts.
+        # The largest half width that allows one of the two verdicts.
         wanted = max(margin - abs(self.mean), abs(self.mean))
         for seeds in range(2, _MOST_SEEDS + 1):
             dof = seeds - 1 if self.paired else 2 * (seeds - 1)
@@ -97,7 +97,7 @@ class Interval:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Of the differences between runs of equal seed, in equal order."""
+    """The interval of paired differences: both sequences have the same seeds in the same order."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     std = stdev(differences) if len(differences) > 1 else None
     half_width = _half_width(stats.ttest_rel, ours, theirs) if std else std
@@ -105,7 +105,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 
 def welch(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Of the difference between two groups of other seeds, of other variance."""
+    """The interval of the difference of two means, by Welch's t-test for unequal variances."""
     difference, seeds = mean(ours) - mean(theirs), min(len(ours), len(theirs))
     std = math.sqrt(variance(ours) + variance(theirs)) if seeds > 1 else None
     half_width = _half_width(stats.ttest_ind, ours, theirs, equal_var=False) if std else std
@@ -114,7 +114,7 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 def _half_width(test: Callable[..., Any], *groups: Sequence[float], **options: bool) -> float:
     with warnings.catch_warnings():
-        # Seeds that hardly differ: their mean and deviation are right, the test's p need not be.
+        # It warns about the precision of its p-value if seeds hardly differ; that is not used here.
         warnings.simplefilter("ignore", RuntimeWarning)
         low, high = test(*groups, **options).confidence_interval(_CONFIDENCE)
     return float(high - low) / 2
@@ -125,10 +125,10 @@ class Summary:
     """The runs of one precision.
 
     Args:
-        precision: Theirs.
-        runs: Those that finished, by seed.
-        failed: Those that failed.
-        metric: Validation metric that is compared.
+        precision: The precision.
+        runs: The finished runs, by seed.
+        failed: The failed runs.
+        metric: The compared validation metric.
     """
 
     precision: Precision
@@ -142,21 +142,21 @@ class Summary:
 
     @property
     def machine(self) -> Machine:
-        """What they ran on, the same for all runs that are compared."""
+        """The machine, the same for all compared runs."""
         return (*self.runs, *self.failed)[0].machine
 
     @property
     def is_only_fp32(self) -> bool:
-        """Whether it is `tf32` on a device that has none."""
+        """Whether it is `tf32` on a device without TF32."""
         return (*self.runs, *self.failed)[0].is_only_fp32
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Of the finished runs, as far as they are known."""
+        """The known seeds of the finished runs."""
         return tuple(run.seed for run in self.runs if run.seed is not None)
 
     def values(self, metric: str | None = None) -> list[float]:
-        """The metric after the last validation of every finished run that has it."""
+        """The metric at the last validation, of every finished run that has it."""
         return self._known(lambda run: run.metrics.get(metric or self.metric))
 
     @property
@@ -166,13 +166,13 @@ class Summary:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the metric over seeds; None of one."""
+        """Standard deviation of the metric over seeds; None with fewer than two values."""
         values = self.values()
         return stdev(values) if len(values) > 1 else None
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second: of the medians of the runs."""
+        """Samples per second: the spread of the runs' medians."""
         return self.spread(lambda run: run.speed.median if run.speed else None)
 
     @property
@@ -182,12 +182,12 @@ class Summary:
 
     @property
     def reserved_memory(self) -> Spread | None:
-        """Peak of the GPU memory that torch held, in MiB."""
+        """Peak of the GPU memory that torch reserved, in MiB."""
         return self.spread(lambda run: run.last("peak_reserved_memory_mib"))
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median of the runs."""
+        """Share of the time that the loop waited for data: the median over the runs."""
         shares = self.spread(lambda run: run.data_wait_share)
         return shares.median if shares else None
 
@@ -196,7 +196,7 @@ class Summary:
         return (self.data_wait_share or 0.0) > WAITS_FOR_DATA
 
     def spread(self, value: Callable[[Run], float | None]) -> Spread | None:
-        """Median and range over the finished runs that have the value."""
+        """The spread over the finished runs that have the value."""
         return Spread.of(self._known(value))
 
     def _known(self, value: Callable[[Run], float | None]) -> list[float]:
@@ -205,7 +205,7 @@ class Summary:
 
 
 def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
-    """One per precision that has a finished or a failed run, in the order of `Precision`."""
+    """A summary for each precision with a finished or failed run, in the order of `Precision`."""
 
     def having(precision: Precision, state: State) -> tuple[Run, ...]:
         found = [run for run in runs if run.precision is precision and run.state is state]
@@ -219,14 +219,14 @@ def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A quotient of ours and theirs over pairs of runs.
+    """The ratio of one precision to another over pairs of runs.
 
     Args:
-        median: The median of the pairs.
-        low: The smallest. Of a single pair, what its reports make of it at worst.
-        high: The largest, likewise.
-        pairs: How many.
-        by_seed: Whether the two of a pair have the same seed; if not, all were paired with all.
+        median: Median over the pairs.
+        low: Minimum over the pairs; for a single pair the smallest ratio of its reports.
+        high: Maximum over the pairs; for a single pair the largest ratio of its reports.
+        pairs: Number of pairs.
+        by_seed: Whether a pair has equal seeds; otherwise every run is paired with every other.
     """
 
     median: float
@@ -237,7 +237,7 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool:
-        """Whether ours is larger in every pair, and by as much as matters."""
+        """Whether it is above 1 in every pair, and its median at least `MIN_EFFECT`."""
         return self.low > 1.0 and self.median >= MIN_EFFECT
 
     @property
@@ -247,17 +247,17 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changes from one precision to another.
+    """One precision compared with another.
 
     Args:
-        ours: The precision in question.
-        base: What it is held against.
-        metric: Validation metric.
-        smaller_is_better: Its direction.
+        ours: The precision to judge.
+        base: The precision to compare with.
+        metric: The validation metric.
+        smaller_is_better: Direction of the metric.
         margin: Difference of the metric that does not matter.
-        speed: Of samples per second; None if not measured.
-        memory: Of allocated memory; None if not measured, as on a CPU.
-        difference: Of the metric.
+        speed: Ratio of samples per second; None if not measured.
+        memory: Ratio of allocated memory; None if not measured, as on a CPU.
+        difference: Difference of the metric, ours minus base.
     """
 
     ours: Summary
@@ -271,24 +271,24 @@ class Comparison:
 
     @property
     def verdict(self) -> Equivalence:
-        """On the metric."""
+        """The verdict on the metric."""
         return self.difference.verdict(self.margin)
 
     @property
     def is_better(self) -> bool:
-        """Whether the mean of the metric is, whatever the verdict."""
+        """Whether the mean of the metric is better, whatever the verdict."""
         return (self.difference.mean < 0) is self.smaller_is_better
 
     @property
     def is_not_worse(self) -> bool:
-        """Whether nothing speaks against it: if it cannot be told, its mean may be no worse."""
+        """Whether it is equal or better; if that is unknown, whether its mean is, within margin."""
         if self.verdict is Equivalence.UNKNOWN:
             return self.is_better or abs(self.difference.mean) <= self.margin
         return self.verdict is Equivalence.EQUAL or self.is_better
 
 
 def compare(ours: Summary, base: Summary, *, smaller_is_better: bool, margin: float) -> Comparison:
-    """Hold one precision against another; both have finished runs."""
+    """Compare two precisions; both must have finished runs."""
     on_gpu = ours.machine.on_gpu
     return Comparison(
         ours=ours,
@@ -305,9 +305,9 @@ def compare(ours: Summary, base: Summary, *, smaller_is_better: bool, margin: fl
 def comparisons(
     found: Sequence[Summary], base: Precision, *, smaller_is_better: bool, margin: float
 ) -> list[Comparison]:
-    """Everything against the baseline, and AMP against tf32 as well where that is TF32.
+    """Compare every precision with the baseline, and AMP also with `tf32` on devices with TF32.
 
-    Without AMP an Ampere GPU would run in TF32: there, that is what AMP has to beat.
+    Many programs run in TF32 on such devices if they do not use AMP.
     """
     finished = {s.precision: s for s in found if s.runs}
     real = {p: s for p, s in finished.items() if not s.is_only_fp32}
@@ -321,12 +321,15 @@ def comparisons(
 
 
 def speed_ratio(ours: Summary, base: Summary) -> Ratio | None:
-    """Of samples per second; None if not measured."""
+    """The ratio of samples per second; None if not measured."""
     return _ratio(ours, base, lambda run: run.speed)
 
 
 def difference(ours: Summary, base: Summary, metric: str) -> Interval:
-    """Of a metric that all finished runs have: paired by seed if two seeds or more are common."""
+    """The difference of a metric that all finished runs have.
+
+    It is paired by seed if both have two seeds or more in common.
+    """
     pairs = _by_seed(ours, base)
     if len(pairs) > 1 or (pairs and min(len(ours.runs), len(base.runs)) < 2):
         return paired(
@@ -358,6 +361,7 @@ def _ratio(ours: Summary, base: Summary, value: Callable[[Run], Spread | None]) 
 
 
 def _allocated(run: Run) -> Spread | None:
-    # The peaks of a process grow. Those of its first batches are forgotten after them.
+    # The last report has the largest peak: peaks only grow, after the reset that follows the first
+    # batches.
     peak = run.last(MetricName.PEAK_MEMORY_MIB)
     return Spread.of([peak] if peak else [])

@@ -1,7 +1,6 @@
-"""The picture: learning, speed, memory and the difference of the metric, by precision.
+"""The figure of a comparison: learning, speed, memory and difference of the metric.
 
-A precision has one colour, one line style and one place everywhere; the colours are those of Okabe
-and Ito, which readers with any colour vision tell apart.
+A precision has the same colour, line style and position in every panel.
 """
 
 from __future__ import annotations
@@ -12,23 +11,12 @@ from statistics import mean
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.config.amp import Precision
-from determined_amp.reports.page import (
-    AMBER,
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    PAPER,
-    STYLE,
-    VERMILION,
-)
+from determined_amp.config.amp_settings import Precision
+from determined_amp.reports.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STYLE, VERMILION
 from determined_amp.reports.precision_comparison import Comparison, Equivalence, Ratio, Summary
 from determined_amp.reports.precision_findings import Findings
 from determined_amp.reports.precision_text import seeds, setting
@@ -47,7 +35,6 @@ _DASHES = {
     Precision.AMP_BF16: (0, (2, 1.2)),
 }
 _SIZE = (10.0, 7.6)
-_HALO = [withStroke(linewidth=3, foreground=PAPER)]
 _MOST_COLUMN_WIDTH = 0.6
 _JITTER = 0.32
 _HEADROOM = 1.15
@@ -60,10 +47,9 @@ _SHORT = {
 
 
 def draw(findings: Findings) -> Figure:
-    """All four panels; what was not measured is said in its panel."""
+    """Draw all four panels; a panel says if something was not measured."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots(2, 2)
         ratios = {c.ours.precision: c for c in findings.with_baseline}
         _learning(axes[0, 0], findings)
@@ -77,7 +63,7 @@ def draw(findings: Findings) -> Figure:
 
 
 def _learning(axes: Axes, findings: Findings) -> None:
-    """The metric of every validation: a thin line per run, thick their mean."""
+    """Draw the metric of every validation: a thin line per run, a thick one for their mean."""
     for summary in findings.summaries:
         curves = [run.curve(findings.metric) for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
@@ -95,7 +81,7 @@ def _learning(axes: Axes, findings: Findings) -> None:
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
-    """Over the validations that all runs have."""
+    """The mean over the runs, at the validations that all of them have."""
     common = set.intersection(*({batches for batches, _ in curve} for curve in curves))
     by_batches = [dict(curve) for curve in curves]
     ordered = sorted(common)
@@ -124,7 +110,7 @@ def _columns(
     value: Callable[[Run], float | None],
     ratios: dict[Precision, Ratio | None],
 ) -> None:
-    """A dot per run, a column up to their median, and above it the ratio to the baseline."""
+    """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
     width = min(_MOST_COLUMN_WIDTH, 0.2 * len(findings.summaries))
     spreads = [summary.spread(value) for summary in findings.summaries]
     for place, (summary, spread) in enumerate(zip(findings.summaries, spreads, strict=True)):
@@ -145,7 +131,7 @@ def _columns(
             ha="center",
             va="bottom",
             color=INK,
-            path_effects=_HALO,
+            path_effects=HALO,
         )
     axes.set_xticks(range(len(findings.summaries)), [s.name for s in findings.summaries])
     axes.set_xlim(-0.6, len(findings.summaries) - 0.4)
@@ -170,13 +156,13 @@ def _missing(summary: Summary) -> str:
 
 
 def _beside(place: int, count: int) -> list[float]:
-    """Where the dots of one column are, so that none hides another."""
+    """The horizontal positions of the dots of a column, side by side."""
     step = _JITTER / max(count - 1, 1)
     return [place + step * (i - (count - 1) / 2) for i in range(count)]
 
 
 def _differences(axes: Axes, findings: Findings) -> None:
-    """Of the metric to what it is held against, with 95 % intervals, over the margin."""
+    """Draw the differences of the metric with their 95 % intervals, and the margin as a band."""
     compared = findings.comparisons
     margin = findings.margin
     axes.axhspan(-margin, margin, color=GREEN, alpha=0.14, linewidth=0)
@@ -221,5 +207,5 @@ def _note_one_seed(axes: Axes, place: int, value: float) -> None:
         textcoords="offset points",
         va="center",
         color=MUTED,
-        path_effects=_HALO,
+        path_effects=HALO,
     )

@@ -1,4 +1,4 @@
-"""What some runs say together: whether they can be compared, all numbers, claims and advice."""
+"""The findings of a comparison: whether runs can be compared, the numbers, claims and advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from determined_amp.config.amp import SCALER_KEYS, Precision
+from determined_amp.config.amp_settings import SCALER_KEYS, Precision
 from determined_amp.reports.precision_comparison import (
     MIN_EFFECT,
     Comparison,
@@ -32,16 +32,16 @@ from determined_amp.reports.runs import Machine, ReportError, Run, Source, State
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
 
-# Names, and how the points of a search are chosen, do not reach the training.
+# Settings in which compared runs may differ. Names and search method do not affect the training.
 _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
 _NAMED_RUNS = 2
 
-# What was stopped, or runs still, says nothing of a precision.
+# The states of runs that count: a stopped or running one says nothing about its precision.
 _COUNT = (State.FINISHED, State.FAILED)
 
-# What the literature claims of AMP for ResNet-50.
+# The claims of the literature about AMP for ResNet-50.
 SPEED, MEMORY, POINTS = 2.0, 0.5, 0.3
 
 RULE = (
@@ -55,14 +55,15 @@ class Findings:
     """The comparison of some runs.
 
     Args:
-        metric: Validation metric that is compared.
-        smaller_is_better: Its direction.
+        metric: The compared validation metric.
+        smaller_is_better: Direction of the metric.
         margin: Difference of the metric that does not matter.
-        baseline: What the others are held against.
-        runs: Finished and failed ones.
-        summaries: By precision, in the order of `Precision`.
-        comparisons: Those with the baseline first.
-        left_out: Sentences on runs that count for nothing, and why.
+        baseline: The precision that the others are compared with.
+        runs: The finished and the failed runs.
+        summaries: A summary per precision, in the order of `Precision`.
+        comparisons: Comparisons, those with the baseline first.
+        left_out: A sentence for each run that does not count.
+        notes: Further sentences of the sources.
     """
 
     metric: str
@@ -73,21 +74,22 @@ class Findings:
     summaries: tuple[Summary, ...]
     comparisons: tuple[Comparison, ...]
     left_out: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def machine(self) -> Machine:
-        """What all finished runs ran on, at different dates."""
+        """The machine of all finished runs; dates may differ."""
         return next(run for run in self.runs if run.state is State.FINISHED).machine
 
     @property
     def dates(self) -> tuple[str, ...]:
-        """The first and the last day on which a run began, as far as they are known."""
+        """The first and the last day on which a run began, or one day; empty if unknown."""
         days = sorted({run.machine.date[:10] for run in self.runs if run.machine.date})
         return tuple(dict.fromkeys(days[:1] + days[-1:]))
 
     @property
     def drift(self) -> Ratio | None:
-        """How far the speed of one and the same computation drifted: tf32 where that is fp32."""
+        """The drift of the machine: the speed of tf32 over fp32 on a device without TF32."""
         base = [s for s in self.summaries if s.precision is Precision.FP32]
         same = [s for s in self.summaries if s.is_only_fp32]
         return speed_ratio(same[0], base[0]) if base and same else None
@@ -107,11 +109,12 @@ def find(
     """Compare all runs of some sources.
 
     Args:
-        sources: What they hold.
+        sources: The sources.
         metric: Validation metric; by default the accuracy if all report it, else the searcher's.
-        margin: Difference of it that does not matter; by default 0.003 of an accuracy (0.3 of one
-            in percent), of another metric 1 % of the baseline's mean.
-        smaller_is_better: Its direction; by default the searcher's word, if the metric is its.
+        margin: Difference of the metric that does not matter; by default 0.003 for an accuracy (0.3
+            if it is in percent), and 1 % of the baseline's mean for another metric.
+        smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
+            else that which the name implies.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -121,6 +124,7 @@ def find(
     runs = tuple(run for run in known if run.state in _COUNT)
     left_out = [f"{run.short_name}: {run.reason}" for run in known if run.state not in _COUNT]
     left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
+    left_out += [reason for source in sources for reason in source.left_out]
     if not runs:
         seen = "; left out: " + "; ".join(left_out) if left_out else ""
         raise ReportError(f"no run has finished{seen}; allowed: finished runs of two precisions")
@@ -142,6 +146,7 @@ def find(
         summaries=tuple(found),
         comparisons=tuple(compared),
         left_out=tuple(left_out),
+        notes=tuple(note for source in sources for note in source.notes),
     )
 
 
@@ -158,7 +163,7 @@ def _metric(finished: Sequence[Run], wanted: str | None) -> str:
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
-    """The searcher's word on its own metric; of others, what the name says."""
+    """The searcher's direction for its own metric; for others, that which the name implies."""
     if metric == _searched(run):
         return bool(run.settings[SMALLER_IS_BETTER])
     if not is_accuracy(metric) and "loss" not in metric:
@@ -174,7 +179,7 @@ def _searched(run: Run) -> str:
 
 
 def is_accuracy(metric: str) -> bool:
-    """Whether it is one, by its name."""
+    """Whether a metric is an accuracy, by its name."""
     return "accuracy" in metric
 
 
@@ -188,13 +193,13 @@ def _margin(found: Sequence[Summary], base: Precision, metric: str) -> float:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """See that these runs can be compared.
+    """Check that these runs can be compared.
 
     Args:
-        runs: Finished and failed ones; what is unfinished counts for nothing.
+        runs: Finished and failed runs.
 
     Raises:
-        ReportError: naming everything in which they differ but may not; or if there are not two
+        ReportError: naming every difference that is not allowed; or if there are fewer than two
             precisions, no finished baseline, or two finished runs of one precision and seed.
     """
     problems = [*_differences(runs), *_duplicates(runs)]
@@ -211,16 +216,16 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def baseline(runs: Sequence[Run]) -> Precision:
-    """What the others are held against: fp32 if a run of it has finished, else tf32."""
+    """The precision to compare with: fp32 if a run of it has finished, else tf32."""
     finished = {run.precision for run in runs if run.state is State.FINISHED}
     return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
-    """One sentence per key, device or version that is not the same for all."""
+    """A sentence per setting, device or version in which the runs differ."""
     for key in sorted({key for run in runs for key in run.settings} - _MAY_DIFFER):
         yield from _difference(key, [(run, run.settings.get(key, "not set")) for run in runs])
-    # One that failed may have done so before it said what it ran on.
+    # A failed run may have ended before its log named its machine.
     finished = [run for run in runs if run.state is State.FINISHED]
     yield from _difference("device", [(run, run.machine.device) for run in finished])
     yield from _difference("torch", [(run, run.machine.torch) for run in finished])
@@ -266,7 +271,7 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
 
 
 class Judgement(Enum):
-    """Whether a claim is true here."""
+    """The judgement of a claim."""
 
     HOLDS = "yes"
     FAILS = "no"
@@ -276,12 +281,12 @@ class Judgement(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim and what became of it.
+    """One claim and its judgement.
 
     Args:
         text: The claim.
         judgement: Whether it holds.
-        measured: What was measured, in words.
+        measured: The measurement, or why there is none, in words.
     """
 
     text: str
@@ -340,11 +345,11 @@ def _judged(holds: bool, fails: bool) -> Judgement:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use, and why.
+    """The precision to use.
 
     Args:
-        precision: The one to use.
-        why: In words.
+        precision: The precision to use.
+        why: The reason, in words.
     """
 
     precision: Precision
@@ -352,7 +357,7 @@ class Advice:
 
 
 def advise(findings: Findings) -> Advice:
-    """Apply `RULE`. One of which the metric cannot be told passes if its mean is no worse."""
+    """Apply `RULE`; `Comparison.is_not_worse` says what "not worse" means."""
     good = [c for c in findings.with_baseline if c.is_not_worse and not c.ours.failed]
     faster = [(c.speed.median, c) for c in good if c.speed and c.speed.is_larger]
     if not faster:
@@ -373,7 +378,7 @@ def advise(findings: Findings) -> Advice:
 
 
 def _against(findings: Findings) -> list[str]:
-    """Of each other precision, why it is not the one."""
+    """The reasons against each precision that is not the baseline."""
     reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
     return reasons + [f"{c.ours.name} {_fault(c)}" for c in findings.with_baseline]
 
@@ -384,7 +389,11 @@ def _fault(comparison: Comparison) -> str:
     if not comparison.is_not_worse:
         if comparison.verdict is Equivalence.DIFFERENT:
             return f"has a worse {comparison.metric}"
-        return f"has a worse mean {comparison.metric}, though more cannot be told"
+        seeds = comparison.difference.seeds
+        return (
+            f"has a worse mean {comparison.metric}, and {seeds} seed{'s' * (seeds != 1)} cannot "
+            "tell whether that is chance"
+        )
     if comparison.speed is None:
         return "has no measured speed"
     if comparison.speed.is_smaller:

@@ -1,4 +1,4 @@
-"""Compare precisions: is AMP on, is it faster and smaller on this model, is it safe?
+"""The command `report precision`: compare precisions in speed, memory, accuracy and safety.
 
     python -m determined_amp report precision runs/mlp-fp32/TIME runs/mlp-amp/TIME ... # run folders
     python -m determined_amp report precision runs/SEARCH/TIME                     # a local search
@@ -6,8 +6,8 @@
     python -m determined_amp report precision SOURCE [SOURCE ...] [--margin X] [--output FOLDER]
                                 [--metric NAME [--better larger|smaller]]
 
-Give it runs that differ in precision and seed alone, of fp32 or tf32 at least one. It writes
-precision.png, precision.html, precision.md and precision.json, and prints the text.
+The runs must differ in precision and seed only, and include fp32 or tf32. It writes precision.png,
+precision.html, precision.md and precision.json, and prints the text.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from typing import Any
 from determined_amp.amp.metrics import MetricName
 from determined_amp.reports import page, report_command
 from determined_amp.reports import precision_text as text
+from determined_amp.reports.master_runs import fetch_comparison
 from determined_amp.reports.precision_comparison import Comparison, Summary
 from determined_amp.reports.precision_figure import draw
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, advise, claims, find
 from determined_amp.reports.run_settings import TRIAL
-from determined_amp.reports.runs import Run
+from determined_amp.reports.runs import Run, Source
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
-    "median. Equal is "
-    "what has its whole interval inside the green band; hollow: one seed, no interval."
+    "median. Two precisions are equal if the whole interval is inside the green band. A hollow dot "
+    "has one seed and no interval."
 )
 
-
 _METHOD = (
-    "Speed is that of the steady reports: the first of every process is left out.",
+    "Speed is that of the steady reports: the first report of every process is left out.",
     f"The precision to use is {RULE}.",
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 with a report, 2 if there is none."""
+    """Write the report; returns the exit status, 0.
+
+    Raises:
+        UserError: if the report cannot be made.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp report precision",
-        description="Compare the precisions of runs that differ in nothing else but their seeds.",
+        description="Compare runs that differ in precision and seed only.",
     )
     parser.add_argument(
         "sources",
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--better",
         choices=("larger", "smaller"),
-        help="direction of --metric; default: the searcher's, or what the name says",
+        help="direction of --metric; default: the searcher's, or that which the name implies",
     )
     parser.add_argument(
         "--margin",
@@ -85,13 +89,58 @@ def _positive(given: str) -> float:
 
 
 def _report(options: argparse.Namespace) -> None:
-    findings = find(
-        [report_command.read(source, with_settings=True) for source in options.sources],
-        options.metric,
-        options.margin,
-        smaller_is_better=None if options.better is None else options.better == "smaller",
+    source, *others = options.sources
+    if not others and report_command.is_experiment(source):
+        folder = options.output or report_command.folder_beside(source)
+        fetched = fetch_comparison(int(source), folder)
+        if fetched is not None:
+            print(f"{fetched}\nwritten: {folder}")
+            return
+    sources = [report_command.read(source, with_settings=True) for source in options.sources]
+    folder = options.output or report_command.folder_beside(source)
+    better = None if options.better is None else options.better == "smaller"
+    written = write_report(
+        sources, folder, options.metric, options.margin, smaller_is_better=better
     )
-    folder: Path = options.output or report_command.folder_beside(options.sources[0])
+    print(f"{written.markdown}\nwritten: {', '.join(map(str, written.files))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A report that was written.
+
+    Args:
+        short: The answer, the lines to paste and the sentences that bear on them.
+        markdown: The whole report in Markdown.
+        files: Its picture, its page, its Markdown and its numbers.
+    """
+
+    short: str
+    markdown: str
+    files: tuple[Path, ...]
+
+
+def write_report(
+    sources: Sequence[Source],
+    folder: Path,
+    metric: str | None = None,
+    margin: float | None = None,
+    *,
+    smaller_is_better: bool | None = None,
+) -> Written:
+    """Write the report on some runs.
+
+    Args:
+        sources: The runs.
+        folder: The output folder.
+        metric: See `find`.
+        margin: See `find`.
+        smaller_is_better: See `find`.
+
+    Raises:
+        ReportError: if the runs cannot be compared.
+    """
+    findings = find(sources, metric, margin, smaller_is_better=smaller_is_better)
     advice, drawn = advise(findings), report_command.drawn()
     title = f"Precisions: {findings.runs[0].settings[TRIAL]}"
     figure = draw(findings)
@@ -103,9 +152,8 @@ def _report(options: argparse.Namespace) -> None:
     told = [text.answer(advice), *text.sentences(findings)]
     found = {"drawn": drawn, "sentences": told, **numbers(findings, advice)}
     (folder / "precision.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
-    print(markdown)
-    names = (f"precision.{kind}" for kind in ("png", "html", "md", "json"))
-    print(f"written: {', '.join(str(folder / name) for name in names)}")
+    files = tuple(folder / f"precision.{kind}" for kind in ("png", "html", "md", "json"))
+    return Written(text.short_answer(findings, advice), markdown, files)
 
 
 def _page(
@@ -119,9 +167,9 @@ def _page(
     ]
     measured = {"on": text.setting(findings), **findings.machine.versions}
     parts = [
-        page.verdict(text.answer(advice), text.lines_to_paste(advice)),
-        page.table("Claims", *claimed, folded=False) if claimed[1] else "",
+        page.verdict(text.answer(advice), text.lines_to_paste(findings, advice)),
         page.bullets(text.sentences(findings)),
+        page.table("Claims", *claimed, folded=False) if claimed[1] else "",
         page.picture(svg, _CAPTION),
         page.table("By precision", *text.table(findings), folded=False),
         page.table(f"Runs: {len(runs)}", heads, runs),
@@ -132,7 +180,7 @@ def _page(
 
 
 def numbers(findings: Findings, advice: Advice) -> dict[str, Any]:
-    """Per run, per precision and per comparison; null is what was not measured or not finite."""
+    """All numbers for JSON; null stands for what was not measured or is not finite."""
     machine = findings.machine
     found: dict[str, Any] = _finite(
         {

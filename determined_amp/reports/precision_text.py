@@ -1,11 +1,12 @@
-"""What the numbers say: the answer, sentences and two tables."""
+"""A comparison in words: the answer, sentences and two tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.config.amp import SCALER_KEYS, Precision
+from determined_amp.config.amp_settings import SCALER_KEYS, Precision
 from determined_amp.finder.advice import yaml_lines
 from determined_amp.reports.precision_comparison import (
     WAITS_FOR_DATA,
@@ -17,7 +18,7 @@ from determined_amp.reports.precision_comparison import (
 )
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, claims
 from determined_amp.reports.run_settings import AMP, BATCH_SIZE
-from determined_amp.reports.runs import Spread
+from determined_amp.reports.runs import Run, Spread
 
 HEADS = (
     "precision",
@@ -36,19 +37,26 @@ HEADS = (
 
 
 def answer(advice: Advice) -> str:
-    """Which precision to use here, and why."""
+    """The sentence that names the precision to use, and the reason."""
     return f"use {advice.precision.value} here: {advice.why}"
 
 
-def lines_to_paste(advice: Advice) -> str:
-    """For an experiment YAML."""
-    return yaml_lines({"precision": advice.precision.value})
+def lines_to_paste(findings: Findings, advice: Advice) -> str:
+    """Lines to paste into an experiment YAML."""
+    changes: dict[str, Any] = {"precision": advice.precision.value}
+    settings = next(r for r in findings.runs if r.precision is advice.precision).settings
+    if advice.precision.autocast_dtype and settings.get(f"{AMP}.fp32_modules"):
+        changes["fp32_modules"] = list(settings[f"{AMP}.fp32_modules"])
+    if advice.precision is Precision.AMP_FP16:
+        changes["init_scale"] = settings[f"{AMP}.init_scale"]
+    return yaml_lines(changes)
 
 
 def sentences(findings: Findings) -> list[str]:
-    """What there is to say beside the answer, the comparisons first."""
+    """All sentences besides the answer, the comparisons first."""
     return [
         *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
+        *findings.notes,
         *_waiting(findings),
         *_left_out(findings),
         *_audited(findings),
@@ -58,8 +66,24 @@ def sentences(findings: Findings) -> list[str]:
     ]
 
 
+def short_answer(findings: Findings, advice: Advice) -> str:
+    """What a terminal or a log shows: the answer, the lines to paste, and what bears on both.
+
+    The tables, the setting of the measurement and its general limits are in the report's files.
+    """
+    said = [
+        *(f"{_title(c)}: {_compared(c)}" for c in findings.with_baseline),
+        *findings.notes,
+        *_waiting(findings),
+        *_left_out(findings),
+        *(_audited(findings) if not _all_in_precision(findings) else ()),
+    ]
+    items = "\n".join(f"- {sentence}" for sentence in said)
+    return "\n\n".join([answer(advice), lines_to_paste(findings, advice), items])
+
+
 def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows, a row per claim; no row without an AMP precision that finished."""
+    """Heads and rows, a row per claim; no rows if no AMP precision has a finished run."""
     compared = [c for c in findings.with_baseline if c.ours.precision.autocast_dtype]
     judged = zip(*(claims(c) for c in compared), strict=True)
     rows = [
@@ -84,15 +108,15 @@ def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(title: str, findings: Findings, advice: Advice) -> str:
-    """The answer, the tables and the sentences as one file."""
+    """Answer, sentences and tables as one Markdown file."""
     tables = (
         "\n".join(f"| {' | '.join(line)} |" for line in (heads, _rule(heads), *rows))
         for heads, rows in (claims_table(findings), table(findings))
         if rows
     )
     items = "\n".join(f"- {sentence}" for sentence in sentences(findings))
-    lines = f"```yaml\n{lines_to_paste(advice)}\n```"
-    parts = [f"# {title}", f"**{answer(advice)}**", lines, *tables, items, f"The rule: {RULE}."]
+    lines = f"```yaml\n{lines_to_paste(findings, advice)}\n```"
+    parts = [f"# {title}", f"**{answer(advice)}**", lines, items, *tables, f"The rule: {RULE}."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,7 +134,7 @@ def setting(findings: Findings) -> str:
 
 
 def seeds(summary: Summary) -> str:
-    """How many runs there are, and of which seeds."""
+    """The number of runs, and their seeds, in words."""
     count = len(summary.runs)
     known = ", ".join(map(str, summary.seeds)) or "unknown"
     plural = "s" * (count != 1)
@@ -121,6 +145,7 @@ def seeds(summary: Summary) -> str:
 def _measured(findings: Findings) -> Iterator[str]:
     counted = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
     yield f"measured on {setting(findings)}; {counted}"
+    yield "this says nothing of accuracy after more batches, of other sizes and of other devices"
 
 
 def _left_out(findings: Findings) -> Iterator[str]:
@@ -138,20 +163,29 @@ def _left_out(findings: Findings) -> Iterator[str]:
 def _audited(findings: Findings) -> Iterator[str]:
     finished = [run for summary in findings.summaries for run in summary.runs]
     unaudited = [run.short_name for run in finished if run.audit_share is None]
-    short = [run for run in finished if run.audit_share is not None and run.audit_share < 1.0]
-    for run in short:
+    alike: dict[tuple[Precision, str], list[Run]] = {}
+    for run in finished:
+        if run.audit_share is not None and run.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.audit_share:.1%}"), []).append(run)
+    for (precision, share), runs in alike.items():
+        several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
+        who = runs[0].short_name if len(runs) == 1 else several
         yield (
-            f"audit: {run.short_name} computed {run.audit_share:.1%} of the FLOPs of its first "
-            "batch in the precision that it asks for, the rest in another"
+            f"audit: {who} computed {share} of the FLOPs of the first batch in the precision that "
+            "it asks for, the rest in another"
         )
     if unaudited:
         yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
-    if not short and not unaudited:
+    if _all_in_precision(findings):
         yield "audit: every finished run computed all products in the precision that it asks for"
 
 
+def _all_in_precision(findings: Findings) -> bool:
+    return all(run.audit_share == 1.0 for summary in findings.summaries for run in summary.runs)
+
+
 def _mixed(findings: Findings) -> Iterator[str]:
-    """What may differ between runs, and is not precision."""
+    """Differences between runs that are allowed and are not the precision."""
     for summary in findings.summaries:
         runs = (*summary.runs, *summary.failed)
         for key in SCALER_KEYS:
@@ -172,8 +206,8 @@ def _notes(findings: Findings) -> Iterator[str]:
         )
     if any(run.shares_device for run in findings.runs):
         yield (
-            "several trials ran at a time: what they say of speed is left out; for that, compare "
-            "with one worker"
+            "several trials ran at the same time: their speeds are left out; compare speeds with "
+            "one worker"
         )
     if not findings.machine.on_gpu:
         yield (
@@ -285,7 +319,7 @@ def _memory(summary: Summary) -> str:
 
 
 def _scale(summary: Summary) -> str:
-    """At the end; only float16 has one."""
+    """The loss scale at the end; only float16 has one."""
     scale = summary.spread(lambda run: run.last(MetricName.LOSS_SCALE_LOG2))
     if scale is None or summary.precision is not Precision.AMP_FP16:
         return "none"
@@ -294,7 +328,7 @@ def _scale(summary: Summary) -> str:
 
 
 def _range(spread: Spread | None) -> str:
-    """Median, and the range if there is one that shows."""
+    """The median, and the range if it differs from the median when written."""
     if spread is None:
         return ""
     median, low, high = map(_number, (spread.median, spread.low, spread.high))

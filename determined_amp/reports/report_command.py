@@ -1,10 +1,9 @@
-"""What the commands of the reports share: sources, output folder, errors in one sentence."""
+"""Shared parts of the report commands: their sources and their output folder."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import matplotlib
 import optuna
 
-from determined_amp.config.errors import UserError
 from determined_amp.reports.master_runs import read_experiment
 from determined_amp.reports.run_folders import is_search, read_folder, read_search
 from determined_amp.reports.runs import ReportError, Source
@@ -23,15 +21,18 @@ def run(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
 ) -> int:
-    """Write a report.
+    """Parse the command line and write a report.
 
     Args:
-        report: Writes it; `output` of its options is None, or a folder.
-        parser: Of its options, without `--output`.
-        arguments: Of the command line.
+        report: Writes the report; `output` of its options is None or an existing folder.
+        parser: The parser of its options, without `--output`.
+        arguments: The command line.
 
     Returns:
-        The exit status: 0 with a report, 2 if there is none.
+        The exit status, 0.
+
+    Raises:
+        UserError: if the report cannot be made.
     """
     parser.add_argument(
         "--output",
@@ -41,31 +42,30 @@ def run(
     )
     options = parser.parse_args(arguments)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        folder = options.output
-        if folder is not None and not folder.is_dir():
-            raise ReportError(f"--output: got {folder}, which is no folder; allowed: one that is")
-        report(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    folder = options.output
+    if folder is not None and not folder.is_dir():
+        raise ReportError(
+            f"--output: got {folder}, which is no folder; allowed: an existing folder"
+        )
+    report(options)
     return 0
 
 
 def is_experiment(source: str) -> bool:
-    """Whether it is the id of an experiment, and not a file or folder of that name."""
+    """Whether `source` is the id of an experiment, and not a file or folder of that name."""
     return source.isdecimal() and not Path(source).exists()
 
 
 def read(source: str, *, with_settings: bool = False) -> Source:
-    """What a source of the command line holds.
+    """The runs of a source of the command line.
 
     Args:
         source: A run folder, the folder of a local search or its `study.db`, or the id of an
             experiment.
-        with_settings: As for `read_experiment`; of this machine, they are always read.
+        with_settings: See `read_experiment`; run folders are always read with settings.
 
     Raises:
+        MasterError: if there is no such master, or the login fails.
         ReportError: if there is no such source.
     """
     if is_experiment(source):
@@ -82,7 +82,7 @@ def read(source: str, *, with_settings: bool = False) -> Source:
 
 
 def folder_beside(source: str) -> Path:
-    """Where the report on a source goes unless told otherwise; it is made."""
+    """The default output folder for a source; it is made if it does not exist."""
     path = Path(source)
     if is_experiment(source):
         path = Path("runs") / f"experiment-{source}"
@@ -93,7 +93,7 @@ def folder_beside(source: str) -> Path:
 
 
 def drawn() -> dict[str, str]:
-    """When and with what a report was made."""
+    """Date and versions of a report."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Runs of this machine: run folders, and the trials of a local search."""
+"""Reads the runs of this machine: run folders, and the trials of a local search."""
 
 from __future__ import annotations
 
@@ -8,42 +8,46 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from determined_amp.config.dotted import flat
+from determined_amp.config.errors import one_line
+from determined_amp.config.yaml_text import load_yaml
 from determined_amp.local.folder import End, read_end, read_metrics
-from determined_amp.reports.run_settings import SEED, by_name, flat
-from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, ended, one_line
+from determined_amp.reports.run_settings import SEED, by_name
+from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, ended
 from determined_amp.search.study_file import FILE_NAME, SearchTrial, StudyError, read_study
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
+
+# The file of `compare` in its folder: precisions left out, and sentences on the loss scale.
+REMARKS = "compare.json"
 
 
 def read_folder(path: Path) -> Run:
     """The run in a run folder.
 
     Raises:
-        ReportError: if it is none.
+        ReportError: if it is no run folder.
     """
     return _read(path, read_end)
 
 
 def is_search(path: Path) -> bool:
-    """Whether it is the folder of a local search, or its `study.db`."""
+    """Whether `path` is the folder of a local search, or its `study.db`."""
     return path.name == FILE_NAME or (path / FILE_NAME).exists()
 
 
 def read_search(path: Path) -> Source:
-    """The trials of a local search, in its folder or its `study.db`.
+    """The trials of a local search, from its folder or its `study.db`.
 
     Raises:
-        ReportError: if there is none.
+        ReportError: if there is no search.
     """
     try:
         study = read_study(path)
     except StudyError as error:
         raise ReportError(
-            f"{error}; allowed: the folder that `python -m determined_amp search` leaves, "
-            "or the id of an experiment on a cluster"
+            f"{error}; allowed: the folder of a search by `python -m determined_amp search`, or "
+            "the id of an experiment on a cluster"
         ) from error
     constants = {
         name: value
@@ -59,12 +63,24 @@ def read_search(path: Path) -> Source:
         )
         for trial in study.trials
     )
-    return Source(str(path), tuple(runs), study.search)
+    return Source(str(path), tuple(runs), study.search, **_remarks(path))
+
+
+def _remarks(path: Path) -> Mapping[str, Any]:
+    """The remarks of the command `compare` on its runs."""
+    file = path / REMARKS
+    if not file.is_file():
+        return {}
+    try:
+        noted = json.loads(file.read_text())
+        return {key: tuple(map(str, noted[key])) for key in ("left_out", "notes")}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ReportError(f"{file}: is not what `compare` writes: {error}") from error
 
 
 def _trial(path: Path, trial: SearchTrial) -> Run:
-    """From its run folder, or what the search knows of it if that is gone."""
-    # Of a trial that has ended the search knows more than the run folder does.
+    """A trial from its run folder, or from the study if the folder is gone."""
+    # The study knows why a trial ended; a run folder does not know of its search.
     ends = {
         "complete": End("completed", "", 0),
         "failed": End("failed", trial.reason or "the search does not say why", 0),
@@ -86,13 +102,13 @@ def _trial(path: Path, trial: SearchTrial) -> Run:
 def _read(path: Path, end_of: Callable[[Path], End | None]) -> Run:
     try:
         end = end_of(path)
-        settings = by_name(yaml.safe_load((path / "resolved.yaml").read_text()))
+        settings = by_name(load_yaml((path / "resolved.yaml").read_text(), "resolved.yaml"))
         machine = _machine(json.loads((path / "environment.json").read_text()))
         training, validation = _reports(path / "metrics.jsonl")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ReportError(
             f"{path}: is not a run folder that this version reads: {type(error).__name__} "
-            f"{one_line(str(error))}; allowed: what `python -m determined_amp train` leaves in "
+            f"{one_line(error)}; allowed: what `python -m determined_amp train` leaves in "
             "runs/NAME/TIME"
         ) from error
     state, reason = ended(settings, training, validation, end)
@@ -102,7 +118,7 @@ def _read(path: Path, end_of: Callable[[Path], End | None]) -> Run:
 def _machine(environment: Mapping[str, Any]) -> Machine:
     device = environment["device"]
     on_gpu = device["name"] != "cpu"
-    # How many threads of how many processors is what makes two CPUs here the same device.
+    # CPUs with different numbers of processors or threads count as different devices.
     processors, threads = environment["processors"], environment["torch_threads"]
     cpu = f"cpu ({processors} processors, torch threads: {threads})"
     return Machine(

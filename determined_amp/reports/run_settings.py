@@ -1,11 +1,12 @@
-"""A run's whole configuration, defaults included, by the dotted names of its YAML."""
+"""The whole configuration of a run, defaults included, by dotted name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from determined_amp.config.amp import Precision
+from determined_amp.config.amp_settings import Precision
+from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import Experiment, Platform
 from determined_amp.config.plan import read_plan
 from determined_amp.config.settings import ConfigError, plain, read
@@ -14,7 +15,7 @@ AMP = "hyperparameters.amp"
 PRECISION = f"{AMP}.precision"
 BATCH_SIZE = "hyperparameters.global_batch_size"
 LENGTH = "hyperparameters.training.max_length"
-LENGTH_UNITS = ("batches", "epochs")
+
 SEED = "reproducibility.experiment_seed"
 METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
@@ -22,10 +23,10 @@ ACCURACY = "validation_accuracy"
 
 
 def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a `resolved.yaml`, in our form whichever it has.
+    """The content of a `resolved.yaml` of either form, converted to our form.
 
     Raises:
-        LookupError, TypeError, AttributeError, ValueError: if it is something else.
+        LookupError, TypeError, AttributeError, ValueError: if it is no such configuration.
     """
     problems: list[str] = []
     given = resolved["hyperparameters"]
@@ -50,32 +51,5 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
-    """The same of a configuration that was parsed."""
+    """`by_name` of an experiment."""
     return by_name(experiment.resolved())
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested hyperparameters by dotted name; a search space is one value."""
-    return dict(_leaves(values, prefix))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and "type" not in value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, Mapping) and value["type"] == "const":
-            yield f"{prefix}{key}", value.get("val")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite of `flat`."""
-    made: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, last = name.split(".")
-        section = made
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return made

@@ -1,10 +1,9 @@
-"""Runs as every report sees them, wherever they were read."""
+"""The runs of a report, from run folders, local searches or a master."""
 
 from __future__ import annotations
 
 import enum
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,19 +11,20 @@ from typing import Any
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.audit.report import AuditMetricName
-from determined_amp.config.amp import Precision
-from determined_amp.config.errors import UserError
+from determined_amp.config.amp_settings import Precision
+from determined_amp.config.errors import UserError, one_line
+from determined_amp.config.experiment import searcher_of
+from determined_amp.config.training import LENGTH_UNITS
 from determined_amp.local.folder import End
-from determined_amp.reports.run_settings import BATCH_SIZE, LENGTH, LENGTH_UNITS, PRECISION
+from determined_amp.reports.run_settings import BATCH_SIZE, LENGTH, PRECISION
 
 SCALE = "init_scale"
 
-_REASON_LENGTH = 240
 _UNKNOWN = "unknown"
 
 
 class ReportError(UserError):
-    """There is nothing to draw: what was found instead, and what to do."""
+    """A report cannot be made. The message says why, and what to do."""
 
 
 class State(enum.Enum):
@@ -38,12 +38,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Report:
-    """One line of what a run reported.
+    """One report of a run.
 
     Args:
-        batches: Trained before it.
-        metrics: Its numbers; they may be infinite or NaN.
-        date: When it was reported, ISO 8601; None if unknown.
+        batches: Number of batches trained before it.
+        metrics: Its numbers, which may be infinite or NaN.
+        date: Time of the report, ISO 8601; None if unknown.
     """
 
     batches: int
@@ -53,15 +53,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run ran on, as far as it is known.
+    """The machine of a run, as far as it is known.
 
     Args:
-        device: In words; runs on devices of different words are not compared.
-        on_gpu: Whether memory is that of a GPU.
-        has_tf32: Whether its float32 products can be TF32; if not, `tf32` is `fp32`.
-        torch: Version.
-        versions: Others, by name.
-        date: When the run began, ISO 8601; None if unknown.
+        device: The device in words; runs are compared only if these words are equal.
+        on_gpu: Whether the device is a GPU.
+        has_tf32: Whether the device has TF32; if not, `tf32` is the same as `fp32`.
+        torch: Version of torch.
+        versions: Other versions, by name.
+        date: Start of the run, ISO 8601; None if unknown.
     """
 
     device: str = _UNKNOWN
@@ -74,7 +74,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of some numbers."""
+    """Median, minimum and maximum of some numbers."""
 
     median: float
     low: float
@@ -82,7 +82,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread | None:
-        """None of none."""
+        """The spread of these values; None without values."""
         return Spread(median(values), min(values), max(values)) if values else None
 
 
@@ -91,17 +91,18 @@ class Run:
     """A training run, or a trial of a search that was scored and not trained.
 
     Args:
-        name: Where it was read.
+        name: Its folder, or its trial and master.
         settings: Its whole configuration, defaults included, by dotted name; empty if unknown.
-        training: Its training reports, in order; none of a trial that was scored.
+        training: Its training reports, in order; empty for a scored trial.
         validation: Its validation reports, in order.
         state: How it ended.
-        reason: Why it failed or was stopped, and how far it came; empty if it finished.
-        seed: Of parameters and data order; None if unknown.
-        machine: What it ran on.
-        number: In its search; the id of a trial on a cluster.
-        hparams: The hyperparameters that its search gave it, by dotted name.
-        shares_device: Whether others ran beside it, and its speed is not its own.
+        reason: Why it failed or was stopped, and after how many batches; empty if it finished.
+        seed: Seed of parameters and data order; None if unknown.
+        machine: The machine it ran on.
+        number: Its number in the search; on a cluster the id of the trial.
+        hparams: The hyperparameters from its search, by dotted name.
+        shares_device: Whether other runs used the device at the same time; then speeds do not
+            count.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def short_name(self) -> str:
-        """For a sentence: precision, seed, and where it was read."""
+        """Precision, seed and name, for sentences."""
         return f"{self.precision.value}, {self.seed_name} ({self.name})"
 
     @property
@@ -131,7 +132,7 @@ class Run:
 
     @property
     def is_only_fp32(self) -> bool:
-        """Whether it asked for TF32 on a device that has none."""
+        """Whether its precision is `tf32` on a device without TF32."""
         return self.precision is Precision.TF32 and not self.machine.has_tf32
 
     @property
@@ -141,7 +142,7 @@ class Run:
 
     @property
     def batches(self) -> int:
-        """Trained, or scored, before the last validation."""
+        """Number of batches trained, or scored, before the last validation."""
         return self.validation[-1].batches if self.validation else 0
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
@@ -154,7 +155,7 @@ class Run:
 
     @property
     def audit_share(self) -> float | None:
-        """Share of the first batch's FLOPs in the dtype asked for, the smallest of its processes.
+        """Share of the first batch's FLOPs in the configured precision; the minimum over processes.
 
         None if it was not audited.
         """
@@ -167,31 +168,30 @@ class Run:
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second over its steady reports; None if it shared the device."""
+        """Samples per second over its steady reports; None if it shared the device or has none."""
         if self.shares_device:
             return None
         return Spread.of([r.metrics[MetricName.SAMPLES_PER_SECOND] for r in self._steady()])
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data, the median of its steady reports."""
+        """Share of the time that the loop waited for data: the median of its steady reports."""
         shares = [r.metrics.get(MetricName.DATA_WAIT_SHARE) for r in self._steady()]
         known = Spread.of([share for share in shares if share is not None])
         return known.median if known else None
 
     @property
     def training_seconds(self) -> float | None:
-        """Time to train all samples at its median speed: validation and checkpoints not counted."""
+        """Seconds to train all samples at its median speed, without validation and checkpoints."""
         batch_size = self.settings[BATCH_SIZE]
         if self.speed is None or batch_size is None:
             return None
         return float(self.training[-1].batches * batch_size / self.speed.median)
 
     def _steady(self) -> list[Report]:
-        """The reports that have a speed, without the first of every process.
+        """The reports that have a speed, without the first report of every process.
 
-        That one has the audit in it, and batches in which memory is allocated and algorithms are
-        timed.
+        The first one includes the audit, allocations, and the timing of algorithms.
         """
         return [
             report
@@ -204,7 +204,7 @@ class Run:
     def scale_log2(self) -> float:
         """log2 of the initial loss scale; NaN if it has none.
 
-        What the run says that it used counts first: a sampled one is rounded to a power of two.
+        The metric `init_scale_log2` comes first, because a sampled scale is rounded before use.
         """
         if "init_scale_log2" in self.metrics:
             return self.metrics["init_scale_log2"]
@@ -218,30 +218,34 @@ class Run:
 
     @property
     def skipped_steps(self) -> float | None:
-        """Optimizer steps that overflowed, if it says so."""
+        """Number of skipped optimizer steps; None if it did not report them."""
         skipped = self.last(MetricName.SKIPPED_STEPS)
         return self.metrics.get(MetricName.SKIPPED_STEPS) if skipped is None else skipped
 
     @property
     def overflow(self) -> bool | None:
-        """Whether its first steps overflow, if it was measured."""
+        """Whether its first steps overflow; None if that was not measured."""
         found = self.metrics.get("overflow")
         return None if found is None else bool(found)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What one source holds: a run folder, a search, or an experiment on a cluster.
+    """The runs of one source: a run folder, a search, or an experiment on a cluster.
 
     Args:
-        origin: Where it was read.
+        origin: The folder, or the experiment and its master.
         runs: All of its runs.
-        config: Of the search or experiment, as it was given; empty of a run folder.
+        config: Configuration of the search or experiment; empty for a run folder.
+        left_out: A sentence for each precision that was not trained at all.
+        notes: Further sentences for the report.
     """
 
     origin: str
     runs: tuple[Run, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -250,7 +254,7 @@ class Source:
     @property
     def metric(self) -> str:
         """The validation metric that ranks the runs."""
-        return str(self.config["searcher"]["metric"])
+        return str(searcher_of(self.config).metric)
 
     @property
     def also_searched(self) -> tuple[str, ...]:
@@ -264,9 +268,8 @@ class Source:
 
     def ranked(self) -> list[Run]:
         """The runs that reported a finite metric, best first."""
-        sign = 1 if self.config["searcher"].get("smaller_is_better", True) else -1
-        valued = [run for run in self.runs if math.isfinite(run.metrics.get(self.metric, math.nan))]
-        return sorted(valued, key=lambda run: sign * run.metrics[self.metric])
+        searcher = searcher_of(self.config)
+        return searcher.best_first(self.runs, lambda run: run.metrics.get(self.metric))
 
 
 def is_scale(name: str) -> bool:
@@ -283,10 +286,10 @@ def ended(
     """How a run ended, and why.
 
     Args:
-        settings: Of the run; empty if unknown.
+        settings: The settings of the run; empty if unknown.
         training: Its training reports.
         validation: Its validation reports.
-        end: What the run, its search or its master wrote down; None if nobody did.
+        end: The record of the run, its search or its master; None if there is none.
     """
     unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
     length = settings.get(f"{LENGTH}.{unit}", math.inf)
@@ -304,11 +307,6 @@ def ended(
     if end is None:
         return State.UNFINISHED, f"{came}: it is running, or was killed"
     return State.STOPPED, one_line(f"{came}: {end.reason or 'it was stopped'}")
-
-
-def one_line(reason: str) -> str:
-    """A reason short enough for a sentence."""
-    return textwrap.shorten(reason, _REASON_LENGTH, placeholder=" ...")
 
 
 def _length(reports: Sequence[Report], unit: str) -> float:

@@ -14,18 +14,19 @@ from determined_amp.search.searcher_settings import Bracket
 class AshaPruner(optuna.pruners.BasePruner):
     """Stops a trial that is not among the best at a rung, as `asha_stopping.go` of 0.38.1 does.
 
-    At the first report at or after a rung, a trial goes on if fewer than max(1, n // divisor) of
-    the n trials that have been there, itself included, were better. Nobody is called back.
-    `optuna.pruners.SuccessiveHalvingPruner` decides alike, but its rungs are powers of an integer
-    divisor times the smallest, so that they miss the platform's and the end of the trial.
+    At its first report at or after a rung, a trial continues if fewer than max(1, n // divisor) of
+    the n trials that reached the rung, itself included, were better. A stopped trial never
+    continues. `optuna.pruners.SuccessiveHalvingPruner` decides by the same rule, but its rungs are
+    the smallest rung times powers of an integer. These are not the platform's rungs, and the end of
+    the trial is none of them.
 
-    A trial says which bracket it is in by the user attribute `bracket`, and reports by length, in
-    the unit of the rungs. One with the user attribute `invalid` has never been there; any other
-    that failed counts as the worst at the rung it was on its way to.
+    The user attribute `bracket` tells the bracket of a trial. Trials report by length, in the unit
+    of the rungs. A trial with the user attribute `invalid` does not count. A failed trial counts as
+    the worst at the next rung that it would have reached.
 
     Args:
-        brackets: Of the search.
-        divisor: One of so many trials goes on.
+        brackets: The brackets of the search.
+        divisor: One of this many trials continues.
     """
 
     def __init__(self, brackets: Sequence[Bracket], divisor: float) -> None:
@@ -58,7 +59,7 @@ class AshaPruner(optuna.pruners.BasePruner):
 def _values_at(
     rungs: Sequence[int], position: int, trials: Sequence[FrozenTrial], sign: float
 ) -> Iterator[float]:
-    """What these trials reported at a rung; smaller is better."""
+    """The values of these trials at a rung; smaller is better."""
     for trial in trials:
         if trial.user_attrs.get("invalid"):
             continue

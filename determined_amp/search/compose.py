@@ -1,14 +1,13 @@
-"""Composes the experiment of one trial from the YAML of its search and what was sampled.
+"""Composes the experiment of one trial from the YAML of its search and the sampled values.
 
-A search names the experiment it searches over in one key, `hyperparameters.experiment`, and beside
-it holds only what it samples or changes. Its `hyperparameters` and `data` are laid over those of
-the experiment; everything else (searcher, name, seed, resources) is the search's own. A second key,
-`hyperparameters.seed`, gives its trials seeds of its choice: those that share one differ in nothing
-but their other hyperparameters.
+The key `hyperparameters.experiment` of a search names an experiment YAML. The `hyperparameters` and
+`data` of the search replace those of the experiment; everything else (searcher, name, seed,
+resources) comes from the search. The key `hyperparameters.seed` sets the seeds of the trials.
+Trials with the same seed differ only in their other hyperparameters.
 
-An experiment of Determined's own form names its trial in the entrypoint and its lengths outside the
-hyperparameters. These come along, and the lengths of a search, which always stand in
-`hyperparameters.training`, take their places.
+An experiment of Determined's own form has its trial in the entrypoint, and its lengths outside the
+hyperparameters. Both are kept. Lengths of the search, which are always in
+`hyperparameters.training`, replace them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from determined_amp.config.amp import SCALER_KEYS, Precision
+from determined_amp.config.amp_settings import Precision, without_scaler
+from determined_amp.config.dotted import put, value_at
 from determined_amp.config.experiment import read_yaml
-from determined_amp.config.plan import WITHOUT_EFFECT, has_our_form, value_at
+from determined_amp.config.plan import WITHOUT_EFFECT, has_our_form
 from determined_amp.config.settings import ConfigError
+from determined_amp.config.training import LENGTH_UNITS
 from determined_amp.search.trial_kind import TrialKind
 
 EXAMPLE = "experiment_configs/mlp/amp.yaml"
-_LENGTH_UNITS = frozenset({"batches", "epochs"})
-# Where Determined's own form has the lengths of `hyperparameters.training`.
+# The lengths of `hyperparameters.training`, and their names in Determined's own form.
 _DETERMINEDS_LENGTHS = {
     "max_length": "searcher.max_length",
     "validation_period": "min_validation_period",
@@ -37,17 +37,16 @@ _DETERMINEDS_LENGTHS = {
 
 
 def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path) -> dict[str, Any]:
-    """One complete experiment configuration, to be given to `config.experiment.parse`.
+    """A complete experiment configuration for `config.experiment.parse`.
 
     Args:
         search: The configuration of the search, with its search spaces.
-        sampled: A value for every hyperparameter of the search, nested as there, as a cluster hands
-            it over.
+        sampled: A value for every hyperparameter of the search, nested as in the YAML.
         context: The context directory; `hyperparameters.experiment` is a path inside it.
 
     Raises:
-        ConfigError: if the experiment is missing, outside the context, or itself a search, or the
-            seed is none.
+        ConfigError: if the experiment is missing, outside the context, or itself a search, or if
+            the seed is invalid.
     """
     changes = _round_init_scale(sampled, search)
     base = _read_experiment(changes.pop("experiment", None), context)
@@ -58,8 +57,9 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
     composed = {**search}
     if not has_our_form(base["hyperparameters"]):
         composed = _with_determineds_keys(search, base, changes.pop("training", None))
-    composed["hyperparameters"] = _laid_over(_fitting(base["hyperparameters"], changes), changes)
-    composed["data"] = _laid_over(base.get("data") or {}, search.get("data") or {})
+    kept = _without_unused_scaler(base["hyperparameters"], changes)
+    composed["hyperparameters"] = _merged(kept, changes)
+    composed["data"] = _merged(base.get("data") or {}, search.get("data") or {})
     if "trial" not in composed["hyperparameters"]:
         composed["entrypoint"] = base.get("entrypoint")
     if seed is not None:
@@ -71,27 +71,27 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
 def _with_determineds_keys(
     search: Mapping[str, Any], base: Mapping[str, Any], training: object
 ) -> dict[str, Any]:
-    """`search` with the keys of Determined's form that the experiment has.
+    """`search` with the experiment's keys of Determined's form.
 
     Args:
-        search: The search; where it has such a key itself, it stays.
+        search: The search; its own keys of that form are kept.
         base: The experiment.
-        training: Lengths of the search, in our form; they go before the experiment's.
+        training: Lengths of the search in our form; they replace those of the experiment.
 
     Raises:
-        ConfigError: if Determined's form has no place for something in `training`.
+        ConfigError: if Determined's form has no key for something in `training`.
     """
     composed: dict[str, Any] = copy.deepcopy(dict(search))
-    for path, default, _ in WITHOUT_EFFECT:
-        value = value_at(base, path)
-        if value is not None and value_at(search, path) in (None, default):
-            _put(composed, path, value)
+    for name, default, _ in WITHOUT_EFFECT:
+        value = value_at(base, name)
+        if value is not None and value_at(search, name) in (None, default):
+            put(composed, name.split("."), value)
     given = training if isinstance(training, Mapping) else {}
     problems = []
     for key, length in given.items():
         batches = length.get("batches") if isinstance(length, Mapping) else None
         if key in _DETERMINEDS_LENGTHS:
-            _put(composed, _DETERMINEDS_LENGTHS[key], length)
+            put(composed, _DETERMINEDS_LENGTHS[key].split("."), length)
         elif key == "reporting_period" and batches is not None:
             composed["scheduling_unit"] = batches
         else:
@@ -105,16 +105,8 @@ def _with_determineds_keys(
     return composed
 
 
-def _put(config: dict[str, Any], path: str, value: object) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        config[key] = dict(config.get(key) or {})
-        config = config[key]
-    config[last] = value
-
-
 def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """A comparison trains what the experiment does, and that reports the experiment's metric."""
+    """Raise if a comparison ranks by another metric than its experiment, which reports its own."""
     ours, theirs = (section.get("searcher") or {} for section in (search, base))
     problems = [
         f"searcher.{key}: got {ours.get(key)!r}, but the experiment has {theirs[key]!r}; allowed: "
@@ -126,22 +118,23 @@ def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         raise ConfigError("search", problems)
 
 
-def _fitting(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`base` without its scaler settings, if `changes` choose a precision that has no scaler."""
+def _without_unused_scaler(
+    base: Mapping[str, Any], changes: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """`base` without its scaler settings, if `changes` choose a precision without a scaler."""
     section, changed = base.get("amp"), changes.get("amp")
     if not (isinstance(section, Mapping) and isinstance(changed, Mapping)):
         return base
     if changed.get("precision") in (None, Precision.AMP_FP16.value):
         return base
-    kept = {key: value for key, value in section.items() if key not in SCALER_KEYS}
-    return {**base, "amp": kept}
+    return {**base, "amp": without_scaler(section)}
 
 
 def _chosen_seed(sampled: Mapping[str, Any]) -> int | None:
-    """The seed that a search gives to a trial; None if it leaves that to chance.
+    """The seed that a search sets for a trial; None if it sets none.
 
     Raises:
-        ConfigError: if it is no 32-bit seed, which is what Determined and NumPy take.
+        ConfigError: if it is not a 32-bit integer, which Determined and NumPy require.
     """
     seed = sampled.get("seed")
     is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
@@ -175,36 +168,28 @@ def _read_experiment(name: object, context: Path) -> Mapping[str, Any]:
     return experiment
 
 
-def _laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`, section by section; a length, one number in a unit, is replaced."""
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, section by section; a length is replaced, as it has one unit only."""
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        is_length = both and value and _LENGTH_UNITS.issuperset(value)
-        merged[key] = _laid_over(below or {}, value) if both and not is_length else value
+        is_length = both and value and {*LENGTH_UNITS}.issuperset(value)
+        merged[key] = _merged(below or {}, value) if both and not is_length else value
     return merged
 
 
 def _round_init_scale(
     hyperparameters: Mapping[str, Any], search: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`hyperparameters` with a sampled scale made a power of two.
+    """`hyperparameters` with the initial scale rounded to a power of two, if it is from a range.
 
-    Multiplying by one is exact, and so is its inverse. A scale that the search lists or fixes is
-    used as it is.
+    Scaling by a power of two is exact. A scale that the search lists or fixes is not rounded.
     """
-    space = _init_scale(search.get("hyperparameters"))
+    space = value_at(search, "hyperparameters.amp.init_scale")
     is_range = isinstance(space, Mapping) and space.get("type") not in ("categorical", "const")
-    scale = _init_scale(hyperparameters)
+    scale = value_at(hyperparameters, "amp.init_scale")
     if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
         return dict(hyperparameters)
     amp = {**hyperparameters["amp"], "init_scale": 2.0 ** round(math.log2(scale))}
     return {**hyperparameters, "amp": amp}
-
-
-def _init_scale(hyperparameters: Any) -> Any:
-    for key in ("amp", "init_scale"):
-        is_section = isinstance(hyperparameters, Mapping)
-        hyperparameters = hyperparameters.get(key) if is_section else None
-    return hyperparameters

@@ -1,25 +1,26 @@
-"""Runs a search without a cluster: keeps workers busy, stores their reports, stops on a signal."""
+"""Runs a search without a cluster: starts workers, stores their reports, stops on a signal."""
 
 from __future__ import annotations
 
-import fcntl
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import optuna
-import yaml
 from rich.console import Console
 
-from determined_amp.config.errors import UserError, exit_status
+from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
-from determined_amp.local.folder import fresh_folder
+from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.local.folder import fresh_folder, lock
+from determined_amp.local.processes import on_stop_signals
 from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.search_plan import SearchPlan
@@ -34,31 +35,44 @@ from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_queue import TrialQueue
 from determined_amp.search.workers import Worker
 
-# Failures in a row for one reason that say that the others will fail, too.
+# After this many failures in a row for one reason, the other trials would fail, too.
 SAME_FAILURES = 3
 
 
+# Seconds that a trial has for its checkpoint when the time is up; then it is killed.
+GRACE = 15.0
+
+
 class SearchError(UserError):
-    """The search cannot go on."""
+    """The search cannot continue."""
 
 
 def run_search(
     search: str | None, resume: Path | None, overrides: Sequence[str], workers: int
 ) -> int:
-    """Run a new search, or go on with one; the exit status."""
+    """Run a new search, or continue one.
 
-    def run_it() -> int:
-        folder = _folder(search, resume, overrides)
-        with _locked(folder):
-            _run(folder, workers)
-        return 0
+    Args:
+        search: The YAML of a new search; None with `resume`.
+        resume: The folder of a search to continue.
+        overrides: `KEY=VALUE` changes of the YAML.
+        workers: Number of trials that run at the same time.
 
+    Returns:
+        The exit status, 0: the search completed, or a signal stopped it.
+
+    Raises:
+        UserError: if it cannot start, or cannot continue.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return exit_status(run_it, before="")
+    folder = _folder(search, resume, overrides)
+    with lock(folder, "this search"):
+        _run(folder, workers)
+    return 0
 
 
 def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:
-    """The folder of the search: the one to go on in, or a new one if there is no mistake."""
+    """The folder of the search to continue, or a new one after the YAML has been checked."""
     if resume is not None:
         load_study(resume / FILE_NAME)
         return resume
@@ -66,19 +80,41 @@ def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -
     config = with_overrides(read_yaml(search), overrides)
     _check(config, search)
     folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
-    (folder / "search.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "search.yaml").write_text(dump_yaml(config))
     create_study(folder, config)
     return folder
 
 
 def _check(config: Mapping[str, Any], source: str) -> None:
-    """Find mistakes that many trials would share before the first one starts."""
+    """Raise for mistakes that many trials would share, before the first trial starts."""
     try:
         space = SearchPlan(config).space
         for probe in space.probes():
             check_trial(config, space.nested(probe))
     except ConfigError as error:
         raise ConfigError(source, error.problems) from error
+
+
+def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> bool:
+    """Run the trials of a new comparison, one at a time.
+
+    Args:
+        folder: The folder of the comparison.
+        search: Its configuration.
+        time_limit: Seconds after which it stops as by a signal.
+
+    Returns:
+        Whether it was stopped.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    (folder / "search.yaml").write_text(dump_yaml(dict(search)))
+    study, plan = create_study(folder, search), SearchPlan(search)
+    display = SearchDisplay(Console(), plan, folder)
+    engine = Engine(TrialQueue(plan, study, folder), display, 1, time_limit)
+    with lock(folder, "this search"), display.bar(), on_stop_signals(engine.on_signal):
+        engine.run(lambda: display.update(describe(study, folder)))
+    _check_machine(engine, folder)
+    return engine.stopping
 
 
 def _run(folder: Path, workers: int) -> None:
@@ -90,11 +126,21 @@ def _run(folder: Path, workers: int) -> None:
         if workers > 1:
             display.warn_of_sharing(workers)
     engine = Engine(TrialQueue(plan, study, folder), display, workers)
-    with display.bar(), engine.listening():
+    with display.bar(), on_stop_signals(engine.on_signal):
         engine.run(lambda: display.update(describe(study, folder)))
-    display.close(describe(study, folder), stopped=engine.stopping)
-    if engine.common_failure:
-        raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {engine.common_failure}")
+    _check_machine(engine, folder)
+    failure = engine.common_failure
+    display.close(describe(study, folder), stopped=engine.stopping, failed=failure is not None)
+    if failure is not None:
+        raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {failure}")
+
+
+def _check_machine(engine: Engine, folder: Path) -> None:
+    if engine.blocked is not None:
+        raise SearchError(
+            f"{engine.blocked}; the search stopped, and its open trials continue with: python -m "
+            f"determined_amp search --resume {folder}"
+        )
 
 
 def _keep_workers(study: optuna.study.Study, workers: int) -> None:
@@ -108,23 +154,35 @@ def _keep_workers(study: optuna.study.Study, workers: int) -> None:
 
 
 class Engine:
-    """Keeps workers busy with trials until there are none left, or a signal says stop.
+    """Runs all trials in worker processes, until none is left or a signal stops the search.
 
     The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint; a second
     one ends them at once.
 
     Args:
-        trials: Those of the search.
-        display: Is told of what happens.
-        workers: Trials at a time.
+        trials: The trials of the search.
+        display: Shows lost trials.
+        workers: Number of trials that run at the same time.
+        time_limit: Seconds after which the search stops as by a signal; None for no limit.
+
+    Attributes:
+        blocked: The problem of the machine that stopped the search, such as a full disk; else None.
     """
 
-    def __init__(self, trials: TrialQueue, display: SearchDisplay, workers: int) -> None:
+    def __init__(
+        self,
+        trials: TrialQueue,
+        display: SearchDisplay,
+        workers: int,
+        time_limit: float | None = None,
+    ) -> None:
+        self._ends = math.inf if time_limit is None else time.monotonic() + time_limit
         self._trials = trials
         self._display = display
         self._workers = workers
         self._idle: list[Worker] = []
         self._busy: dict[Worker, int] = {}
+        self.blocked: str | None = None
         self._failures: list[str] = []
         self._signals = 0
 
@@ -135,36 +193,32 @@ class Engine:
 
     @property
     def common_failure(self) -> str | None:
-        """Why the last trials failed, if all of them did for one reason."""
-        alike = len(self._failures) == SAME_FAILURES and len(set(self._failures)) == 1
-        return self._failures[0] if alike else None
+        """Why the last `SAME_FAILURES` trials failed, if all failed for one reason; else None."""
+        alike = len(self._failures) == SAME_FAILURES and len({*map(_kind, self._failures)}) == 1
+        return self._failures[-1] if alike else None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the two signals; only in the main thread."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Stop the trials; the handler of SIGINT and SIGTERM."""
+        self._stop()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self) -> None:
         self._signals += 1
         for worker in list(self._busy):
             if self._signals == 1:
-                worker.process.terminate()  # a trial that trains takes it for a wish
+                worker.process.terminate()  # a trial that trains stops at its next report
             else:
                 worker.process.kill()
 
     def run(self, on_change: Callable[[], None]) -> None:
-        """Run all trials; `on_change` is called after each message of a worker."""
+        """Run all trials, and call `on_change` after each message of a worker."""
         try:
             self._start_trials()
             while self._busy:
                 by_connection = {worker.connection: worker for worker in self._busy}
-                for ready in connection.wait(list(by_connection)):
+                ready_ones = connection.wait(list(by_connection), self._patience())
+                if not ready_ones:
+                    self._stop()
+                for ready in ready_ones:
                     self._handle(by_connection[ready])  # type: ignore[index]  # one of ours
                     on_change()
                 self._start_trials()
@@ -173,6 +227,13 @@ class Engine:
                 worker.close(kill=True)
             for worker in self._idle:
                 worker.close()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for a message; a trial that is stopping gets `GRACE`."""
+        if math.isinf(self._ends) or self._signals > 1:
+            return None
+        grace = GRACE if self.stopping else 0.0
+        return max(self._ends + grace - time.monotonic(), 0.0)
 
     def _start_trials(self) -> None:
         while len(self._busy) < self._workers and not self.stopping and self.common_failure is None:
@@ -207,21 +268,18 @@ class Engine:
         else:
             self._idle.append(worker)
         self._trials.ended(number, message)
+        if message.outcome is Outcome.INTERRUPTED and message.reason and self.blocked is None:
+            self.blocked = message.reason
+            self._stop()
         self._note(message)
 
     def _note(self, result: TrialResult) -> None:
         if result.outcome is Outcome.FAILED:
-            self._failures = [*self._failures, result.reason or ""][-SAME_FAILURES:]
+            self._failures = [*self._failures, result.reason or "it failed"][-SAME_FAILURES:]
         else:
             self._failures = []
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second process from going on with the same search."""
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SearchError(f"{folder}: another process is running this search") from error
-        yield
+def _kind(reason: str) -> str:
+    """A reason without what differs from trial to trial: numbers, and so its own folder."""
+    return re.sub(r"\d+(\.\d+)?([eE][-+]?\d+)?", "#", reason)

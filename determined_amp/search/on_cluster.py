@@ -3,16 +3,16 @@ r"""Run one trial of a search on a Determined cluster: train, compare, score or 
     entrypoint: python3 -m determined.launch.torch_distributed \
         python3 -m determined_amp.search.on_cluster VERB
 
-train    As `python -m determined_amp train` does it. Every validation also reports the initial
+train    Trains like `python -m determined_amp train`. Every validation also reports the initial
          scale and the share of the gradients that it flushes to zero before the first step.
-compare  The same without these reports, so that memory and speed are those of the training.
+compare  Trains without these reports, so that memory and speed are those of the training.
 score    Measures the loss scale of the trial on a few frozen batches; nothing is trained. All
-         trials see the same parameters and batches, whatever seeds the platform gave them.
-find     Finds the loss scale in one pass over a few batches. Verdict and tables end the log, and
-         `loss_scale.json` in the checkpoint holds everything:
-         `python -m determined_amp report loss-scale SEARCH --finding ID` reads it. The metric
-         group `loss_scale` has overflow and flush for every power of two from 2^1 on. The WebUI
-         plots them over "batches": read log2 of the scale there.
+         trials use the same parameters and batches, whatever seeds the platform gave them.
+find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
+         The checkpoint holds everything in `loss_scale.json`, which
+         `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
+         `loss_scale` has overflow and flush for every power of two from 2^1 on. The WebUI plots
+         them over "batches", which stands for log2 of the scale here.
 """
 
 from __future__ import annotations
@@ -28,22 +28,27 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
+from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.errors import NO_RETRY, UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
-from determined_amp.config.settings import ConfigError
-from determined_amp.finder.advice import FILE_NAME, FinderRun, json_text, show
-from determined_amp.finder.find import look
+from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
-from determined_amp.local.context import with_averaging
+from determined_amp.local.context import set_averaging
 from determined_amp.search.compose import compose
-from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
+from determined_amp.search.scale_metrics import (
+    batches_to_score,
+    batches_to_use,
+    report_flushed_share,
+    scored,
+)
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 from determined_amp.train import train_on_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the verb; returns the exit status: 0, or 2 for an error that a user can fix."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     return exit_status(lambda: _run(given), NO_RETRY)
 
@@ -66,10 +71,10 @@ def _run(given: Sequence[str]) -> int:
 
 
 def _compose(info: det.ClusterInfo) -> None:
-    """Put the experiment of this trial where Determined's harness, too, looks for it.
+    """Replace the configuration of the search in `info` with that of this trial's experiment.
 
-    It reads batch size, searcher and, for its checkpoints, the whole configuration from here; a
-    checkpoint then holds an experiment that trains without its search.
+    Determined's harness reads batch size and searcher from there. It also saves that configuration
+    in checkpoints, so a checkpoint holds an experiment that trains without its search.
     """
     config = compose(info.trial._config, info.trial.hparams, Path.cwd())
     if info.trial.hparams.get("seed") is not None:
@@ -101,14 +106,15 @@ def _score(info: det.ClusterInfo) -> int:
 
 def _find(info: det.ClusterInfo) -> int:
     experiment = parse(info.trial._config, "search", completed_by_master=True)
-    batches = _batches_to_look_at(experiment)
+    batches = batches_to_use(experiment)
     with _open_trial(info, experiment) as (trial, context):
-        finding, run = look(experiment.name, trial, context, batches)
+        found = find_in_trial(experiment.name, trial, context, batches)
         if context.distributed.rank == 0:
-            _report(context._core.train, finding, batches)
-            _save(context._core.checkpoint, finding, run)
+            _report(context._core.train, found.finding, batches)
+            with context._core.checkpoint.store_path({"steps_completed": batches}) as (folder, _):
+                found.write(folder / FILE_NAME)
             context._core.train.report_progress(1.0)
-            show(finding, run, Console(width=100))  # last: the reports, too, are in the log
+            found.show(Console(width=100))  # after the reports, which the log contains, too
     return 0
 
 
@@ -124,28 +130,14 @@ _VERBS: dict[TrialKind, Callable[[det.ClusterInfo], int]] = {
 def _open_trial(
     info: det.ClusterInfo, experiment: Experiment[Any]
 ) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
-    """The trial with the seed of the experiment, not of the trial."""
+    """The trial, made with the seed of the experiment, not with that of the trial."""
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     info.trial.trial_seed = experiment.seed
     frequency = experiment.aggregation_frequency
     hparams = dict(experiment.hyperparameters)
     with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-        with_averaging(context, experiment)
-        yield experiment.make(context), context
-
-
-def _batches_to_look_at(experiment: Experiment[Any]) -> int:
-    length = experiment.training.max_length
-    batches = None if length is None else length.batches
-    if batches is None:
-        raise ConfigError(
-            "search",
-            [
-                f"hyperparameters.training.max_length.batches: got {batches!r}; allowed: the "
-                "number of training batches to look at, such as 4"
-            ],
-        )
-    return batches
+        set_averaging(context, experiment)
+        yield trial_of(experiment, context), context
 
 
 def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
@@ -165,11 +157,6 @@ def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
     if finding.choice_log2 is not None:
         metrics["init_scale_log2"] = finding.choice_log2
     train.report_validation_metrics(steps_completed=batches, metrics=metrics)
-
-
-def _save(checkpoint: core.CheckpointContext, finding: Finding, run: FinderRun) -> None:
-    with checkpoint.store_path({"steps_completed": run.batches}) as (folder, _):
-        (folder / FILE_NAME).write_text(json_text(finding, run))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
-"""Run one trial of a search on this machine: score its loss scale, or train it.
+"""Runs one trial of a search on this machine: trains it, or scores its loss scale.
 
-What it reports is what a process of its own would, but for `peak_memory_mib` on a CPU, which is the
-peak of the process so far; trials of a comparison do have a process of their own.
+A worker process runs several trials, one after the other. So on a CPU `peak_memory_mib` is the peak
+of all trials of the process so far. Only the trials of a comparison have a process each.
 """
 
 from __future__ import annotations
 
 import enum
-import fcntl
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,23 @@ from rich.console import Console
 
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment, parse
-from determined_amp.local.checkpoints import complete_checkpoints
+from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.trial import find_in_trial
+from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import StopOnSignal
-from determined_amp.local.reports import RunListener
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
+from determined_amp.local.run_listener import RunListener
 from determined_amp.search.compose import compose
-from determined_amp.search.scale_metrics import batches_to_score, report_flushed_share, scored
+from determined_amp.search.scale_metrics import (
+    batches_to_score,
+    batches_to_use,
+    report_flushed_share,
+    scored,
+)
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import TrialKind
 
@@ -42,9 +47,9 @@ class Job:
     """One trial to run.
 
     Args:
-        kind: What it does.
+        kind: Whether to train, compare or score.
         config: Its experiment configuration.
-        folder: Its run folder; a trial that left a checkpoint there goes on from it.
+        folder: Its run folder; a trial with a checkpoint there continues from it.
     """
 
     kind: TrialKind
@@ -54,11 +59,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Validation:
-    """A report of a running trial; answered with whether it is to go on.
+    """A validation of a running trial.
 
     Args:
-        batches: Batches trained before it.
-        metrics: By name; finite numbers only.
+        batches: Number of batches trained before it.
+        metrics: Its finite metrics, by name.
     """
 
     batches: int
@@ -66,7 +71,7 @@ class Validation:
 
 
 class Outcome(enum.Enum):
-    """How a trial ended: to its end, by early stopping, by a signal, or without a result."""
+    """How a trial ended: complete, stopped early, interrupted by a signal, or without a result."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
@@ -77,28 +82,30 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The last word of a trial.
+    """The result of a trial.
 
     Args:
-        outcome: `INVALID` means that these hyperparameters cannot train.
-        training: The last training metrics.
-        reason: Why it is invalid or failed.
+        outcome: How it ended. `INVALID` means that these hyperparameters cannot train.
+        training: The last training metrics; None without any.
+        reason: Why it is invalid or failed, or what of the machine interrupted it; else None.
+        epoch_batches: Batches of an epoch; None if it did not train.
     """
 
     outcome: Outcome
     training: Mapping[str, float] | None = None
     reason: str | None = None
+    epoch_batches: int | None = None
 
 
-# Is told of every validation of a running trial; whether the trial is to go on.
+# Called with every validation of a running trial; returns whether the trial continues.
 GoOn = Callable[[Validation], bool]
 
 
 def check_trial(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
-    """The experiment of a trial, if it can be run.
+    """The experiment of a trial with these sampled values.
 
     Raises:
-        ConfigError: naming every mistake.
+        ConfigError: naming every mistake, if it cannot be run.
     """
     experiment = parse(compose(search, sampled, Path.cwd()), str(search.get("name", "search")))
     scores = TrialKind.of(search) is TrialKind.SCORE
@@ -107,52 +114,60 @@ def check_trial(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experi
 
 
 def run_trial(job: Job, go_on: GoOn) -> TrialResult:
-    """Run one trial to its end, or until it is asked to stop.
+    """Run one trial to its end, or until it is stopped.
 
     Args:
         job: The trial.
-        go_on: Is told of every validation, and says whether to go on.
+        go_on: Called with every validation; returns whether the trial continues.
 
     Returns:
-        How it ended; whatever went wrong is in there.
+        How it ended; an error of the trial is a result, too.
     """
     gc.collect()
     torch.cuda.empty_cache()
     folder = RunFolder(job.folder)
-    with _alone_in(folder):
+    with folder.locked(wait=True):  # by a worker of an earlier, killed search
         try:
-            outcome = _run(job, folder, go_on)
-        except SystemExit as left:  # Determined's context makes one of an InvalidHP
-            if not isinstance(left.__context__, det.InvalidHP):
+            listener = _SearchListener(go_on)
+            _run(job, folder, listener)
+        except SystemExit as exit_error:  # Determined's context raises it for an InvalidHP
+            if not isinstance(exit_error.__context__, det.InvalidHP):
                 raise
-            return TrialResult(Outcome.INVALID, reason=str(left.__context__))
-        except UserError as error:
-            return TrialResult(Outcome.FAILED, reason=str(error))
-        except Exception as error:  # one trial may not end the search
+            return TrialResult(Outcome.INVALID, reason=str(exit_error.__context__))
+        except Exception as error:  # a failed trial must not end the search
+            if is_of_the_machine(error):
+                return TrialResult(Outcome.INTERRUPTED, reason=str(error))
+            if isinstance(error, UserError):
+                return TrialResult(Outcome.FAILED, reason=str(error))
             with folder.log.open("a") as log:
                 log.write(traceback.format_exc())
             return TrialResult(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
     training = [line for line in folder.read_metrics() if line["group"] == "training"]
-    return TrialResult(outcome, training=_finite(training[-1]) if training else None)
+    return TrialResult(
+        listener.outcome,
+        training=_finite(training[-1]) if training else None,
+        epoch_batches=listener.epoch_batches,
+    )
 
 
-def _run(job: Job, folder: RunFolder, go_on: GoOn) -> Outcome:
+def _run(job: Job, folder: RunFolder, listener: _SearchListener) -> None:
     experiment = parse(job.config, str(job.config.get("name", "search")))
     if job.kind is TrialKind.SCORE:
-        _score(experiment, folder, go_on)
-        return Outcome.COMPLETE
+        _score(experiment, folder, listener.go_on)
+        return
+    if job.kind is TrialKind.FIND:
+        _find(experiment, folder)
+        return
     check_lengths(experiment)
-    listener = _SearchListener(go_on)
     train_here(
         experiment,
         lambda: folder,
         _resume(folder),
         listeners=[listener],
         show=False,
-        # A comparison wants the memory of the training alone, and no twin beside it.
+        # Not in a comparison: the second trial of this measurement would count as its memory.
         prepare=report_flushed_share if job.kind is TrialKind.TRAIN else None,
     )
-    return listener.outcome
 
 
 def _resume(folder: RunFolder) -> Resume | None:
@@ -167,24 +182,40 @@ def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
         open_trial(experiment.config, experiment.name) as found,
     ):
         metrics = scored(found.trial, found.context, experiment, batches)
-    folder.forget_metrics_after(-1)  # of a process that was killed before it could answer
+    folder.forget_metrics_after(-1)  # a killed process may have left its report
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, _finite(metrics)))
 
 
+def _find(experiment: Experiment[Any], folder: RunFolder) -> None:
+    batches = batches_to_use(experiment)
+    folder.describe(experiment)
+    with (
+        logging_to(folder.log, Console(quiet=True)),
+        open_trial(experiment.config, experiment.name) as opened,
+    ):
+        found = find_in_trial(experiment.name, opened.trial, opened.context, batches)
+    found.write(folder.path / FILE_NAME)
+
+
 class _SearchListener(RunListener):
-    """After every validation asks the search whether to go on, and stops the run if not.
+    """After every validation, asks the search whether the trial continues, and stops it if not.
 
     Args:
-        go_on: That question.
+        go_on: Asks the search.
 
     Attributes:
         outcome: How the trial ended.
+        epoch_batches: Batches of an epoch; None before the training.
     """
 
     def __init__(self, go_on: GoOn) -> None:
-        self._go_on = go_on
+        self.go_on = go_on
         self.outcome = Outcome.COMPLETE
+        self.epoch_batches: int | None = None
+
+    def on_epoch_length(self, batches: int) -> None:
+        self.epoch_batches = batches
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
@@ -192,7 +223,12 @@ class _SearchListener(RunListener):
     def on_report(self, line: Mapping[str, Any]) -> None:
         if line["group"] != "validation":
             return
-        if not self._go_on(Validation(line["batches"], _finite(line))):
+        try:
+            continues = self.go_on(Validation(line["batches"], _finite(line)))
+        except SystemExit as search_gone:
+            self._stop.reason, self._stop.requested = str(search_gone), True
+            raise
+        if not continues:
             self.outcome = Outcome.STOPPED
             self._stop.requested = True
 
@@ -201,16 +237,8 @@ class _SearchListener(RunListener):
             self.outcome = Outcome.INTERRUPTED
 
 
-@contextmanager
-def _alone_in(folder: RunFolder) -> Iterator[None]:
-    """Wait until no worker of a search that was killed writes there any more."""
-    with (folder.path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a report: these can be compared, and stored in any database."""
+    """The finite numbers of a report: these can be compared, and stored in a database."""
     return {
         name: float(value)
         for name, value in metrics.items()

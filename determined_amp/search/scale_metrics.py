@@ -1,4 +1,4 @@
-"""What a loss scale does to the gradients of a trial, measured on a few frozen batches."""
+"""Measures on a few frozen batches what the loss scale does to the gradients of a trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.config.amp import Precision
+from determined_amp.amp.unmodified import trial_of
+from determined_amp.config.amp_settings import Precision
 from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.frozen import LossScaleError
@@ -25,12 +26,12 @@ from determined_amp.local.context import make_context
 
 logger = logging.getLogger(__name__)
 
-# Batches that a training trial of a search is measured on before it trains.
+# How many batches measure a trial before it trains.
 MEASURED_BATCHES = 2
 
 
 def batches_to_score(experiment: Experiment[Any]) -> int:
-    """The number of frozen batches that a trial is scored on.
+    """The number of frozen batches that score a trial: its `max_length`.
 
     Raises:
         ConfigError: if the experiment cannot be scored.
@@ -62,37 +63,61 @@ def batches_to_score(experiment: Experiment[Any]) -> int:
     return batches
 
 
+def batches_to_use(experiment: Experiment[Any]) -> int:
+    """The number of training batches for the finder: the experiment's `max_length`.
+
+    Raises:
+        ConfigError: if that is not a number of batches.
+    """
+    length = experiment.training.max_length
+    batches = None if length is None else length.batches
+    if batches is None:
+        raise ConfigError(
+            "search",
+            [
+                f"hyperparameters.training.max_length.batches: got {batches!r}; allowed: the "
+                "number of training batches to use, such as 4"
+            ],
+        )
+    return batches
+
+
 def scored(
     trial: pytorch.PyTorchTrial,
     context: pytorch.PyTorchTrialContext,
     experiment: Experiment[Any],
     batches: int,
 ) -> dict[str, float]:
-    """The validation metrics of a scored trial: those of `score`, and the scale itself.
+    """The validation metrics of a scored trial: those of `score`, and `init_scale_log2`.
 
     Raises:
         determined.InvalidHP: if no scale can train this experiment.
+        LossScaleError: if the trial has no gradient to scale.
     """
-    assert experiment.amp is not None  # nothing else is scored
+    assert experiment.amp is not None  # checked by `batches_to_score`
     scale = experiment.amp.init_scale
     return {"init_scale_log2": math.log2(scale), **score(trial, context, batches)}
 
 
 def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Add what the initial scale does to the gradients to every validation of a trial to come.
+    """Make every validation of a trial report its initial scale, and the share that it flushes.
 
-    It is measured on a second trial of the same seed, which is then thrown away, so that the
-    training is the one it would have been. Every rank measures the same, on its own.
+    A second trial with the same seed measures the share and is then dropped, so the training itself
+    does not change. Every rank measures the same on its own.
+
+    Args:
+        context: The context of the trial, which is not made yet.
+        experiment: Its experiment.
 
     Raises:
         determined.InvalidHP: if no scale can train this experiment.
     """
     if experiment.amp is None or experiment.amp.precision is not Precision.AMP_FP16:
         return
-    # Without the task's information `Trainer` does not take the twin for a trial to be resumed.
+    # Without the information of the task, `Trainer` does not resume the twin from a checkpoint.
     with _random_state_kept(context.device), patched(det, "get_cluster_info", lambda: None):
         twin = _twin(context, experiment)
-        trial = experiment.make(twin)
+        trial = trial_of(experiment, twin)
         try:
             measured = scored(trial, twin, experiment, MEASURED_BATCHES)
         except LossScaleError as error:
@@ -102,7 +127,7 @@ def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Exper
 
 
 class _Constant(pytorch.MetricReducer):
-    """The same numbers in every validation report."""
+    """Reports the same numbers in every validation."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext, metrics: dict[str, float]) -> None:
         self._metrics = metrics

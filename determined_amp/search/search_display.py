@@ -1,31 +1,25 @@
-"""The terminal of a search: a bar with the best so far, a line per trial, a table at the end."""
+"""The terminal output of a search: a bar with the best trial, a line per trial, a final table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
+from determined_amp.config.dotted import flat
+from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.local.display import progress_bar
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
 from determined_amp.search.trial_kind import TrialKind
 
-# Beside the searcher's metric, if a trial has them: name, title, and how the number is written.
+# Columns beside the searcher's metric, if a trial has the metric: name, title, format.
 _DIAGNOSIS = (
     ("init_scale_log2", "scale", "2^{:g}"),
     ("gradient_error", "error", "{:.1e}"),
@@ -42,44 +36,36 @@ class SearchDisplay:
     """Shows one search.
 
     Args:
-        console: Where.
+        console: Where to print.
         plan: The search.
-        folder: Its folder.
+        folder: The search folder.
     """
 
     def __init__(self, console: Console, plan: SearchPlan, folder: Path) -> None:
         self._console = console
         self._plan = plan
         self._folder = folder
+        self._metric = plan.settings.metric
         self._compares = plan.kind is TrialKind.COMPARE
         self._shown: set[int] | None = None
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("trials"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
+        self._progress = progress_bar(console, "trials")
 
     @contextmanager
     def bar(self) -> Iterator[None]:
-        """Show a bar meanwhile."""
+        """Show the bar inside this block."""
         self._task = self._progress.add_task("starting", total=self._plan.total)
         with self._progress:
             yield
 
     def warn_of_sharing(self, workers: int) -> None:
-        """Say what trials that run side by side do to each other's speed."""
+        """Warn that trials that run at the same time slow each other down."""
         self._print(
             f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
             "their accuracies can be compared, their speeds cannot"
         )
 
     def lost(self, number: int, status: int | None) -> None:
-        """Say that the process of a trial died."""
+        """Print that the process of a trial died."""
         self._print(f"trial {number:>3}  its process died with status {status}")
 
     def update(self, study: SearchStudy) -> None:
@@ -93,14 +79,20 @@ class SearchDisplay:
         ranked = study.ranked()
         if ranked and not self._compares:
             best = ranked[0]
-            description = f"best {study.metric} {best.value:.5g} (trial {best.number})"
+            description = f"best {self._metric} {best.value:.5g} (trial {best.number})"
         done = min(len(ended), self._plan.total)
         self._progress.update(self._task, completed=done, description=description)
 
-    def close(self, study: SearchStudy, *, stopped: bool) -> None:
-        """The table of a search that has ended, and the best values as YAML."""
+    def close(self, study: SearchStudy, *, stopped: bool, failed: bool) -> None:
+        """Show the table of a search that has ended, and the best values as YAML.
+
+        Args:
+            study: The search.
+            stopped: Whether a signal stopped it.
+            failed: Whether it ended because its trials failed for one reason.
+        """
         ranked = study.ranked()
-        state = "stopped" if stopped else "completed"
+        state = "failed" if failed else "stopped" if stopped else "completed"
         self._console.print(self._table(study, ranked, f"{self._plan.search.get('name')}: {state}"))
         if self._compares:
             self._print(f"compare: python -m determined_amp report precision {self._folder}")
@@ -108,7 +100,7 @@ class SearchDisplay:
             self._print("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].used:
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
-            lines = yaml.safe_dump({"hyperparameters": dict(ranked[0].used)}, sort_keys=False)
+            lines = dump_yaml({"hyperparameters": dict(ranked[0].used)})
             self._print(lines.rstrip())
         if stopped:
             self._print(f"go on: python -m determined_amp search --resume {self._folder}")
@@ -119,28 +111,33 @@ class SearchDisplay:
         if trial.value is None:
             result = f"{trial.state}: {(trial.reason or '').partition(chr(10))[0]}"
         else:
-            result = f"{self._plan.settings.metric} {_short(trial.value)}"
+            result = f"{self._metric} {_short(trial.value)}"
         if trial.state == "stopped":
             result += f", stopped after {trial.history[-1][0]} batches"
         return f"trial {trial.number:>3}  {values}  {result}"
 
     def _table(self, study: SearchStudy, ranked: list[SearchTrial], title: str) -> Table:
-        """Best first, a scale as it was used; `after` is the batches, or why there is no value.
+        """A row per trial, best first, with the scale after rounding to a power of two.
 
-        Trials of a comparison stand in their order: the best of them is noise.
+        The column `after` has the batches of the last validation, or why there is no value. The
+        trials of a comparison are in the order of their numbers, because seeds decide the best.
         """
         valueless = [trial for trial in study.trials if trial.value is None]
         rows = [*ranked, *(trial for trial in valueless if trial.state != "waiting")]
         if self._compares:
             rows.sort(key=lambda trial: trial.number)
-        numbers = [{**_steps(trial), **trial.metrics} for trial in rows]
+        numbers = [dict(trial.metrics) for trial in rows]
+        skipped = MetricName.SKIPPED_STEPS
+        for found, trial in zip(numbers, rows, strict=True):
+            if skipped in trial.training:
+                found.setdefault(skipped, trial.training[skipped])
         shown = [row for row in _DIAGNOSIS if any(row[0] in found for found in numbers)]
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         titles = [name.rpartition(".")[2] for name in params]
-        for column in ("trial", *titles, study.metric, *(title for _, title, _ in shown), "after"):
+        for column in ("trial", *titles, self._metric, *(title for _, title, _ in shown), "after"):
             table.add_column(column, justify="right", overflow="fold")
         for trial, found in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
             table.add_row(
@@ -156,24 +153,6 @@ class SearchDisplay:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _steps(trial: SearchTrial) -> dict[str, float]:
-    """Of its training metrics, those that say what its loss scale cost."""
-    return {
-        name: value for name, value in trial.training.items() if name == MetricName.SKIPPED_STEPS
-    }
-
-
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names of all leaves."""
-    leaves: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
-    return leaves
 
 
 def _short(value: Any) -> str:

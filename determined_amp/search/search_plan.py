@@ -1,4 +1,4 @@
-"""What the YAML of a search asks for: its searcher and space, the kind and the seeds of trials."""
+"""The content of a search YAML: its searcher, its space, and the kind and seeds of its trials."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
 
 
 class SearchPlan:
-    """What a search YAML asks for.
+    """A search, read from its YAML.
 
     Args:
-        search: Its content.
+        search: The content of the YAML.
 
     Raises:
         ConfigError: naming every mistake in its searcher and its spaces.
@@ -61,22 +61,22 @@ class SearchPlan:
 
     @property
     def total(self) -> int:
-        """The number of trials, invalid ones that are replaced left out."""
+        """The number of trials, not counting invalid ones that are replaced."""
         return sum(bracket.max_trials for bracket in self.brackets)
 
     @property
     def replaces_invalid(self) -> bool:
-        """Whether another trial takes the place of one that cannot train, as on the platform."""
+        """Whether a trial that cannot train is replaced by another one, as on the platform."""
         return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
 
     def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
         """The experiment configuration of a trial, its seed included.
 
-        A trial that is given no seed gets its own if it trains, everybody's if it is scored. The
-        platform, too, draws one per trial from `experiment_seed`, but other numbers.
+        If the search sets no seed, trials that train get a seed each, drawn from `experiment_seed`.
+        The platform does the same, but draws other numbers. All scored trials share one seed.
 
         Args:
-            number: Of the trial.
+            number: Number of the trial.
             sampled: A value for every hyperparameter of the search, nested.
 
         Raises:
@@ -89,12 +89,12 @@ class SearchPlan:
         return config
 
     def drawn(self, number: int, stream: int) -> int:
-        """A 32-bit number that depends on the search's seed and the trial alone."""
+        """A 32-bit random number that depends on the search's seed and on the arguments only."""
         return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
 
 
 def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
-    """What the trials of a search do, or None if it added to `problems`."""
+    """The kind of the trials of a search; None after appending a mistake to `problems`."""
     kind = TrialKind.of(search)
     if kind in _KINDS_HERE:
         return kind
@@ -107,9 +107,10 @@ def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | No
 
 
 def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Seed by seed, every other one backwards, so that a drift of the machine hits all alike.
+    """The points in the order of their seeds, with every second seed in reverse.
 
-    The platform would train one precision after the other.
+    So a drift of the machine affects all precisions alike. The platform trains one precision after
+    the other.
     """
     by_seed: dict[Any, list[dict[str, Any]]] = {}
     for point in points:

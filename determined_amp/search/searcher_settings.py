@@ -1,4 +1,4 @@
-"""The `searcher` section of a search, and the brackets that `adaptive_asha` makes of it.
+"""The `searcher` section of a search, and the brackets of `adaptive_asha`.
 
 Brackets and rungs follow Determined 0.38.1 (`master/pkg/searcher/adaptive_asha.go`).
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError, read, setting
+from determined_amp.config.training import LENGTH_UNITS
 
 
 class Method(enum.Enum):
@@ -25,7 +26,7 @@ class Method(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """How many brackets `adaptive_asha` hedges over: one, the upper half, or all."""
+    """How many brackets `adaptive_asha` has: one, half of them, or all."""
 
     AGGRESSIVE = "aggressive"
     STANDARD = "standard"
@@ -45,24 +46,23 @@ _NEEDS = {
     Method.RANDOM: ("max_trials",),
     Method.ADAPTIVE_ASHA: ("max_trials", "time_metric", "max_time"),
 }
-_UNITS = ("batches", "epochs")
 
 
 @dataclass(frozen=True)
 class SearcherSettings:
-    """The `searcher` section, by the platform's names.
+    """The `searcher` section; the names are Determined's.
 
     Args:
         name: The method.
         metric: Validation metric that ranks trials.
-        smaller_is_better: Its direction.
-        max_trials: Trials, those not counted whose hyperparameters are invalid.
-        max_concurrent_trials: For a cluster; without one it is the number of workers.
-        time_metric: `batches` or `epochs`, the unit of `max_time`.
-        max_time: Length of a trial that is never stopped.
+        smaller_is_better: Direction of the metric.
+        max_trials: Number of trials, not counting those with invalid hyperparameters.
+        max_concurrent_trials: Used on a cluster only; elsewhere `--workers` sets it.
+        time_metric: Unit of `max_time`: `batches` or `epochs`.
+        max_time: Length of a trial that is not stopped early.
         mode: How many brackets.
-        divisor: One of so many trials goes on at a rung.
-        max_rungs: The most rungs of a bracket.
+        divisor: One of this many trials continues at a rung.
+        max_rungs: Largest number of rungs of a bracket.
     """
 
     name: Method = setting()
@@ -83,17 +83,17 @@ class SearcherSettings:
         for key in _NEEDS.get(self.name, ()):
             if getattr(self, key) is None:
                 yield key, f"missing; {self.name.value} needs it"
-        if self.time_metric is not None and self.time_metric not in _UNITS:
-            yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(_UNITS)}"
+        if self.time_metric not in (None, *LENGTH_UNITS):
+            yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """A number of trials that are compared with each other.
+    """A group of trials that `adaptive_asha` compares with each other.
 
     Args:
-        rungs: Lengths, in `time_metric`, after which they are; the last is the whole length.
-        max_trials: How many.
+        rungs: Lengths, in `time_metric`, at which it compares them; the last is the whole length.
+        max_trials: Number of trials.
     """
 
     rungs: tuple[int, ...]
@@ -101,7 +101,7 @@ class Bracket:
 
 
 def brackets(settings: SearcherSettings) -> list[Bracket]:
-    """The brackets of an `adaptive_asha` search, those that stop earliest first."""
+    """The brackets of an `adaptive_asha` search; the first has the earliest rung."""
     assert settings.max_trials is not None
     assert settings.max_time is not None
     divisor = settings.divisor
@@ -130,21 +130,22 @@ def _rungs(count: int, divisor: float, max_time: int) -> tuple[int, ...]:
 
 
 def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
-    """The `searcher` section, or None if it added to `problems`."""
+    """The `searcher` section; None after appending its mistakes to `problems`."""
     if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
-        problems.append("searcher.bracket_rungs: is left to the platform; use mode and max_rungs")
+        problems.append("searcher.bracket_rungs: is not supported; use mode and max_rungs")
         return None
     return read(SearcherSettings, raw, "searcher", problems)
 
 
 def check_lengths(experiment: Experiment[Any]) -> None:
-    """See that `adaptive_asha` compares trials of equal length; the platform only warns.
+    """Check that `adaptive_asha` compares trials of equal length; the platform only warns.
 
     Args:
-        experiment: Of a trial.
+        experiment: The experiment of a trial.
 
     Raises:
-        ConfigError: if its length is not `max_time`, or it validates later than the first rung.
+        ConfigError: if its length is not `max_time`, or its first validation is after the first
+            rung.
     """
     problems: list[str] = []
     raw = experiment.config.get("searcher")

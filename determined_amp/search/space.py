@@ -1,9 +1,9 @@
-"""Hyperparameter spaces by the platform's rules: what can be sampled, and which points a grid has.
+"""Hyperparameter spaces by the platform's rules: what is sampled, and which points a grid has.
 
 The rules are those of Determined 0.38.1 (`master/pkg/searcher/grid.go` and `hyperparameters.go`).
-A mapping with a `type` is a space, one without nests, anything else is a constant. A grid of a
-`log` space has evenly spaced exponents, of `int` and `double` evenly spaced values, ends included;
-a single point is the middle; an `int` never has more points than integers.
+A mapping with a `type` is a space, another mapping is a section, anything else is a constant. A
+grid over `log` has evenly spaced exponents; over `int` and `double` evenly spaced values, both ends
+included. A single point is the middle. A grid over `int` has at most one point per integer.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optuna import distributions
 
+from determined_amp.config.dotted import put
 from determined_amp.config.settings import read, setting
 
 Scalar = bool | int | float | str | None
@@ -28,9 +29,9 @@ class Axis:
 
     Args:
         path: Its keys under `hyperparameters`.
-        distribution: How Optuna draws it: uniformly, for `log` uniformly in the exponent.
+        distribution: Optuna's distribution: uniform, for `log` uniform in the exponent.
         grid: Its points in a grid, in the platform's order; empty without a `count`.
-        values: What the entries of a categorical distribution stand for.
+        values: The values that the choices of a categorical distribution stand for.
     """
 
     path: tuple[str, ...]
@@ -40,11 +41,11 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """The dotted name, as in `amp.init_scale`."""
+        """The dotted name, such as `amp.init_scale`."""
         return ".".join(self.path)
 
     def ends(self) -> tuple[Any, ...]:
-        """Values that show whether all of them are legal: all of a choice, the ends of a range."""
+        """All choices, or both ends of a range: if these are valid, every value is."""
         if isinstance(self.distribution, distributions.CategoricalDistribution):
             return tuple(self.distribution.choices)
         low, high = self.distribution.low, self.distribution.high  # type: ignore[attr-defined]
@@ -56,7 +57,7 @@ class Space:
     """All hyperparameters of a search.
 
     Args:
-        axes: Those that are searched, in the platform's order: sorted by name, level by level.
+        axes: The searched ones, in the platform's order: sorted by name, level by level.
         constants: The others, nested as in the YAML.
     """
 
@@ -64,58 +65,51 @@ class Space:
     constants: Mapping[str, Any]
 
     def grid(self) -> list[dict[str, Scalar]]:
-        """Every point by dotted names, in the order in which the platform starts their trials.
+        """Every point, by dotted name, in the order in which the platform starts its trials.
 
-        The last name moves fastest, and the platform takes the points from the end.
+        The last name varies fastest, and the platform starts with the last point.
         """
         points = itertools.product(*(axis.grid for axis in self.axes))
         names = [axis.name for axis in self.axes]
         return [dict(zip(names, point, strict=True)) for point in points][::-1]
 
     def probes(self) -> Iterator[dict[str, Any]]:
-        """A few points in which every end and every choice of an axis occurs."""
+        """A few points that together contain every end and every choice of each axis."""
         ends = [axis.ends() for axis in self.axes]
         for i in range(max(map(len, ends), default=1)):
             values = (end[min(i, len(end) - 1)] for end in ends)
             yield dict(zip((axis.name for axis in self.axes), values, strict=True))
 
     def nested(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of one trial as a cluster hands them over: a point and constants."""
+        """The hyperparameters of the trial at a point, nested, constants included."""
         sample: dict[str, Any] = json.loads(json.dumps(self.constants))
         for axis in self.axes:
             value = point[axis.name]
-            _put(sample, axis.path, value if axis.values is None else axis.values[value])
+            put(sample, axis.path, value if axis.values is None else axis.values[value])
         return sample
 
 
 def nest(axes: tuple[Axis, ...], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `hyperparameters` that are searched, nested."""
+    """The searched ones of these hyperparameters, nested."""
     found: dict[str, Any] = {}
     for axis in axes:
         value: Any = hyperparameters
         for key in axis.path:
             value = value[key]
-        _put(found, axis.path, value)
+        put(found, axis.path, value)
     return found
-
-
-def _put(sample: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    *parents, last = path
-    for key in parents:
-        sample = sample.setdefault(key, {})
-    sample[last] = value
 
 
 def read_space(
     hyperparameters: object, problems: list[str], *, grid: bool, path: tuple[str, ...] = ()
 ) -> Space:
-    """The space that a `hyperparameters` section describes.
+    """The space of a `hyperparameters` section.
 
     Args:
         hyperparameters: The section.
-        problems: Receives a sentence per mistake.
+        problems: A sentence per mistake is appended.
         grid: Whether every range needs a `count`.
-        path: Where the section is.
+        path: The keys of a nested section.
     """
     place = ".".join(("hyperparameters", *path))
     if not isinstance(hyperparameters, Mapping):
@@ -149,6 +143,10 @@ class _Range:
         if self.minval >= self.maxval:
             yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
 
+    def axis(self, path: tuple[str, ...]) -> Axis:
+        distribution = distributions.FloatDistribution(self.minval, self.maxval)
+        return Axis(path, distribution, tuple(self.points(self.count or 0)))
+
     def points(self, count: int) -> list[float]:
         """`count` values from end to end; the middle for one."""
         if count == 1:
@@ -161,6 +159,11 @@ class _Range:
 class _IntRange(_Range):
     minval: int = setting()
     maxval: int = setting()
+
+    def axis(self, path: tuple[str, ...]) -> Axis:
+        count = min(self.count or 0, self.maxval - self.minval + 1)
+        grid = tuple(_round(value) for value in self.points(count))
+        return Axis(path, distributions.IntDistribution(self.minval, self.maxval), grid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,58 +183,39 @@ class _LogRange(_Range):
                 "float64; minval and maxval are exponents",
             )
 
+    def axis(self, path: tuple[str, ...]) -> Axis:
+        low, high = sorted(math.pow(self.base, end) for end in (self.minval, self.maxval))
+        grid = tuple(math.pow(self.base, exponent) for exponent in self.points(self.count or 0))
+        return Axis(path, distributions.FloatDistribution(low, high, log=True), grid)
+
+
+_RANGES: dict[str, type[_Range]] = {"double": _Range, "int": _IntRange, "log": _LogRange}
+
 
 def _read_axis(
     raw: Mapping[str, Any], path: tuple[str, ...], problems: list[str], *, grid: bool
 ) -> Iterator[Axis]:
     place = ".".join(("hyperparameters", *path))
-    readers: dict[str, Callable[[], Axis | None]] = {
-        "categorical": lambda: _categorical(raw, path, place, problems),
-        "double": lambda: _double(path, read(_Range, raw, place, problems)),
-        "int": lambda: _int(path, read(_IntRange, raw, place, problems)),
-        "log": lambda: _log(path, read(_LogRange, raw, place, problems)),
-    }
-    reader = readers.get(raw["type"]) if isinstance(raw["type"], str) else None
-    if reader is None:
+    before, kind = len(problems), raw["type"]
+    if kind == "categorical":
+        axis = _categorical(raw, path, place, problems)
+    elif isinstance(kind, str) and kind in _RANGES:
+        found = read(_RANGES[kind], raw, place, problems)
+        axis = None if found is None else found.axis(path)
+    else:
         problems.append(
-            f"{place}.type: got {raw['type']!r}; allowed: const, {', '.join(readers)}, or no key "
-            "of that name"
+            f"{place}.type: got {kind!r}; allowed: const, categorical, {', '.join(_RANGES)}, or no "
+            "key of that name"
         )
         return
-    before = len(problems)
-    axis = reader()
     if axis is not None and grid and not axis.grid:
         problems.append(f"{place}.count: missing; a grid needs it")
     elif axis is not None and len(problems) == before:
         yield axis
 
 
-def _double(path: tuple[str, ...], found: _Range | None) -> Axis | None:
-    if found is None:
-        return None
-    grid = found.points(found.count) if found.count else ()
-    return Axis(path, distributions.FloatDistribution(found.minval, found.maxval), tuple(grid))
-
-
-def _int(path: tuple[str, ...], found: _IntRange | None) -> Axis | None:
-    if found is None:
-        return None
-    count = min(found.count or 0, found.maxval - found.minval + 1)
-    grid = [_round(value) for value in found.points(count)] if count else ()
-    return Axis(path, distributions.IntDistribution(found.minval, found.maxval), tuple(grid))
-
-
-def _log(path: tuple[str, ...], found: _LogRange | None) -> Axis | None:
-    if found is None:
-        return None
-    points = found.points(found.count) if found.count else ()
-    low, high = sorted(math.pow(found.base, end) for end in (found.minval, found.maxval))
-    grid = tuple(math.pow(found.base, exponent) for exponent in points)
-    return Axis(path, distributions.FloatDistribution(low, high, log=True), grid)
-
-
 def _round(value: float) -> int:
-    """As Go's `math.Round`: halves away from zero, where Python's go to the even neighbour."""
+    """Round halves away from zero, as Go's `math.Round` does; Python's `round` takes the even."""
     return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
@@ -244,7 +228,8 @@ def _categorical(
     if not isinstance(vals, list) or not vals:
         problems.append(f"{place}.vals: got {vals!r}; allowed: a list of values")
         return None
-    # Optuna stores scalars, and takes 1 and true for one value. Else a value goes by its JSON text.
+    # Optuna stores scalars only, and does not distinguish 1 from true: else the JSON text stands
+    # for a value.
     scalars = all(isinstance(value, (bool, int, float, str, type(None))) for value in vals)
     plain = scalars and len(set(vals)) == len(vals)
     choices = vals if plain else [json.dumps(value) for value in vals]

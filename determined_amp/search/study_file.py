@@ -1,7 +1,4 @@
-"""The Optuna study of a search without a cluster: an SQLite file with all that became of it.
-
-`read_study` is for whoever makes something of the results.
-"""
+"""The Optuna study of a search without a cluster: an SQLite file with the search and its trials."""
 
 from __future__ import annotations
 
@@ -17,13 +14,14 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from determined_amp.config.errors import UserError
+from determined_amp.config.experiment import searcher_of
 
 FILE_NAME = "study.db"
 
-# Marks a study as ours, and says how to read it.
+# Marks a study as ours; the value is the version of its format.
 _FORMAT_KEY, _FORMAT = "determined_amp_search", 1
 
-# How many trials of a comparison ran at a time.
+# How many trials of a comparison ran at the same time.
 WORKERS_KEY = "workers"
 
 _STATES = {
@@ -36,7 +34,7 @@ _STATES = {
 
 
 class StudyError(UserError):
-    """A file is no study, or not one of a search of this repository."""
+    """A file is no study of a search of this package."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,17 @@ class SearchTrial:
     """One trial of a search.
 
     Args:
-        number: From 0, in the order of their start.
+        number: Trials are numbered from 0 in the order of their start.
         state: `complete`, `stopped` (by early stopping), `failed`, `running` or `waiting`.
-        params: The searched hyperparameters as they were sampled, by dotted name.
-        used: The same, nested, as they were used: an initial scale is rounded to a power of two.
+        params: The sampled hyperparameters, by dotted name.
+        used: The same, nested; here an initial scale is rounded to a power of two.
         value: The searcher's metric at the end; None if there is none.
         metrics: The last validation metrics, by name.
         training: The last training metrics; empty for a trial that was scored, not trained.
-        history: All validations: batches trained before it, and its metrics.
+        history: All validations: the number of batches trained before, and the metrics.
         folder: Its run folder.
-        seed: Of its parameters and the order of its data.
-        reason: Why it failed.
+        seed: Seed of parameters and data order; None if unknown.
+        reason: Why it failed; None if it did not.
     """
 
     number: int
@@ -75,44 +73,32 @@ class SearchStudy:
     """A search and its trials.
 
     Args:
-        search: Its configuration, as it was given.
-        trials: In the order of their start.
-        workers: Trials at a time; 1 if nobody kept it.
+        search: The configuration of the search.
+        trials: Its trials, in the order of their start.
+        workers: Trials that ran at the same time; 1 if unknown.
     """
 
     search: Mapping[str, Any]
     trials: tuple[SearchTrial, ...]
     workers: int = 1
 
-    @property
-    def metric(self) -> str:
-        """The validation metric that ranks the trials."""
-        return str(self.search["searcher"]["metric"])
-
-    @property
-    def smaller_is_better(self) -> bool:
-        """The direction of the metric."""
-        return bool(self.search["searcher"].get("smaller_is_better", True))
-
     def ranked(self) -> list[SearchTrial]:
         """The trials that have a value, best first."""
-        sign = 1 if self.smaller_is_better else -1
-        valued = [(trial.value, trial) for trial in self.trials if trial.value is not None]
-        return [trial for _, trial in sorted(valued, key=lambda pair: (sign * pair[0],))]
+        return searcher_of(self.search).best_first(self.trials, lambda trial: trial.value)
 
 
 def read_study(path: Path) -> SearchStudy:
     """The search in a search folder, or in its `study.db`.
 
     Raises:
-        StudyError: if there is none.
+        StudyError: if there is no study of ours.
     """
     file = path / FILE_NAME if path.is_dir() else path
     return describe(load_study(file), file.parent)
 
 
 def describe(study: optuna.study.Study, folder: Path) -> SearchStudy:
-    """What `study` holds, of the search in `folder`."""
+    """The content of the study of the search in `folder`."""
     trials = tuple(_describe(trial, folder) for trial in study.get_trials(deepcopy=False))
     attributes = study.user_attrs
     return SearchStudy(attributes["search"], trials, attributes.get(WORKERS_KEY, 1))
@@ -142,15 +128,14 @@ def trial_folder(folder: Path, number: int) -> Path:
 
 
 def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:
-    """A new study in a search folder."""
-    smaller = search["searcher"].get("smaller_is_better", True)
+    """Create the study of a search in its folder."""
     study = optuna.create_study(
         storage=_storage(folder / FILE_NAME, create=True),
         study_name=str(search.get("name", "search")),
-        direction="minimize" if smaller else "maximize",
+        direction="minimize" if searcher_of(search).smaller_is_better else "maximize",
     )
     study.set_user_attr("search", dict(search))
-    study.set_user_attr(_FORMAT_KEY, _FORMAT)  # last: with it, the study is whole
+    study.set_user_attr(_FORMAT_KEY, _FORMAT)  # last: it marks the study as complete
     return study
 
 
@@ -158,14 +143,15 @@ def load_study(file: Path) -> optuna.study.Study:
     """The study in an SQLite file.
 
     Raises:
-        StudyError: if it is none of ours; such a file is left untouched.
+        StudyError: if it is not ours; then the file is not changed.
     """
     if not file.is_file():
-        raise StudyError(f"{file}: there is no such file; a search leaves one in its folder")
+        raise StudyError(f"{file}: there is no such file; a search makes one in its folder")
     try:
         storage = _storage(file)
         found = storage.get_all_studies()
-    except (OptunaError, SQLAlchemyError, RuntimeError) as error:  # the last: of another version
+    # RuntimeError: the file is of another version of Optuna.
+    except (OptunaError, SQLAlchemyError, RuntimeError) as error:
         cause = error.__cause__ or error
         raise StudyError(f"{file}: is not a study: {getattr(cause, 'orig', cause)}") from error
     if [study.user_attrs.get(_FORMAT_KEY) for study in found] != [_FORMAT]:
@@ -176,15 +162,15 @@ def load_study(file: Path) -> optuna.study.Study:
 
 
 def _storage(file: Path, *, create: bool = False) -> optuna.storages.RDBStorage:
-    # SQLite undoes what a killed process left half done; opened read only, it could not.
+    # Not read-only: SQLite must be able to roll back the transaction of a killed process.
     address = f"{file.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
 
     def connect() -> sqlite3.Connection:
-        # A dashboard that reads meanwhile may lock the file for a moment.
+        # A dashboard may lock the file for a moment while it reads.
         return sqlite3.connect(address, uri=True, timeout=60, check_same_thread=False)
 
     return optuna.storages.RDBStorage(
-        f"sqlite:///{file.name}",  # not the path: a URL gives some characters a meaning
+        f"sqlite:///{file.name}",  # not the path: some characters have a meaning in a URL
         engine_kwargs={"creator": connect},
         skip_table_creation=not create,
     )

@@ -1,4 +1,4 @@
-"""What a trial of a search does: the verbs of `determined_amp.search.on_cluster`, as a table."""
+"""The kinds of trials of a search: the verbs of `determined_amp.search.on_cluster`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ENTRYPOINT = "determined_amp.search.on_cluster"
 
 
 class TrialKind(enum.Enum):
-    """What a trial does; the value is its verb in the `entrypoint` of the search."""
+    """What a trial does. The value is the verb in the `entrypoint` of the search."""
 
     TRAIN = "train"
     """Trains, and every validation also reports what the initial scale flushes to zero."""
     COMPARE = "compare"
-    """Trains and nothing more, so that memory and speed are those of the training."""
+    """Only trains, so that memory and speed are those of the training."""
     SCORE = "score"
     """Measures its loss scale on a few frozen batches."""
     FIND = "find"
@@ -23,7 +23,7 @@ class TrialKind(enum.Enum):
 
     @staticmethod
     def of(search: Mapping[str, Any]) -> TrialKind | None:
-        """The kind of the trials of a search; None if its entrypoint has no verb of ours."""
+        """The kind of the trials of a search; None if its entrypoint has no such verb."""
         entrypoint = search.get("entrypoint")
         words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
         after = words[words.index(ENTRYPOINT) + 1 :] if ENTRYPOINT in words else []

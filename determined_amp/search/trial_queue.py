@@ -1,7 +1,7 @@
-"""Which trial of a search comes next without a cluster, and what became of each.
+"""Chooses the next trial of a search without a cluster, and stores the results of all trials.
 
-Optuna draws and stores them; the platform's rules say how many, and which trials are replaced.
-Only one process touches the study, so that the database needs no locks and no luck.
+Optuna draws and stores the trials. The platform's rules tell how many there are, and which of them
+are replaced. Only one process opens the study for writing, so the database needs no locks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrialQueue:
 
     Args:
         plan: The search.
-        study: Where they are kept; trials that were running go on.
+        study: Stores the trials; those that were running continue.
         folder: The search folder.
     """
 
@@ -46,11 +46,11 @@ class TrialQueue:
 
     @property
     def compared(self) -> bool:
-        """Whether trials are held against each other: in processes that nothing ran in before."""
+        """Whether this is a comparison, whose trials need a new process each."""
         return self._plan.kind is TrialKind.COMPARE
 
     def next_job(self) -> tuple[int, Job] | None:
-        """The number and the job of the trial to start next; None when there is none."""
+        """The number and the job of the trial to start next; None if there is none."""
         if self._lost:
             number = self._lost.pop(0)
             return number, self._job(self._running(number))
@@ -63,12 +63,12 @@ class TrialQueue:
 
     def _job(self, trial: optuna.Trial) -> Job:
         plan, folder = self._plan, RunFolder(trial_folder(self._folder, trial.number))
-        # A trial's values depend on its number alone: not on workers, nor on an interruption.
+        # The values of a trial depend on its number only, not on workers or interruptions.
         draws = plan.drawn(trial.number, 0)
         self._study.sampler = optuna.samplers.RandomSampler(seed=draws)
         point = {axis.name: _suggest(trial, axis) for axis in plan.space.axes}
         sampled = plan.space.nested(point)
-        # A trial that goes on is the one that was started, whatever became of its YAML since.
+        # A trial that continues keeps its configuration, even if the YAML has changed since.
         started = folder.config.exists()
         config = read_yaml(str(folder.config)) if started else plan.compose(trial.number, sampled)
         trial.set_user_attr("used", _used(plan.space, sampled, config))
@@ -83,7 +83,7 @@ class TrialQueue:
         invalid = [trial for trial in trials if trial.user_attrs.get("invalid")]
         if self._plan.replaces_invalid:
             if len(invalid) > self._plan.total:
-                return None  # the platform would keep drawing
+                return None  # the platform would draw forever
             trials = [trial for trial in trials if not trial.user_attrs.get("invalid")]
         for index, bracket in enumerate(self._plan.brackets):
             there = sum(trial.user_attrs.get("bracket", 0) == index for trial in trials)
@@ -92,14 +92,14 @@ class TrialQueue:
         return None
 
     def validated(self, number: int, validation: Validation) -> bool:
-        """Store a report; whether the trial is to go on."""
+        """Store a validation, and return whether the trial continues."""
         trial = self._running(number)
         stored = self._stored(number)
         history = stored.user_attrs.get("history", [])
         unit = self._plan.settings.time_metric or "batches"
         length = int(validation.metrics.get(unit, validation.batches))
         if length in stored.intermediate_values:
-            return True  # reported before the trial was lost, and decided then
+            return True  # reported and decided before the process of the trial died
         trial.set_user_attr("history", [*history, [validation.batches, dict(validation.metrics)]])
         value = validation.metrics.get(self._plan.settings.metric)
         if value is None:
@@ -110,7 +110,7 @@ class TrialQueue:
         return not trial.should_prune()
 
     def ended(self, number: int, result: TrialResult) -> None:
-        """Store how a trial ended; one that was interrupted stays open."""
+        """Store how a trial ended; an interrupted one continues later."""
         if result.outcome is Outcome.INTERRUPTED:
             self._lost.append(number)
             return
@@ -130,7 +130,7 @@ class TrialQueue:
         self._study.tell(number, state=TrialState.FAIL)
 
     def lost(self, number: int, status: int | None) -> None:
-        """Have a trial whose process died go on, as often as `max_restarts` allows."""
+        """Queue a trial again whose process died, up to `max_restarts` times; else it failed."""
         trial = self._running(number)
         restarts = trial.user_attrs.get("restarts", 0) + 1
         trial.set_user_attr("restarts", restarts)
@@ -157,7 +157,7 @@ class TrialQueue:
 
 
 def _used(space: Space, sampled: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The searched hyperparameters, nested; the initial scale is the one that the trial uses."""
+    """The searched hyperparameters, nested; the initial scale is rounded to a power of two."""
     used = nest(space.axes, sampled)
     if any(axis.name == "amp.init_scale" for axis in space.axes):
         used["amp"]["init_scale"] = config["hyperparameters"]["amp"]["init_scale"]

@@ -1,4 +1,4 @@
-"""The processes that run the trials of a search, one after the other."""
+"""The worker processes of a search; each runs trials one after the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+import determined as det
 import torch
 
 from determined_amp.search.run_trial import Job, TrialResult, Validation, run_trial
@@ -16,27 +17,27 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 class Worker:
-    """One process, and the trial it runs.
+    """One worker process.
 
     Args:
-        slot: Which of the workers it is, from 0; chooses its GPU.
-        workers: How many there are; they share the processors.
+        slot: Index of the worker, from 0, which chooses its GPU.
+        workers: Number of workers, which share the processors.
     """
 
     def __init__(self, slot: int, workers: int) -> None:
         self.slot = slot
         self.connection, theirs = _processes.Pipe()
-        # Not a daemon: those may not start loader processes.
+        # Not a daemon, because daemons may not start loader processes.
         self.process = _processes.Process(target=_serve, args=(theirs, slot, workers, os.getcwd()))
         self.process.start()
         theirs.close()
 
     def run(self, job: Job) -> None:
-        """Start a trial; its messages come over `connection`."""
+        """Start a trial; its messages arrive at `connection`."""
         self.connection.send(job)
 
     def receive(self) -> Validation | TrialResult | None:
-        """The next message; None if the process is gone."""
+        """The next message; None if the process has died."""
         try:
             message: Validation | TrialResult = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -44,14 +45,14 @@ class Worker:
         return message
 
     def answer(self, *, go_on: bool) -> None:
-        """Answer a `Validation`; a process that is gone meanwhile shows in `receive`."""
+        """Answer a `Validation`. If the process has died, `receive` will tell."""
         try:
             self.connection.send(go_on)
         except ConnectionError:
             return
 
     def close(self, *, kill: bool = False) -> int | None:
-        """End the process; its exit status."""
+        """End the process, and return its exit status."""
         self.connection.close()
         if kill:
             self.process.kill()
@@ -60,9 +61,12 @@ class Worker:
 
 
 def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
-    # Ctrl-C reaches every process of the terminal: the search decides what becomes of the trials.
+    # Ctrl-C reaches every process of the terminal, but only the search decides about its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.chdir(directory)  # the one of this moment; multiprocessing goes to the one of its import
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The comparison itself may be a task of a cluster, but its trials are not.
+    det.get_cluster_info = lambda: None
+    os.chdir(directory)  # multiprocessing uses the directory of its own import
     _share_machine(slot, workers)
 
     def go_on(validation: Validation) -> bool:
@@ -85,7 +89,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
 
 
 def _share_machine(slot: int, workers: int) -> None:
-    """Take this process's part of the processors, and one GPU if there are several."""
+    """Use this worker's share of the processors, and one GPU if there are several."""
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]

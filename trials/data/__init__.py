@@ -1,1 +1,1 @@
-"""The data of the example trials, in an order that can be resumed."""
+"""The data of the example trials, in an order that a resumed run continues exactly."""

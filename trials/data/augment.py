@@ -1,4 +1,4 @@
-"""Augmentation as a function of given random numbers, and where the numbers come from."""
+"""Augmentation as a pure function of random numbers, and the source of these numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from trials.data.loading import Sample
 def crop_and_flip(
     images: torch.Tensor, draws: NDArray[np.float64], padding: int = 4
 ) -> torch.Tensor:
-    """The usual CIFAR augmentation (He et al. 2016, section 4.2), from given random numbers.
+    """The usual CIFAR augmentation (He et al. 2016, section 4.2).
 
     Args:
         images: (B, C, H, W).
         draws: (B, 3), uniform in [0, 1): vertical shift, horizontal shift, flip.
-        padding: Pixels of zeros on every side before the crop.
+        padding: Pixels of zeros on every side, before the crop.
+
+    Returns:
+        (B, C, H, W), of the dtype of `images`.
     """
     side = images.shape[-1]
     padded = torch.nn.functional.pad(images, (padding,) * 4)
@@ -30,18 +33,22 @@ def crop_and_flip(
     flip = torch.from_numpy(draws[:, 2] < 0.5)[:, None]
     columns = torch.where(flip, columns.flip(1), columns)
     batch = torch.arange(len(images))[:, None, None]
-    # Advanced indices around the channel dimension put it last: (B, H, W, C).
+    # Indexing on both sides of the channel dimension moves it to the end: (B, H, W, C).
     return padded[batch, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
 def uniform_numbers(seed: int, samples: Sequence[Sample], draws: int) -> NDArray[np.float64]:
-    """`draws` numbers in [0, 1) per sample, (B, draws), from (seed, epoch, image) alone.
+    """`draws` numbers in [0, 1) per sample, a function of (seed, epoch, image) only.
 
-    The finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195) over a counter.
+    They are the finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195) over a
+    counter.
+
+    Returns:
+        (B, draws), float64.
     """
     keys = np.array([(sample.epoch, sample.image) for sample in samples], dtype=np.uint64)
     with np.errstate(over="ignore"):
-        # One after the other: added up, (seed, image + 1) would be (seed + 1, image).
+        # Mixed one after the other: with a sum, (seed, image + 1) would equal (seed + 1, image).
         counter = _mix(np.full((1, 1), seed, dtype=np.uint64))
         for key in keys.T[:, :, None]:
             counter = _mix(counter + key)

@@ -1,7 +1,7 @@
-"""Clips of video by name: moving digits made in the loader, latents from a folder, or noise.
+"""Datasets of video clips: moving digits made in the loader, latents from a folder, or noise.
 
-A clip is (C, F, S, S) float32: channels, frames, and a square side. The default one moves a real
-scanned digit, needs no file and no network, and is a function of (seed, epoch, scan) alone.
+A clip is (C, F, S, S) float32: channels, frames, and the side of a square. The default is a moving
+scanned digit, which needs no file and no network and is a function of (seed, epoch, scan) only.
 """
 
 from __future__ import annotations
@@ -19,24 +19,18 @@ from determined_amp.config.settings import setting
 from trials.data.augment import uniform_numbers
 from trials.data.images import digit_scans
 from trials.data.latents import LatentFolder
-from trials.data.loading import (
-    Batch,
-    DatasetSettings,
-    Labelled,
-    Sample,
-    check_same_classes,
-)
+from trials.data.loading import Batch, DatasetSettings, Labelled, Sample, check_same_classes
 
-# The validation clips are the same ones whatever the seed of a trial.
+# All trials have the same validation clips.
 VALIDATION_SEED = 20240105
 
 
 class ClipDataset(enum.Enum):
-    """Where the clips come from.
+    """The source of the clips.
 
-    `moving_digits`: scikit-learn's 1797 scanned digits, each drifting and bouncing in the frame.
+    `moving_digits`: scikit-learn's 1797 scanned digits; each drifts and bounces in the frame.
     `video_latents`: `directory/train/CLASS/*` and `directory/val/CLASS/*`, `.pt` or `.npy` files.
-    `synthetic`: noise made from the index, for throughput only: nothing can be learnt from it.
+    `synthetic`: noise, for throughput only: nothing can be learnt from it.
     """
 
     MOVING_DIGITS = "moving_digits"
@@ -49,14 +43,14 @@ class ClipSettings(DatasetSettings):
     """The `data` section of an experiment on clips.
 
     Args:
-        dataset: Which clips.
-        image_size: Side of a frame: in pixels, or in latent cells.
+        dataset: The dataset.
+        image_size: Side of a frame, in pixels or in latent cells.
         channels: 1 for digits, 4 for the latents of Stable Diffusion's autoencoder.
         frames: Frames of a clip.
         classes: Number of classes; checked against the dataset.
-        directory: What `video_latents` reads.
+        directory: The folder of `video_latents`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Training clips of `synthetic`; it validates on a tenth of it.
+        samples: Number of training clips of `synthetic`; it has a tenth as many for validation.
     """
 
     dataset: ClipDataset = setting(ClipDataset.MOVING_DIGITS)
@@ -94,8 +88,8 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     """The training and the validation clips.
 
     Raises:
-        DataError: if a directory is missing, a file has another shape, or the number of classes is
-            not what `settings` says.
+        DataError: if a directory is missing, a file has another shape, or the number of classes
+            differs from `settings`.
     """
     train, validation = _LOADERS[settings.dataset](settings, seed)
     settings.check_classes(train)
@@ -103,17 +97,17 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
 
 
 class MovingDigits:
-    """One scanned digit per clip, two thirds as large as the frame, moving in a straight line.
+    """One scanned digit per clip, two thirds as large as the frame, which moves in a straight line.
 
-    Position, direction and speed are functions of (seed, epoch, scan). Per frame it crosses an
-    eighth of the room that it has, up to a quarter, and bounces at the border.
+    Position, direction and speed are functions of (seed, epoch, scan). Per frame a digit crosses
+    between an eighth and a quarter of its free space. It bounces at the border.
 
     Args:
         scans: (N, H, W), float32 in [0, 1].
         labels: (N,), int64.
-        settings: Gives size and frames of the clips.
-        seed: Of the motion.
-        moves_on: Whether a scan moves differently in every epoch.
+        settings: Size and frames of the clips.
+        seed: Seed of the motion.
+        new_each_epoch: Whether the motion of a scan differs between epochs.
     """
 
     classes = 10
@@ -125,7 +119,7 @@ class MovingDigits:
         settings: ClipSettings,
         seed: int,
         *,
-        moves_on: bool,
+        new_each_epoch: bool,
     ) -> None:
         self._side = settings.image_size
         self._frames = settings.frames
@@ -135,14 +129,14 @@ class MovingDigits:
         self._scans = scans
         self._labels = labels
         self._seed = seed
-        self._moves_on = moves_on
+        self._new_each_epoch = new_each_epoch
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
         """A batch: clips (B, 1, F, S, S) float32 in [-1, 1], labels (B,) int64."""
-        if not self._moves_on:
+        if not self._new_each_epoch:
             samples = [Sample(0, sample.image) for sample in samples]
         index = torch.tensor([sample.image for sample in samples])
         tops, lefts = self._path(samples)
@@ -169,19 +163,19 @@ class MovingDigits:
 
 
 class SyntheticClips:
-    """Noise that depends on the index alone.
+    """Noise, a function of the index only.
 
     Args:
         count: Number of clips.
-        settings: Gives their shape and the number of classes.
-        seed: Of the noise.
+        settings: Shape of the clips and number of classes.
+        seed: Seed of the noise.
     """
 
     def __init__(self, count: int, settings: ClipSettings, seed: int) -> None:
         self.classes = settings.classes
         self._count = count
         generator = torch.Generator().manual_seed(seed)
-        # A few, taken in turn: throughput does not depend on the values.
+        # A few clips are enough: throughput does not depend on their values.
         self._clips = torch.randn((min(count, 8), *settings.clip_shape), generator=generator)
 
     def __len__(self) -> int:
@@ -196,8 +190,8 @@ class SyntheticClips:
 def _moving_digits(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
     train, validation = digit_scans()
     return (
-        MovingDigits(*train, settings, seed, moves_on=True),
-        MovingDigits(*validation, settings, VALIDATION_SEED, moves_on=False),
+        MovingDigits(*train, settings, seed, new_each_epoch=True),
+        MovingDigits(*validation, settings, VALIDATION_SEED, new_each_epoch=False),
     )
 
 

@@ -1,4 +1,4 @@
-"""Image datasets by name; the default one is real and needs no network."""
+"""Datasets of images. The default one is real and needs no network."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from trials.data.loading import (
 
 
 class DatasetName(enum.Enum):
-    """Where the images come from.
+    """The source of the images.
 
-    `digits`: 1797 scanned handwritten digits that come with scikit-learn, nothing is downloaded.
-    `mnist`, `cifar10`: downloaded by torchvision into `directory`, once per node.
+    `digits`: 1797 scanned handwritten digits, which are part of scikit-learn.
+    `mnist`, `cifar10`: torchvision downloads them into `directory`, once per node.
     `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`.
-    `synthetic`: noise made from the index, for throughput only: nothing can be learnt from it.
+    `synthetic`: noise, for throughput only: nothing can be learnt from it.
     """
 
     DIGITS = "digits"
@@ -50,13 +50,13 @@ class DataSettings(DatasetSettings):
     """The `data` section of an experiment.
 
     Args:
-        dataset: Which images.
-        image_size: Side of the square images the model gets, in pixels.
+        dataset: The dataset.
+        image_size: Side of the square images that the model gets, in pixels.
         channels: 1 for grey, 3 for colour; grey images are repeated, colour images averaged.
         classes: Number of classes; checked against the dataset.
-        directory: Where `mnist`, `cifar10` are kept, or what `image_folder` reads.
+        directory: The folder of `mnist`, `cifar10` or `image_folder`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Training samples of `synthetic`; it validates on a tenth of it.
+        samples: Number of training images of `synthetic`; it has a tenth as many for validation.
     """
 
     dataset: DatasetName = setting(DatasetName.DIGITS)
@@ -79,10 +79,10 @@ class DataSettings(DatasetSettings):
 
 
 def load(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    """The training and the validation images; the training ones are augmented if they are photos.
+    """The training and the validation images; training photos are augmented.
 
     Raises:
-        DataError: if a directory is missing or the number of classes is not what `settings` says.
+        DataError: if a directory is missing, or the number of classes differs from `settings`.
     """
     train, validation = _LOADERS[settings.dataset](settings, seed)
     settings.check_classes(train)
@@ -90,14 +90,14 @@ def load(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
 
 
 class TensorImages:
-    """Labelled that fit in memory.
+    """Images that fit in memory.
 
     Args:
         images: (N, C, H, W), uint8.
         labels: (N,), int64, in [0, classes).
         classes: Number of classes.
-        settings: Gives size and channels of what comes out.
-        augment_seed: Crop and flip at random from this seed; None leaves the images alone.
+        settings: Size and channels of the batches.
+        augment_seed: Seed of random crops and flips; None does not augment.
     """
 
     def __init__(
@@ -129,13 +129,16 @@ class TensorImages:
 
 
 class FolderImages:
-    """Photos in `root/CLASS/`, decoded when they are asked for.
+    """Photos in `root/CLASS/`, decoded batch by batch.
 
     Args:
         root: The folder of class folders.
-        settings: Gives size and channels of what comes out.
-        augment_seed: Random crop and flip from this seed (Szegedy et al. 2015, arXiv 1409.4842);
-            None resizes and crops the centre.
+        settings: Size and channels of the batches.
+        augment_seed: Seed of random crops and flips (Szegedy et al. 2015, arXiv 1409.4842); None
+            resizes and crops the centre.
+
+    Raises:
+        DataError: if there is no such folder, or a class in it without a file.
     """
 
     def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
@@ -149,10 +152,7 @@ class FolderImages:
         if augment_seed is None:
             shape = [v2.Resize(side * 8 // 7, antialias=True), v2.CenterCrop(side)]
         else:
-            shape = [
-                v2.RandomResizedCrop(side, antialias=True),
-                v2.RandomHorizontalFlip(),
-            ]
+            shape = [v2.RandomResizedCrop(side, antialias=True), v2.RandomHorizontalFlip()]
         self._transform = v2.Compose([*shape, v2.PILToTensor()])
 
     def __len__(self) -> int:
@@ -172,10 +172,10 @@ class FolderImages:
             raise DataError(f"{path}: cannot be decoded: {error}") from error
         if self._augment_seed is None:
             return self._transform(image), label
-        # torchvision draws from the global generator: lend it a seed of this sample's own.
+        # torchvision draws from the global generator, so it gets the seed of this sample.
         draw = uniform_numbers(self._augment_seed, [sample], draws=1)[0, 0]
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which seeds the generators of the GPUs, too.
+            # torch.manual_seed would seed the generators of the GPUs, too.
             torch.default_generator.manual_seed(int(draw * 2**53))
             return self._transform(image), label
 
@@ -192,8 +192,8 @@ def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
     """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,) int64.
 
     Returns:
-        1437 for training and 360 for validation. The split is fixed, so that the results of
-        different seeds are of the same 360.
+        1437 for training and 360 for validation. The split is fixed, so all seeds are validated on
+        the same 360.
     """
     # scikit-learn takes two seconds to import, and only the digits need it.
     from sklearn.datasets import load_digits  # noqa: PLC0415
@@ -267,7 +267,7 @@ _LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Labelled, Labell
 
 @contextmanager
 def _node_lock(name: str) -> Iterator[None]:
-    """One process of this node at a time; the others find the download done."""
+    """Let one process of this node download at a time; the others then find the files."""
     with open(Path(tempfile.gettempdir()) / f"{name}-download-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

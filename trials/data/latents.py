@@ -1,4 +1,4 @@
-"""Precomputed video latents: `.npy` and `.pt` files in class folders, mapped and not read whole."""
+"""Precomputed video latents: memory-mapped `.npy` and `.pt` files in class folders."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class LatentFolder:
     """The clips in `root/CLASS/*.npy` and `root/CLASS/*.pt`.
 
     A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating dtype, already
-    scaled to a variance of about 1 as the autoencoder's `scaling_factor` does. Shapes are read from
-    the headers at once; a clip is paged in when it is asked for. Files are opened anew each time:
-    a mapping holds a file descriptor, and there may be more files than a process may open.
+    scaled to a variance of about 1 by the autoencoder's `scaling_factor`. The constructor reads all
+    headers; a batch reads its clips only. It opens their files again, because a mapping holds a
+    file descriptor, and there may be more files than a process may open.
 
     Args:
         root: The folder of class folders.
-        clip_shape: (C, F, S, S), which every clip must have.
+        clip_shape: (C, F, S, S), the shape of every clip.
 
     Attributes:
-        class_names: The class folders, sorted; a label is a position in it.
-        classes: Their number.
+        class_names: The class folders, sorted; a label is an index of this list.
+        classes: Number of classes.
 
     Raises:
-        DataError: if there is no such folder, or naming every file that is no clip of this shape.
+        DataError: if there is no such folder, or naming the files without clips of this shape.
     """
 
     def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
@@ -63,18 +63,18 @@ class LatentFolder:
 
 
 def mapped(path: str) -> torch.Tensor:
-    """The array in a `.npy` or the tensor in a `.pt` file; no code in it is run.
+    """The memory-mapped array of a `.npy` or tensor of a `.pt` file; no code in it runs.
 
     Raises:
         DataError: if it holds anything else or cannot be read.
     """
     try:
         if path.endswith(".npy"):
-            # Read-only memory becomes a tensor that nobody writes to: copy-on-write says so.
+            # torch warns of read-only arrays; a copy-on-write mapping never changes the file.
             content = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if isinstance(content, torch.Tensor):  # written without no_grad, it wants gradients
+            if isinstance(content, torch.Tensor):  # it may require gradients
                 content = content.detach()
     except (
         OSError,
@@ -92,7 +92,7 @@ def mapped(path: str) -> torch.Tensor:
 
 
 def _clips_in(path: str, clip_shape: tuple[int, int, int, int]) -> int:
-    """How many clips a file holds, after a look at its shape and dtype."""
+    """The number of clips in a file; raises DataError for another shape or dtype."""
     latents = mapped(path)
     if latents.dim() not in (4, 5) or latents.shape[-4:] != clip_shape:
         raise DataError(

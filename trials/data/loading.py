@@ -1,10 +1,10 @@
-"""Loaders whose order and augmentation can be resumed exactly.
+"""Loaders whose order and augmentation a resumed run continues exactly.
 
-Determined resumes a trial by skipping batches of the sampler, in a new process. So neither the
-order nor an augmentation may depend on how much random state was consumed before: here both are
-functions of (seed, epoch, image) alone, the same for every number of ranks and loader workers.
-(`pytorch.DataLoader(shuffle=True)` draws its order from the global generator: it changes after a
-resume, and ranks whose generators differ train on overlapping shards.)
+Determined resumes a trial in a new process, which skips batches of the sampler. So order and
+augmentation must not depend on the random numbers drawn before. Here both are functions of
+(seed, epoch, image) only, for every number of ranks and loader workers.
+(`pytorch.DataLoader(shuffle=True)` draws its order from the global generator. That order changes
+after a resume, and ranks whose generators differ train on overlapping shards.)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Sample(NamedTuple):
-    """One draw of the training set: which image, and in which pass over the data."""
+    """A sample of a dataset: the pass over the data, and the index of the image."""
 
     epoch: int
     image: int
 
 
 class Samples(Protocol):
-    """A dataset that is fetched a batch at a time; a batch is a tuple."""
+    """A dataset that returns whole batches; a batch is a tuple."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,7 @@ class Samples(Protocol):
 
 
 class Labelled(Protocol):
-    """`Samples` whose batches are pictures or clips, and labels in [0, classes)."""
+    """`Samples` whose batches are (images or clips, labels in [0, classes))."""
 
     classes: int
 
@@ -55,7 +55,7 @@ FolderT = TypeVar("FolderT", bound=datasets.DatasetFolder)
 
 
 class DatasetSettings:
-    """What the `data` sections of images and of clips have in common."""
+    """The common part of the `data` sections of images and of clips."""
 
     dataset: enum.Enum
     classes: int
@@ -65,7 +65,7 @@ class DatasetSettings:
     def dataset_contradictions(
         self, given: frozenset[str], *, reads_directory: bool, synthetic: bool
     ) -> Iterator[tuple[str, str]]:
-        """Keys that the dataset needs and lacks, or has and ignores."""
+        """A sentence for each key that the dataset lacks or does not use."""
         name = self.dataset.value
         if reads_directory and self.directory is None:
             yield "directory", f"missing; dataset {name} needs a directory"
@@ -75,7 +75,7 @@ class DatasetSettings:
             yield "samples", f"given, but dataset {name} has its own size"
 
     def check_classes(self, found: Labelled) -> None:
-        """Raises: DataError: if `classes` is not what the dataset has."""
+        """Raises: DataError: if the dataset has another number of classes than `classes`."""
         if found.classes != self.classes:
             raise DataError(
                 f"data.classes: got {self.classes}, but {self.dataset.value} has "
@@ -84,11 +84,11 @@ class DatasetSettings:
 
 
 class DataError(UserError):
-    """The data is not what the settings say, or too little of it."""
+    """The data differs from the settings, or there is too little of it."""
 
 
 class EpochSampler(Sampler[Sample]):
-    """Yields every index once per pass; the order is a function of (seed, epoch).
+    """Yields every sample once per pass, in an order that is a function of (seed, epoch).
 
     Args:
         size: Number of samples.
@@ -118,7 +118,8 @@ def training_loader(
     """Shuffled batches of exactly `batch_size`; Determined repeats, shards and skips them.
 
     Raises:
-        DataError: if there is not one whole batch: Determined would repeat the empty epoch forever.
+        DataError: if there is less than one whole batch: Determined would repeat the empty epoch
+            forever.
     """
     if len(images) < batch_size:
         raise DataError(
@@ -134,7 +135,7 @@ def validation_loader(
     """Every sample once, in order; the last batch may be smaller.
 
     Raises:
-        DataError: if there is not a batch for every slot, which Determined needs.
+        DataError: if there are fewer batches than slots; Determined needs one for every slot.
     """
     if math.ceil(len(images) / batch_size) < slots:
         raise DataError(
@@ -145,12 +146,7 @@ def validation_loader(
 
 
 def _loader(
-    images: Samples,
-    sampler: EpochSampler,
-    batch_size: int,
-    workers: int,
-    *,
-    drop_last: bool,
+    images: Samples, sampler: EpochSampler, batch_size: int, workers: int, *, drop_last: bool
 ) -> pytorch.DataLoader:
     return pytorch.DataLoader(
         _AsDataset(images),
@@ -161,21 +157,21 @@ def _loader(
         persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=_identity,
-        # Without a generator of its own, a loader draws its workers' seed from the global one.
+        # Without this, a loader draws the seed of its workers from the global generator.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
-    """Batches that the chief trains per epoch: Determined deals whole batches to the slots."""
+    """Batches that the chief trains per epoch: Determined gives whole batches to the slots."""
     return math.ceil(len(loader) / slots)
 
 
 def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
-    """Copy the tensors of a batch without waiting: asynchronous from pinned memory.
+    """Copy the tensors of a batch without waiting: from pinned memory the copy is asynchronous.
 
-    Determined's own copy waits for the device; call `disable_auto_to_device` and use this. Images
-    of three channels become channels_last, the layout tensor cores convolve in.
+    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. Images with
+    three channels become channels_last, the layout of tensor cores for convolutions.
     """
     return tuple(_copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch)
 
@@ -187,12 +183,12 @@ def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> FolderT:
-    """The files in `root/CLASS/`.
+    """Make torchvision's dataset of the files in `root/CLASS/`.
 
     Args:
         root: The folder of class folders.
-        dataset: What reads it, for the message.
-        make: torchvision's dataset of a folder.
+        dataset: Name of our dataset, for the message.
+        make: Makes torchvision's dataset.
 
     Raises:
         DataError: if there is no such folder, or a class in it without a file.
@@ -206,10 +202,10 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
 
 
 def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
-    """A label is a position in the sorted list of folders.
+    """Check that training and validation have the same classes, so a label means the same.
 
     Raises:
-        DataError: if `root/train` and `root/val` have different ones.
+        DataError: if `root/train` and `root/val` have different class folders.
     """
     if train != validation:
         different = sorted({*train} ^ {*validation})
@@ -220,7 +216,7 @@ def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[st
 
 
 class _AsDataset(Dataset[tuple[Any, ...]]):
-    """`Samples` as the `Dataset` that Determined's loader insists on."""
+    """`Samples` as a `Dataset`, which Determined's loader requires."""
 
     def __init__(self, images: Samples) -> None:
         self._images = images

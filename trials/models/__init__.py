@@ -1,1 +1,1 @@
-"""The models of the example trials that are longer than a few lines."""
+"""The larger models of the example trials."""

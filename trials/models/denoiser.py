@@ -1,8 +1,8 @@
 """Latte, the video diffusion transformer (Ma et al. 2024, arXiv 2401.03048), from diffusers.
 
-Blocks that attend within a frame take turns with blocks that attend along time. The transformer is
-`diffusers.LatteTransformer3DModel`; here it gets the paper's initial weights and, in place of a
-text encoder, a few learned tokens per class to attend to.
+Blocks that attend within a frame alternate with blocks that attend along time. The transformer is
+`diffusers.LatteTransformer3DModel`. This module gives it the paper's initial weights and, instead
+of a text encoder, a few learned tokens per class to attend to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from determined_amp.config.settings import setting
 from trials.data.clips import ClipSettings
 
 try:
-    # Lazily imported by diffusers: a version that does not fit this torch fails here.
+    # diffusers imports this lazily: a version that does not fit this torch fails here.
     from diffusers import LatteTransformer3DModel
 except (ImportError, AttributeError, RuntimeError) as error:
     raise ImportError(
@@ -70,8 +70,8 @@ class Denoiser(nn.Module):
     Args:
         settings: Size of the transformer.
         clips: Shape of the clips and number of classes.
-        gradient_checkpointing: Keep the inputs of the blocks only, and compute the rest again in
-            the backward: less memory for about a third more matmuls.
+        gradient_checkpointing: Keep only the inputs of the blocks, and compute the rest again in
+            the backward. This needs less memory and about a third more matmuls.
 
     Raises:
         ConfigError: if the frames cannot be cut into patches.
@@ -112,7 +112,7 @@ class Denoiser(nn.Module):
         )
         initialize(self.transformer)
         if gradient_checkpointing:
-            # Not reentrant: it runs the blocks again under the autocast state of their forward.
+            # Non-reentrant: only this repeats blocks under the autocast state of their forward.
             self.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
 
     def forward(
@@ -123,7 +123,7 @@ class Denoiser(nn.Module):
         Args:
             clips: Noisy clips, (B, C, F, S, S), float32.
             timesteps: (B,), int64.
-            labels: (B,), int64; `null_label` for a clip whose class is not given.
+            labels: (B,), int64; `null_label` for a clip of unknown class.
 
         Returns:
             (B, C, F, S, S), in the autocast dtype, else float32.
@@ -134,10 +134,10 @@ class Denoiser(nn.Module):
 
 
 def initialize(transformer: LatteTransformer3DModel) -> None:
-    """The initial weights of Latte, which are those of DiT (Peebles and Xie 2023, 2212.09748).
+    """Set the initial weights of Latte, those of DiT (Peebles and Xie 2023, arXiv 2212.09748).
 
-    Every block is the identity at first (adaLN-Zero), and the noise it predicts is 0. diffusers
-    builds the model to load trained weights into, and leaves torch's defaults.
+    Every block starts as the identity (adaLN-Zero), and the predicted noise as 0. diffusers expects
+    trained weights, and initialises the model with torch's defaults.
     """
     for module in transformer.modules():
         if isinstance(module, nn.Linear):
@@ -153,7 +153,7 @@ def initialize(transformer: LatteTransformer3DModel) -> None:
     blocks = [*transformer.transformer_blocks, *transformer.temporal_transformer_blocks]
     for block in blocks:
         nn.init.zeros_(block.scale_shift_table)
-        if block.attn2 is not None:  # attention to the class tokens is not gated: begin with none
+        if block.attn2 is not None:  # the attention to class tokens has no gate that starts at 0
             nn.init.zeros_(block.attn2.to_out[0].weight)
     nn.init.zeros_(transformer.adaln_single.linear.weight)
     nn.init.zeros_(transformer.scale_shift_table)

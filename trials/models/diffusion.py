@@ -1,10 +1,10 @@
 """The forward process of a denoising diffusion model (Ho et al. 2020, arXiv 2006.11239).
 
-Noise, timesteps and dropped labels of a training batch come from a seed that travels with the
-batch, and is a function of (seed, epoch, first clip). So they are the same after a resume, differ
-between ranks, and are the same again when the guard trains a batch a second time to find a fault.
-They are drawn on the device. Those of a validation clip are functions of its index alone, drawn on
-the host: two runs, whatever their precision, seed or device, are validated on the same numbers.
+Noise, timesteps and withheld labels of a training batch are drawn on the device, from a seed in the
+batch. The seed is a function of (seed, epoch, first clip). So the numbers are the same after a
+resume, differ between ranks, and are the same when the guard repeats a batch to find a fault. The
+numbers of a validation clip are functions of its index only, drawn on the host: all runs, of any
+precision, seed and device, are validated on the same numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BetaSchedule(enum.Enum):
 
 
 class Conditioning(enum.Enum):
-    """What the model is told about a clip: its class, or nothing."""
+    """What the model knows about a clip: its class, or nothing."""
 
     CLASS = "class"
     NONE = "none"
@@ -47,13 +47,13 @@ class DiffusionSettings:
     """The `diffusion` section of the hyperparameters; the model predicts the noise (epsilon).
 
     Args:
-        num_train_timesteps: Noise levels.
-        beta_schedule: Their variances.
-        beta_start: Variance added at the first timestep; not of the cosine.
-        beta_end: And at the last.
+        num_train_timesteps: Number of noise levels.
+        beta_schedule: Schedule of their variances.
+        beta_start: Variance added at the first timestep; the cosine has none.
+        beta_end: Variance added at the last timestep; the cosine has none.
         conditioning: Whether the model learns the classes.
-        class_dropout: Share of the training clips whose class is withheld, so that sampling can be
-            guided without a classifier (Ho and Salimans 2022, arXiv 2207.12598).
+        class_dropout: Share of the training clips whose class is withheld, for sampling with
+            classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
     """
 
     num_train_timesteps: int = setting(1000, at_least=1)
@@ -86,7 +86,7 @@ class DiffusionSettings:
             )
 
     def scheduler_config(self) -> dict[str, Any]:
-        """What every scheduler of diffusers is made from."""
+        """The arguments of diffusers' schedulers."""
         return {
             "num_train_timesteps": self.num_train_timesteps,
             "beta_schedule": self.beta_schedule.value,
@@ -97,13 +97,13 @@ class DiffusionSettings:
 
 
 class Noised(NamedTuple):
-    """What a denoiser is trained on.
+    """Inputs and target of a denoiser.
 
     Args:
         clips: The noisy clips, (B, C, F, S, S), float32.
-        timesteps: How noisy, (B,), int64.
-        labels: What the model may know, (B,), int64; the null label is the number of classes.
-        noise: What it is to predict, (B, C, F, S, S), float32.
+        timesteps: Their noise levels, (B,), int64.
+        labels: Their classes, (B,), int64; the null label, the number of classes, hides a class.
+        noise: The target, (B, C, F, S, S), float32.
     """
 
     clips: torch.Tensor
@@ -113,7 +113,7 @@ class Noised(NamedTuple):
 
 
 class Diffusion:
-    """Adds noise, in float32 whatever the precision; never waits for the device.
+    """Adds noise, always in float32; never waits for the device.
 
     Args:
         settings: The `diffusion` section.
@@ -127,18 +127,18 @@ class Diffusion:
         unconditional = settings.conditioning is Conditioning.NONE
         self._dropout = 1.0 if unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
-        # Left to itself it copies this table to the device in the first batch, and waits.
+        # Otherwise it copies this table to the device in the first batch, and waits.
         self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
         self._unconditional = unconditional
         self._generator = torch.Generator(device)
 
     def for_training(self, clips: torch.Tensor, labels: torch.Tensor, seed: int) -> Noised:
-        """Draw noise, timesteps and the labels to withhold, all from `seed`.
+        """Draw noise, timesteps and the labels to withhold from `seed`.
 
         Args:
             clips: (B, C, F, S, S), float32.
             labels: (B,), int64.
-            seed: What `TrainingClips` delivers with the batch.
+            seed: The seed of the batch, from `TrainingClips`.
         """
         draw: dict[str, Any] = {"generator": self._generator.manual_seed(seed)}
         draw["device"] = clips.device
@@ -151,7 +151,14 @@ class Diffusion:
     def for_validation(
         self, clips: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
     ) -> Noised:
-        """Add the noise that `ValidationClips` delivers; `level` in [0, 1) becomes a timestep."""
+        """Add the noise of a batch from `ValidationClips`.
+
+        Args:
+            clips: (B, C, F, S, S), float32.
+            labels: (B,), int64.
+            noise: (B, C, F, S, S), float32.
+            level: (B,), float32 in [0, 1); it becomes the timestep.
+        """
         timesteps = (level * self._timesteps).long()
         if self._unconditional:
             labels = torch.full_like(labels, self._null_label)
@@ -164,9 +171,9 @@ class Diffusion:
         return noisy
 
 
-# Clips, labels, and the seed of everything that is drawn for them.
+# Clips, labels, and the seed of the batch.
 TrainingBatch = tuple[torch.Tensor, torch.Tensor, int]
-# Clips, labels, noise, and how noisy each is made.
+# Clips, labels, noise and noise levels in [0, 1).
 ValidationBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -175,7 +182,7 @@ class TrainingClips:
 
     Args:
         clips: The clips.
-        seed: Of the trial.
+        seed: Seed of the trial.
     """
 
     def __init__(self, clips: Labelled, seed: int) -> None:
@@ -191,13 +198,13 @@ class TrainingClips:
 
 
 class ValidationClips:
-    """Clips with their noise, and timesteps that cover all levels evenly whatever their number.
+    """Clips with fixed noise and with noise levels that cover [0, 1) evenly.
 
     Args:
         clips: The clips.
     """
 
-    # The fractional parts of multiples of the golden ratio are spread as evenly as can be.
+    # The fractional parts of multiples of the golden ratio are spread evenly for any count.
     _GOLDEN = (5**0.5 - 1) / 2
 
     def __init__(self, clips: Labelled) -> None:

@@ -1,4 +1,4 @@
-"""Takes the place of the master for a local run: writes what a trial reports, tells listeners."""
+"""Receives the reports of a local run instead of a master: stores them and tells listeners."""
 
 from __future__ import annotations
 
@@ -15,52 +15,56 @@ from determined_amp.local.processes import StopOnSignal
 
 
 class RunListener:
-    """Is told what happens to a run on this machine, in the process of its chief.
+    """Receives the events of a local run, in the process of its chief.
 
-    By default nothing is done with it; a listener overrides the methods that it needs.
+    All methods do nothing by default; a listener overrides those that it needs.
     """
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
-        """The run folder is there, and the trial is about to be made.
+        """The run folder exists, and the trial is about to be made.
 
         Args:
-            folder: Of the run.
-            stop: With `requested` set, the run stops at its next report, with a checkpoint.
+            folder: The run folder.
+            stop: Set its `requested` to stop the run at its next report, with a checkpoint.
         """
 
     def on_training(self, first_batch: int, total_batches: int) -> None:
-        """The loop starts; of `total_batches`, `first_batch` are trained already."""
+        """The loop starts; `first_batch` of `total_batches` batches are trained already."""
+
+    def on_epoch_length(self, batches: int) -> None:
+        """Called before `on_training`, with the batches of one epoch on one slot."""
 
     def on_status(self, status: str) -> None:
-        """The trial says what it is doing."""
+        """The trial has set its status, a text."""
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         """A line was added to `metrics.jsonl`: the metrics, their `group`, and `batches`."""
 
     def on_progress(self, share: float) -> None:
-        """This share of the run is done, 0 to 1."""
+        """The run has completed this share, in [0, 1]."""
 
     def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
-        """These checkpoints are in the folder now, oldest first."""
+        """These checkpoints are in the run folder now, oldest first."""
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         """The run has ended.
 
         Args:
-            error: What ended it; None if nothing went wrong.
-            stopped: Whether it was asked to stop, to be resumed later.
+            error: The exception that ended it; None if it ended normally.
+            stopped: Whether it was stopped, and can be resumed.
         """
 
 
 class LocalReports(core.DummyTrainContext):
-    """Determined's reporting interface, into a run folder and to its listeners.
+    """Determined's train context, which writes reports into a run folder and tells listeners.
 
-    Only the chief reports; give the other ranks a plain `core.DummyTrainContext`.
+    Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
 
     Args:
-        folder: Where `metrics.jsonl` and the event files go.
-        experiment: Says which validation metric is the best, and in which direction.
-        listeners: Are told of everything.
+        folder: Folder for `metrics.jsonl` and the event files.
+        experiment: Tells the validation metric and the direction of the best checkpoint.
+        listeners: Receive every event.
+        first_batch: Batches trained before; later reports in the folder are trained again.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class LocalReports(core.DummyTrainContext):
         folder: RunFolder,
         experiment: Experiment[Any],
         listeners: Sequence[RunListener],
+        first_batch: int,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
         self._folder = folder
@@ -77,11 +82,11 @@ class LocalReports(core.DummyTrainContext):
         self._best: tuple[float, int] | None = None  # value, batches
         self._last_validation: int | None = None
         for line in folder.read_metrics():
-            if line["group"] == "validation":
+            if line["group"] == "validation" and line["batches"] <= first_batch:
                 self._note_validation(line["batches"], line)
 
     def is_best(self, batches: int) -> bool:
-        """Whether the validation after that many batches is the best so far."""
+        """Whether the validation after `batches` batches is the best so far."""
         return self._best is not None and self._best[1] == batches
 
     def get_experiment_best_validation(self) -> float | None:
@@ -99,7 +104,7 @@ class LocalReports(core.DummyTrainContext):
             listener.on_progress(progress)
 
     def saved(self, checkpoints: Sequence[Path]) -> None:
-        """These checkpoints are in the folder now."""
+        """Tell listeners that these checkpoints are in the folder now, oldest first."""
         for listener in self._listeners:
             listener.on_checkpoints(checkpoints)
 
@@ -128,7 +133,7 @@ class LocalReports(core.DummyTrainContext):
 
 
 def _number(value: Any) -> Any:
-    """A plain number of a numpy scalar; anything that is no number as text."""
+    """A plain number for a numpy scalar; text for anything that is no number."""
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
         value = value.item()
     return value if isinstance(value, (int, float)) else str(value)

@@ -1,4 +1,4 @@
-"""A copy of an experiment YAML with some values of its `amp` section changed, comments kept."""
+"""Copies an experiment YAML, with changes in its `amp` section and with its comments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def write_copy(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
 
     Args:
         source: An experiment YAML.
-        target: Must not exist.
-        changes: By key; None takes a key out.
+        target: The new file; it must not exist.
+        changes: New values by key; None removes the key.
 
     Raises:
         ConfigError: if there is no such section, or `target` exists.

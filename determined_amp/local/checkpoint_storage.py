@@ -1,7 +1,11 @@
-"""Checkpoints in a run folder: whole or not there, the newest and the best kept."""
+"""The checkpoints of a run folder, each complete or absent.
+
+The newest, the best and the newest one with finite weights are kept.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,44 +18,74 @@ from determined import core
 from determined.common import storage
 
 from determined_amp.amp.checkpoint import CheckpointError
-from determined_amp.local.reports import LocalReports
+from determined_amp.local.run_listener import LocalReports
+
+# Of the machine, not of the trial: no space, a quota, a disk or mount that is gone or read only.
+_OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
+)
+
+
+class DiskError(CheckpointError):
+    """A checkpoint could not be saved because of the disk."""
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the disk or a permission is the cause, which another trial would meet, too."""
+    if isinstance(error, DiskError):
+        return True
+    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
 
 
 class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
-    A checkpoint is written under a hidden name, flushed to the disk and then renamed, so a process
+    A checkpoint is written under a hidden name, flushed to the disk and then renamed. So a process
     that is killed leaves either the whole checkpoint or none.
 
     Args:
         distributed: The processes of this run.
-        folder: Where the checkpoints are.
-        reports: Knows which validation was the best; None where nothing is saved.
+        folder: The folder of the checkpoints.
+        reports: Tells which validation was the best; None if nothing is saved.
+
+    Attributes:
+        finite: Set it before a save: whether all weights are.
     """
 
     def __init__(
-        self,
-        distributed: core.DistributedContext,
-        folder: Path,
-        reports: LocalReports | None,
+        self, distributed: core.DistributedContext, folder: Path, reports: LocalReports | None
     ) -> None:
         folder = folder.absolute()
         super().__init__(distributed, storage.SharedFSStorageManager(str(folder)))
         self._folder = folder
         self._reports = reports
+        self.finite = True
         if reports is not None:
-            for leftover in folder.glob(".batch-*"):  # of a process that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        """After a process that was killed: restore what it was replacing, delete what it left."""
+        for replaced in self._folder.glob(".batch-*.replaced"):
+            final = self._folder / replaced.name.removeprefix(".").removesuffix(".replaced")
+            if not final.exists():
+                replaced.rename(final)
+        for leftover in self._folder.glob(".batch-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _store_path_single(
         self, metadata: dict[str, Any] | None = None
     ) -> Iterator[tuple[Path, str]]:
         assert metadata is not None
         name = checkpoint_name(metadata["steps_completed"])
+        if (self._folder / name).is_symlink():
+            raise CheckpointError(
+                f"{self._folder / name}: is a symbolic link, and would be replaced; move it away"
+            )
         partial = self._folder / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         assert self._reports is not None
+        metadata["finite"] = self.finite
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
         try:
             yield partial, name
@@ -61,7 +95,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if _is_of_the_disk(error):
-                raise CheckpointError(
+                raise DiskError(
                     f"{self._folder / name}: could not be saved: {error}; "
                     "the checkpoints before it are intact"
                 ) from error
@@ -77,16 +111,21 @@ class LocalCheckpoints(core.DummyCheckpointContext):
 
     def _prune(self) -> None:
         saved = complete_checkpoints(self._folder)
-        keep = {saved[-1], *[path for path in saved if read_metadata(path)["best"]][-1:]}
+        metadata = {path: read_metadata(path) for path in saved}
+        keep = {
+            saved[-1],
+            *[path for path in saved if metadata[path]["best"]][-1:],
+            *[path for path in saved if metadata[path].get("finite", True)][-1:],
+        }
         for path in saved:
-            if path not in keep:
-                # Renamed first: a process killed meanwhile leaves no half of it under its name.
+            if path not in keep and not path.is_symlink():  # a link is somebody's
+                # Renamed first: a process killed here leaves no half-deleted `batch-*`.
                 doomed = path.rename(path.with_name(f".{path.name}.deleted"))
                 shutil.rmtree(doomed)
 
 
 def checkpoint_name(batches: int) -> str:
-    """The folder of the checkpoint after that many batches."""
+    """The name of the checkpoint after that many batches."""
     return f"batch-{batches:08d}"
 
 
@@ -96,10 +135,10 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """What was noted beside a checkpoint: `steps_completed` (batches), `best`, versions.
+    """The metadata of a checkpoint: `steps_completed` (batches), `best`, versions.
 
     Raises:
-        CheckpointError: if the note is damaged.
+        CheckpointError: if it cannot be read.
     """
     try:
         metadata: dict[str, Any] = json.loads((checkpoint / "metadata.json").read_text())
@@ -109,26 +148,26 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    """Whether a save failed because of the disk; torch's writer says so in a RuntimeError."""
+    """Whether a save failed because of the disk; torch's writer then raises a RuntimeError."""
     words = ("inline_container", "iostream")
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))
 
 
 def _check_whole(weights: Path) -> None:
-    """Raise if the end of the file is missing: torch does not notice if its last flush fails."""
+    """Raise if the end of the file is missing: torch does not notice a last flush that fails."""
     with zipfile.ZipFile(weights):
         pass
 
 
 def _flush(folder: Path) -> None:
-    """Have the disk hold every file before the rename says that they are there."""
+    """Write every file to the disk, before a rename makes them visible."""
     for path in (*folder.rglob("*"), folder):
         _sync(path)
 
 
 def _sync(path: Path) -> None:
-    """Of a folder: the names of its files, a rename among them."""
+    """Write a file to the disk; of a folder, the names of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

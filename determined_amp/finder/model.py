@@ -1,23 +1,21 @@
-"""The loss scale of a training without a `PyTorchTrial`: a model, a loss and a few batches."""
+"""The initial loss scale of a model, its loss and a few batches, without a `PyTorchTrial`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from determined import core, pytorch
 from torch import nn
 
-from determined_amp.amp.precision import DeviceSupport
-from determined_amp.finder.advice import FinderRun, FoundScale
+from determined_amp.finder.advice import FoundScale, run_now
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.verdict import DEFAULT_LOG2, find
 
-# Of PyTorch's GradScaler.
+# The default of PyTorch's GradScaler.
 _GROWTH_INTERVAL = 2000
 
 
@@ -29,37 +27,36 @@ def find_loss_scale(
     device: torch.device | str | None = None,
     init_scale: float = 2.0**DEFAULT_LOG2,
 ) -> FoundScale:
-    """Find the initial loss scale of float16 training of any model; one process, no `Trial`.
+    """Find the initial loss scale for float16 training of any model, in one process.
 
-    Nothing is trained: parameters, gradients, buffers and random state are afterwards as before.
+    Nothing is trained: parameters, gradients, buffers and random state are restored.
 
         loss_fn = lambda batch: model(**batch).loss
         print(find_loss_scale(model, loss_fn, itertools.islice(loader, 4)))
 
     Args:
-        model: With float32 parameters, on its device; it is looked at in training mode.
-        loss_fn: Forward and loss of a batch, without autocast, which is entered around it, and
-            without backward. Where gradients are accumulated it divides as the training does.
-        batches: Training batches of the training's size; four are enough. Tensors in tuples, lists
-            and dicts are moved to the device.
-        device: Of the model; by default that of its first parameter.
-        init_scale: What the training starts with today.
+        model: Has float32 parameters and is on its device. It runs in training mode.
+        loss_fn: Computes forward and loss of a batch. It is called under autocast and calls no
+            backward. If the training accumulates gradients, it divides the loss as the training
+            does.
+        batches: Training batches of the size that the training uses; four are enough. Tensors in
+            tuples, lists and dicts are moved to the device.
+        device: The model's device; by default that of its first parameter.
+        init_scale: The scale that the training starts with today.
 
     Raises:
-        LossScaleError: if there is no loss scale to look for.
+        LossScaleError: if an argument is wrong, or no loss scale can be found.
     """
     where = _device(model, device)
-    frozen = [LossBatch(model, loss_fn, _moved(batch, where), where) for batch in batches]
+    frozen = [LossBatch(model, loss_fn, _to_device(batch, where), where) for batch in batches]
     if not frozen:
         raise LossScaleError("batches: got none; allowed: one batch or more, such as four")
     if not (init_scale > 0 and math.isfinite(init_scale)):
         raise LossScaleError(f"init_scale: got {init_scale}; allowed: more than 0, and finite")
-    finding = find(Alone([model]), frozen)
-    run = FinderRun(
-        name=type(model).__name__,
-        device=DeviceSupport.of(where).name,
-        torch=torch.__version__,
-        date=datetime.now(timezone.utc).date().isoformat(),
+    finding = find(OneProcess([model]), frozen)
+    run = run_now(
+        type(model).__name__,
+        where,
         batches=len(frozen),
         samples=sum(batch.samples for batch in frozen),
         init_scale=init_scale,
@@ -73,10 +70,10 @@ class LossBatch(FrozenBatch):
     """One batch of a loss function.
 
     Args:
-        model: Whose parameters get gradients.
-        loss_fn: Forward and loss of a batch.
-        batch: On the device.
-        device: For autocast and scaler.
+        model: Its parameters get the gradients.
+        loss_fn: Computes forward and loss of a batch.
+        batch: The batch, on the device.
+        device: The device of autocast and scaler.
     """
 
     def __init__(
@@ -109,8 +106,8 @@ class LossBatch(FrozenBatch):
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A place of one process."""
+class OneProcess:
+    """A `Place` without other processes."""
 
     models: Sequence[nn.Module]
     distributed: Any = field(default_factory=core.DummyDistributedContext)
@@ -125,8 +122,8 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return first.device
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """Also what moves itself, such as the batches of Hugging Face's tokenizers."""
+def _to_device(batch: Any, device: torch.device) -> Any:
+    # Batches of Hugging Face's tokenizers are no dicts, but have a method `to`.
     return batch.to(device) if hasattr(batch, "to") else pytorch.to_device(batch, device)
 
 

@@ -1,0 +1,46 @@
+"""Nested mappings by dotted names, as in `hyperparameters.amp.init_scale`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def value_at(config: Mapping[str, Any], name: str) -> Any:
+    """The value with a dotted name; None if there is none."""
+    value: Any = config
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Set the value at `path`, in place; missing sections are made."""
+    *sections, last = path
+    for key in sections:
+        config[key] = config.get(key) or {}
+        config = config[key]
+    config[last] = value
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name. A search space is one value; `{type: const, val: x}` is x."""
+    return dict(_leaves(config, ""))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and "type" not in value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, Mapping) and value["type"] == "const":
+            yield f"{prefix}{key}", value.get("val")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The opposite of `flat`."""
+    config: dict[str, Any] = {}
+    for name, value in values.items():
+        put(config, name.split("."), value)
+    return config

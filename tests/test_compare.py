@@ -1,0 +1,333 @@
+"""The command `compare`: unmodified trials of many shapes, and the answer for two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import determined as det
+import pytest
+import yaml
+from determined import core
+from determined.common import storage
+
+from determined_amp import ConfigError
+from determined_amp import __main__ as door
+from determined_amp.commands import look_and_train
+from determined_amp.config.amp_settings import Precision, in_precision
+from determined_amp.config.experiment import parse
+from determined_amp.config.training import Length
+from determined_amp.reports.run_folders import read_search
+from determined_amp.reports.runs import State
+from determined_amp.search.pilot import BATCHES, Pilot
+from tests import shapes
+from tests.test_unmodified import run
+
+PRECISIONS = [precision.value for precision in Precision]
+SHAPES = [
+    shapes.Images,
+    shapes.Gan,
+    shapes.Language,
+    shapes.Dictionary,
+    shapes.Dataclass,
+    shapes.OwnFunction,
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_shape_trains_in_every_precision(folder: Path, shape: Any) -> None:
+    """With the audit of the first batch. Steps of 1e-3 and 16-bit rounding keep losses near."""
+    losses = {}
+    for precision in PRECISIONS:
+        amp = {"precision": precision} | ({"init_scale": 256.0} if "fp16" in precision else {})
+        made = run(shape, folder, amp, batches=4, batch_size=8)
+        assert made.reports.training[0]["audit_share"] > 0.5
+        skipped = [v for n, v in made.reports.training[-1].items() if n.startswith("skipped")]
+        assert skipped == [0] * len(made.context.optimizers)
+        losses[precision] = made.reports.validation[-1]["validation_loss"]
+    assert losses["tf32"] == losses["fp32"]  # on a CPU
+    for precision in PRECISIONS:
+        assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02, abs=0.02)
+
+
+def experiment(trial: str) -> dict[str, Any]:
+    """A YAML of Determined's own form, which says nothing of AMP."""
+    return {
+        "name": "shape",
+        "entrypoint": f"shapes:{trial}",
+        "hyperparameters": {"global_batch_size": 16},
+        "searcher": {
+            **{"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+            "max_length": {"batches": 24},
+        },
+    }
+
+
+def compare(trial: str, tmp: Path, *options: str, changed: Any = None) -> Path:
+    """Run the command in a folder that has the trial and a YAML; the folder of the comparison."""
+    shutil.copy(shapes.__file__, tmp / "shapes.py")
+    (tmp / "plain.yaml").write_text(yaml.safe_dump({**experiment(trial), **(changed or {})}))
+    with pytest.MonkeyPatch.context() as patch:
+        # Other tests run beside this one, and may slow it down as soon as it has been timed.
+        patch.setattr(look_and_train, "_RESERVE", look_and_train._RESERVE * 20)
+        patch.setattr(look_and_train, "_TOO_SLOW", math.inf)
+        patch.chdir(tmp)
+        patch.syspath_prepend(str(tmp))
+        assert door.main(["compare", "plain.yaml", *options]) == 0
+    (made,) = (tmp / "runs" / "compare-shape").iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The comparison of a trial that nothing is wrong with; what it printed is in `printed`."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        made = compare(
+            "Images", tmp_path_factory.mktemp("images"), "--seeds", "2", "--batches", "24"
+        )
+    (made / "printed").write_text(printed.getvalue())
+    return made
+
+
+@pytest.fixture(scope="module")
+def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The comparison of a trial that float16 cannot hold."""
+    return compare("Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20")
+
+
+class TestAnswer:
+    def test_is_on_the_page(self, images: Path) -> None:
+        found = json.loads((images / "precision.json").read_text())
+        trained = {run["precision"] for run in found["runs"]}
+        # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
+        told = {reason.partition(":")[0] for reason in found["left_out"]}
+        assert trained | told == {"fp32", "amp_fp16", "amp_bf16"}
+        assert found["use"] in trained
+        assert {run["seed"] for run in found["runs"]} == {0, 1}
+        assert all(run["state"] == "finished" for run in found["runs"])
+        assert (images / "precision.html").is_file()
+
+    def test_ends_what_is_printed(self, images: Path) -> None:
+        """In this order, without the tables of the page."""
+        found = json.loads((images / "precision.json").read_text())
+        printed = (images / "printed").read_text()
+        _, answer, rest = printed.partition(f"\n\nuse {found['use']} here: {found['why']}\n\n")
+        assert answer
+        assert rest.startswith(f"hyperparameters:\n  amp:\n    precision: {found['use']}\n")
+        against = rest.index(f"- {found['comparisons'][0]['precision']} against fp32: speed ")
+        assert (
+            against < rest.index("- float16 loss scale: verdict: ") < rest.index("precision.html")
+        )
+        assert "|" not in rest
+        assert rest.count("\n") < 25
+
+    def test_was_audited(self, images: Path) -> None:
+        found = json.loads((images / "precision.json").read_text())
+        assert {run["audit_share"] for run in found["runs"]} == {1.0}
+
+    def test_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
+        sentences = json.loads((images / "precision.json").read_text())["sentences"]
+        assert any(said.startswith("float16 loss scale: verdict: ") for said in sentences)
+        assert any("says nothing of accuracy after more batches" in said for said in sentences)
+
+    def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
+        runs = read_search(images).runs
+        lengths = {run.training[-1].batches for run in runs}
+        assert lengths == {24}
+        half = len(runs) // 2  # seed by seed
+        assert [run.seed for run in runs] in ([0] * half + [1] * half, [1] * half + [0] * half)
+
+    def test_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
+        found = json.loads((loud / "precision.json").read_text())
+        (left_out,) = (why for why in found["left_out"] if why.startswith("amp_fp16: "))
+        assert "forward overflow in module loud" in left_out
+        assert {run["precision"] for run in found["runs"]} == {"fp32", "amp_bf16"}
+        assert math.isfinite(found["precisions"][1]["mean"])
+
+
+def test_time_that_is_up_ends_it_with_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(look_and_train, "_RESERVE", 0.0)
+    with pytest.raises(AssertionError):
+        compare("Images", tmp_path, "--batches", "4000", "--seeds", "1")
+    shown = capsys.readouterr()
+    assert "fp32, " in shown.out
+    assert "stopped before there was anything to compare; go on by " in shown.err
+    assert "--resume" in shown.err
+    (made,) = (tmp_path / "runs" / "compare-shape").iterdir()
+    assert {run.state for run in read_search(made).runs} <= {State.UNFINISHED, State.STOPPED}
+
+
+def planned(frequency: int, length: int, **given: Any) -> Any:
+    """The plan for a trial of 1 ms a batch, whose YAML has this window and length, in batches."""
+    changed = {
+        **experiment("Images"),
+        "optimizations": {"aggregation_frequency": frequency},
+        "searcher": {**experiment("Images")["searcher"], "max_length": {"batches": length}},
+    }
+    found = parse(changed, "test", trial="tests.shapes:Images")
+    looked = look_and_train._Looked()
+    looked.take(Pilot(Precision.FP32, 0.001, 1.0))
+    options = Namespace(**{"seeds": 1, "minutes": 1, "batches": None, **given})
+    return look_and_train._plan(looked, found, options)
+
+
+class TestPlan:
+    def test_run_has_one_whole_window_at_least(self) -> None:
+        plan = planned(frequency=32, length=24)
+        assert (plan.batches, plan.reporting_period) == (32, 32)
+
+    def test_run_is_long_enough_to_have_a_speed(self) -> None:
+        assert planned(frequency=1, length=5).batches == BATCHES
+
+
+def test_yaml_without_a_batch_size_is_told_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        compare("Images", tmp_path, changed={"hyperparameters": {"width": 3}})
+    assert "hyperparameters.global_batch_size: missing; " in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_folder_that_cannot_be_made_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(AssertionError):
+        compare("Images", tmp_path)
+    assert "cannot make the folder runs/compare-shape/" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_it_looks_says_what_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(look_and_train, "find_the_scale", interrupted)
+    with pytest.raises(AssertionError):
+        compare("Images", tmp_path)
+    shown = capsys.readouterr()
+    assert "fp32 " in shown.out
+    assert shown.err == "stopped before the first run: nothing is compared yet\n"
+
+
+def interrupted(*call: Any, **named: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("run_comparison", "stopped before the first run: nothing is compared yet\n"),
+        ("write_report", "stopped before the report was written; python -m determined_amp report "),
+    ],
+)
+def test_ctrl_c_between_the_steps_is_no_traceback(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    moment: str,
+    said: str,
+) -> None:
+    def look(trials: Any, looked: Any, console: Any) -> None:
+        for precision in (Precision.FP32, Precision.AMP_BF16):
+            looked.take(Pilot(precision, 0.001, 1.0))
+
+    monkeypatch.setattr(look_and_train, "_look", look)
+    monkeypatch.setattr(look_and_train, "run_comparison", lambda *call: False)
+    monkeypatch.setattr(look_and_train, "read_search", lambda folder: None)
+    monkeypatch.setattr(look_and_train, moment, interrupted)
+    with pytest.raises(AssertionError):
+        compare("Images", tmp_path)
+    assert capsys.readouterr().err.startswith(said)
+
+
+class OnCluster(core.DummyTrainContext):
+    """Takes the place of what reports to a master."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validation: dict[str, Any] = {}
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self.validation = {"batches": steps_completed, **metrics}
+
+
+def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hparams = {"experiment": "a.yaml", "seeds": 2, "minutes": {"type": "const", "val": 1}}
+    info = SimpleNamespace(trial=SimpleNamespace(hparams=hparams))
+    asked: list[Any] = []
+    train, processes = OnCluster(), core.DummyDistributedContext()
+    checkpoints = core.DummyCheckpointContext(
+        processes, storage.SharedFSStorageManager(str(tmp_path))
+    )
+    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+    monkeypatch.setattr(
+        core,
+        "init",
+        lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
+    )
+
+    def compare_before(options: Any) -> Path:
+        asked.append(options)
+        return images
+
+    monkeypatch.setattr(look_and_train, "compare", compare_before)
+    look_and_train.compare_on_cluster()
+    assert vars(asked[0]) == {
+        **{"config": "a.yaml", "overrides": [], "trial": None},
+        **{"seeds": 2, "minutes": 1, "batches": None},
+    }
+    (saved,) = tmp_path.iterdir()
+    assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
+        path.name for path in saved.iterdir()
+    }
+    found = json.loads((images / "precision.json").read_text())
+    speeds = {c["precision"]: c["speed"]["median"] for c in found["comparisons"]}
+    assert train.validation["batches"] == 24
+    assert train.validation["speed"] == {**speeds, "fp32": 1.0}[found["use"]]
+    assert all(train.validation[f"speed_{name}"] == speed for name, speed in speeds.items())
+
+
+def test_hyperparameters_of_the_task_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(trial=SimpleNamespace(hparams={"experiment": "a.yaml", "seeds": 0}))
+    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+    with pytest.raises(ConfigError, match=r"hyperparameters\.seeds: got 0"):
+        look_and_train.compare_on_cluster()
+
+
+@pytest.mark.parametrize(
+    ("length", "batches"),
+    [(Length(batches=40), 40), (Length(epochs=3), 48), (None, 2200), (Length(epochs=900), 2200)],
+)
+def test_plan_is_no_longer_than_the_experiment(length: Length | None, batches: int) -> None:
+    """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
+    looked = look_and_train._Looked()
+    for precision in (Precision.FP32, Precision.AMP_BF16):
+        looked.take(Pilot(precision, 0.01, 1.0, epoch_batches=16))
+    experiment: Any = SimpleNamespace(
+        aggregation_frequency=1, training=SimpleNamespace(max_length=length)
+    )
+    options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
+    plan = look_and_train._plan(looked, experiment, options)
+    assert plan.batches == batches
+    assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
+
+
+def test_key_amp_of_the_trial_itself_is_not_overwritten() -> None:
+    with pytest.raises(ConfigError, match=r"hyperparameters\.amp: got True, which is the trial"):
+        in_precision({"hyperparameters": {"amp": True}}, "amp_bf16")
+
+
+def test_pilots_leave_no_checkpoints(images: Path) -> None:
+    assert (images / "pilots" / "fp32" / "metrics.jsonl").exists()
+    assert not list(images.glob("pilots/*/checkpoints/batch-*"))

@@ -1,0 +1,191 @@
+"""A run folder is never made worse: what is refused, damaged or taken leaves it as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from determined_amp import ConfigError
+from determined_amp import __main__ as door
+from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.local.checkpoint_storage import LocalCheckpoints, complete_checkpoints
+from determined_amp.local.folder import FolderInUseError, RunFolder, fresh_folder
+from determined_amp.local.run import Resume, _are_finite, _check_ranks
+from tests import training
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after 8 (the best) or 12 batches; copied by `run`."""
+    return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a run folder but its log and its lock."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    kept = (path for path in files if path.name not in ("log.txt", ".lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+class TestRefusedResume:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "hyperparameters.hidden_features=24",  # the checkpoint does not fit
+            "hyperparameters.global_batch_size=0",
+            "searcher.name=singel",
+        ],
+    )
+    def test_changes_nothing(
+        self, run: Path, change: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = content(run)
+        assert door.main(["train", "--resume", str(run), "--config", change]) == 2
+        assert change.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err + change
+        assert content(run) == before
+
+    def test_can_be_resumed_afterwards(self, run: Path) -> None:
+        wrong = ["--config", "hyperparameters.hidden_features=24"]
+        assert door.main(["train", "--resume", str(run), *wrong]) == 2
+        longer = ["--config", "hyperparameters.training.max_length.batches=14"]
+        assert door.main(["train", "--resume", str(run), *longer]) == 0
+        assert training.metrics(run)[-1]["batches"] == 14
+
+
+class TestDamagedCheckpoint:
+    def test_falls_back_to_the_one_before(
+        self, run: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (newest,) = complete_checkpoints(run / "checkpoints")[-1:]
+        older = newest.with_name("batch-00000004")
+        shutil.copytree(newest, older)
+        metadata = json.loads((older / "metadata.json").read_text())
+        (older / "metadata.json").write_text(json.dumps({**metadata, "steps_completed": 4}))
+        flip_a_bit(newest / "state_dict.pth")
+        assert Resume.latest(run) == Resume(older.name, 4)
+        assert "has changed; trying the checkpoint before it" in caplog.text
+
+    def test_alone_is_an_error(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for checkpoint in complete_checkpoints(run / "checkpoints"):
+            flip_a_bit(checkpoint / "state_dict.pth")
+        before = content(run)
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert "no checkpoint to resume from" in capsys.readouterr().err
+        assert content(run) == before
+
+
+class TestWeightsThatAreNotFinite:
+    def test_are_found_in_parameters_and_buffers(self) -> None:
+        model = torch.nn.BatchNorm1d(2)
+        assert _are_finite([model])
+        assert model.running_mean is not None
+        model.running_mean[1] = float("nan")
+        assert not _are_finite([torch.nn.Linear(1, 1), model])
+        assert _are_finite([torch.nn.Flatten()])
+
+    def test_never_displace_a_checkpoint_with_finite_ones(self, tmp_path: Path) -> None:
+        reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
+        processes: Any = SimpleNamespace(rank=0, size=1)
+        storage = LocalCheckpoints(processes, tmp_path, reports)
+        for batches in (1, 2, 3, 4, 5):
+            storage.finite = batches < 3
+            with storage.store_path({"steps_completed": batches}) as (folder, _):
+                torch.save({}, folder / "state_dict.pth")
+        saved = [path.name for path in complete_checkpoints(tmp_path)]
+        assert saved == ["batch-00000002", "batch-00000005"]
+
+    def test_are_passed_over_by_a_resume(self, run: Path) -> None:
+        checkpoints = complete_checkpoints(run / "checkpoints")
+        for checkpoint in checkpoints:
+            metadata = json.loads((checkpoint / "metadata.json").read_text())
+            assert metadata["finite"] is True
+            text = json.dumps({**metadata, "finite": False})
+            (checkpoint / "metadata.json").write_text(text)
+        with pytest.raises(CheckpointError, match="its weights are not finite"):
+            Resume.latest(run)
+
+
+class TestLinks:
+    def test_of_a_user_are_not_deleted(self, tmp_path: Path) -> None:
+        reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
+        processes: Any = SimpleNamespace(rank=0, size=1)
+        folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+        folder.mkdir()
+        elsewhere.mkdir()
+        (elsewhere / "metadata.json").write_text('{"best": false, "steps_completed": 1}')
+        (folder / "batch-00000001").symlink_to(elsewhere)
+        storage = LocalCheckpoints(processes, folder, reports)
+        for batches in (2, 3):
+            with storage.store_path({"steps_completed": batches}) as (saved, _):
+                torch.save({}, saved / "state_dict.pth")
+        assert (folder / "batch-00000001").is_symlink()
+        assert (elsewhere / "metadata.json").exists()
+        refused = pytest.raises(CheckpointError, match="is a symbolic link")
+        with refused, storage.store_path({"steps_completed": 1}):
+            pass
+
+    def test_checkpoint_that_was_being_replaced_comes_back(self, tmp_path: Path) -> None:
+        (tmp_path / ".batch-00000002.replaced").mkdir()
+        (tmp_path / ".batch-00000003.partial").mkdir()
+        LocalCheckpoints(SimpleNamespace(), tmp_path, SimpleNamespace())  # type: ignore[arg-type]
+        assert [path.name for path in tmp_path.iterdir()] == ["batch-00000002"]
+
+
+class TestLock:
+    def test_second_process_is_told_which_one_writes(self, tmp_path: Path) -> None:
+        with training.locked_by_another_process(tmp_path) as number:
+            refused = pytest.raises(FolderInUseError, match=f"process {number} is running this")
+            with refused, RunFolder(tmp_path).locked():
+                pass
+        with RunFolder(tmp_path).locked():  # it ends with the process
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("../../escape", "-..-escape"),
+        ("/absolute", "-absolute"),
+        ("lr? [/b]\0", "lr- -b-"),
+        ("..", "unnamed"),
+        ("x" * 300, "x" * 100),
+        ("größe 1.5", "größe 1.5"),
+    ],
+)
+def test_name_is_one_folder_inside_the_root(tmp_path: Path, name: str, folder: str) -> None:
+    made = fresh_folder(tmp_path, name)
+    assert made.parent.parent == tmp_path
+    assert made.parent.name == folder
+
+
+class TestRanks:
+    def experiment(self) -> Any:
+        config = {"hyperparameters": {"amp": {"precision": "fp32"}, "lr": 0.1}}
+        return SimpleNamespace(name="run", resolved=lambda: config)
+
+    def test_with_equal_configurations_train(self) -> None:
+        _check_ranks(self.experiment(), SimpleNamespace(allgather=lambda ours: [ours, ours]))  # type: ignore[arg-type]
+
+    def test_with_different_ones_are_refused(self) -> None:
+        def allgather(ours: dict[str, Any]) -> list[dict[str, Any]]:
+            return [ours, {**ours, "hyperparameters.lr": 0.2}]
+
+        with pytest.raises(ConfigError, match=r"by rank: hyperparameters\.lr: 0\.1, 0\.2$"):
+            _check_ranks(self.experiment(), SimpleNamespace(allgather=allgather))  # type: ignore[arg-type]

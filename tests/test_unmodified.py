@@ -1,0 +1,720 @@
+"""Float32 trials trained in mixed precision as they are: equal to converted ones, bit for bit.
+
+Each pair is one trial as a stranger writes it, and the same with the lines of docs/your_trial.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from determined_amp import AmpSettings, AuditError, ConfigError, MixedPrecision
+from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.unmodified import _autocast_is_on, fuse, make_with_amp
+from determined_amp.config.settings import read_section
+from tests.loops import Fitted, content, fit
+from tests.test_amp import FUSED_ON_CPU
+from tests.training import digest
+
+FEATURES, CLASSES, BATCHES, BATCH_SIZE = 6, 3, 8, 4
+PRECISIONS = ("fp32", "tf32", "amp_fp16", "amp_bf16")
+
+# A scheduler that Determined moves is moved by a skipped first step, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+# The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
+FP16 = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+
+
+def points() -> TensorDataset:
+    """(N, FEATURES) float32 and the class (N,) int64 of each."""
+    made = torch.randn(BATCHES * BATCH_SIZE, FEATURES, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(made, made[:, :CLASSES].argmax(1))
+
+
+class Plain(pytorch.PyTorchTrial):
+    """A classifier in float32 with what people use: norm, dropout, clip, a moving rate."""
+
+    clips = True
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(self.prepared(self.net()))
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = context.wrap_optimizer(adamw)
+        halving: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        context.wrap_lr_scheduler(halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP)
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.25), nn.Linear(16, CLASSES)
+        )
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        loss = functional.cross_entropy(self.model(inputs), classes)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip if self.clips else None)
+        return {"loss": loss}
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        inputs, classes = batch
+        return {"validation_loss": functional.cross_entropy(self.model(inputs), classes)}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(points(), batch_size=self.context.get_per_slot_batch_size())
+
+    build_validation_data_loader = build_training_data_loader
+
+
+class Converted(Plain):
+    """The same by docs/your_trial.md."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.amp = MixedPrecision(context)
+        super().__init__(context)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return self.amp.prepare(model)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        with self.amp.autocast():
+            loss = functional.cross_entropy(self.model(inputs), classes)
+        self.context.backward(self.amp.scaler.scale(loss))
+        clip = self.amp.clip(self.optimizer, 0.5) if self.clips else None
+        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        return {"loss": loss, **self.amp.update(loss)}
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)
+
+
+class PlainPair(Plain):
+    """Two models, and an optimizer for each, as a GAN has them; the loss is a plain tensor."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        widths = ((FEATURES, CLASSES), (CLASSES, FEATURES))
+        self.models = [context.wrap_model(self.prepared(nn.Linear(*width))) for width in widths]
+        self.optimizers = [
+            context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            for model in self.models
+        ]
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        coder, decoder = self.models
+        loss = functional.cross_entropy(coder(inputs), classes)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizers[0], clip_grads=self.clip)
+        error = (decoder(coder(inputs).detach()) - inputs).pow(2).mean()
+        self.context.backward(error)
+        self.context.step_optimizer(self.optimizers[1])
+        return error
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": self.models[0](batch[0]).sum()}
+
+
+class ConvertedPair(PlainPair):
+    """The same with the lines of the documentation."""
+
+    prepared = Converted.prepared
+    build_callbacks = Converted.build_callbacks
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.amp = MixedPrecision(context)
+        super().__init__(context)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        coder, decoder = self.models
+        with self.amp.autocast():
+            loss = functional.cross_entropy(coder(inputs), classes)
+        self.context.backward(self.amp.scaler.scale(loss))
+        clip, scaler = self.amp.clip(self.optimizers[0], 0.5), self.amp.scaler
+        self.context.step_optimizer(self.optimizers[0], clip_grads=clip, scaler=scaler)
+        with self.amp.autocast():
+            code = coder(inputs).detach()
+        with self.amp.autocast():
+            error = (decoder(code).float() - inputs).pow(2).mean()
+        self.context.backward(scaler.scale(error))
+        self.context.step_optimizer(self.optimizers[1], scaler=scaler)
+        return {"loss": error, **self.amp.update(loss + error)}
+
+
+class Bare(Plain):
+    """No clip and no schedule: what is left of the recipe is the scale alone."""
+
+    clips = False
+
+
+class ConvertedBare(Converted):
+    """The same with the lines of the documentation."""
+
+    clips = False
+
+
+PAIRS = [(Plain, Converted), (PlainPair, ConvertedPair), (Bare, ConvertedBare)]
+each_pair = pytest.mark.parametrize(
+    ("plain", "converted"), PAIRS, ids=[plain.__name__ for plain, _ in PAIRS]
+)
+
+
+def as_it_is(trial: Callable[..., Any], amp: dict[str, Any]) -> Callable[..., Any]:
+    """Makes the trial with mixed precision from outside."""
+    settings = read_section(AmpSettings, amp, "amp")
+    return lambda context: make_with_amp(trial, context, settings)
+
+
+def run(trial: Callable[..., Any], folder: Path, amp: dict[str, Any], **options: Any) -> Fitted:
+    """Train the trial as it is; a converted one is left alone."""
+    options = {"batches": BATCHES, "batch_size": BATCH_SIZE, **options}
+    return fit(as_it_is(trial, amp), folder, amp, **options)
+
+
+def trained(made: Fitted, folder: Path) -> str:
+    """A hash of weights, optimizers, scale, counts and random state."""
+    saved = content(folder, made.checkpoint)
+    saved["callbacks"].pop("unmodified", None)
+    return digest(saved)
+
+
+def resumed(trial: Callable[..., Any], folder: Path) -> Fitted:
+    """Trained in two halves, the second from the checkpoint of the first."""
+    first = run(trial, folder, FP16, batches=5)
+    return run(trial, folder, FP16, first_batch=5, resume=first.checkpoint)
+
+
+def numbers(made: Fitted) -> list[dict[str, Any]]:
+    """The training reports without what a clock or the machine decides."""
+    timed = ("samples_per_second", "data_wait_share", "peak_memory_mib", "audit_casts")
+    return [
+        {name: value for name, value in report.items() if not name.startswith(timed)}
+        for report in made.reports.training
+    ]
+
+
+@each_pair
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_trains_as_the_converted_trial_does_bit_for_bit(
+    folder: Path, plain: Any, converted: Any, precision: str
+) -> None:
+    amp = FP16 if precision == "amp_fp16" else {"precision": precision}
+    ours, theirs = run(plain, folder, amp), run(converted, folder, amp)
+    assert trained(ours, folder) == trained(theirs, folder)
+    assert ours.reports.validation == theirs.reports.validation
+    skipped = [n for n in ours.reports.training[-1] if n.startswith("skipped_steps")]
+    assert any(ours.reports.training[-1][n] for n in skipped) == (precision == "amp_fp16")
+
+
+@each_pair
+def test_accumulates_as_the_converted_trial_does_bit_for_bit(
+    folder: Path, plain: Any, converted: Any
+) -> None:
+    ours, theirs = (run(t, folder, FP16, aggregation_frequency=2) for t in (plain, converted))
+    assert trained(ours, folder) == trained(theirs, folder)
+
+
+@each_pair
+def test_resumes_bit_for_bit(folder: Path, plain: Any, converted: Any) -> None:
+    undisturbed = run(plain, folder, FP16)
+    ours, theirs = (resumed(trial, folder) for trial in (plain, converted))
+    assert trained(ours, folder) == trained(theirs, folder)
+    # The validation at the end of the first half takes random numbers.
+    parts = ("models_state_dict", "optimizers_state_dict", "scaler_state_dict")
+    saved, whole = (content(folder, made.checkpoint) for made in (ours, undisturbed))
+    assert [digest(saved[part]) for part in parts] == [digest(whole[part]) for part in parts]
+
+
+def test_reports_what_the_converted_trial_reports(folder: Path) -> None:
+    ours, theirs = (numbers(run(trial, folder, FP16)) for trial in (Plain, Converted))
+    assert [set(report) for report in ours] == [set(report) for report in theirs]
+    for report, expected in zip(ours, theirs, strict=True):
+        assert {k: report[k] for k in report if k != "loss"} == pytest.approx(
+            {k: expected[k] for k in expected if k != "loss"}, nan_ok=True
+        )
+
+
+def test_outputs_left_in_16_bits_train_something_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what a model returns has to be cast."""
+
+    class Squares(Plain):
+        clips = False
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = self.model(batch[0]).pow(2).float().mean()
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer)
+            return {"loss": loss}
+
+    amp = {"precision": "amp_fp16", "init_scale": 16.0}
+    right = trained(run(Squares, folder, amp), folder)
+    assert right == trained(run(Squares, folder, amp), folder)
+    monkeypatch.setattr("determined_amp.amp.unmodified.as_float32", lambda value: value)
+    assert trained(run(Squares, folder, amp), folder) != right
+
+
+class TestForward:
+    @pytest.mark.parametrize("eval_precision", ["fp32", "same"])
+    def test_validation_is_in_the_precision_of_the_settings(
+        self, folder: Path, eval_precision: str
+    ) -> None:
+        seen: list[tuple[bool, torch.dtype]] = []
+
+        class Watching(Plain):
+            def net(self) -> nn.Module:
+                model = nn.Linear(FEATURES, CLASSES)
+                model.register_forward_hook(
+                    lambda module, _, output: seen.append((module.training, output.dtype))
+                )
+                forward = model.forward
+
+                def look(x: torch.Tensor) -> torch.Tensor:
+                    found: torch.Tensor = forward(x)
+                    seen.append((model.training, found.dtype))
+                    return found
+
+                model.forward = look  # type: ignore[method-assign,assignment]
+                return model
+
+        run(Watching, folder, {"precision": "amp_bf16", "eval_precision": eval_precision})
+        validated = torch.bfloat16 if eval_precision == "same" else torch.float32
+        # Inside, then as handed on.
+        assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
+        assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
+
+    def test_model_that_calls_another_wrapped_one_is_one_region(self, folder: Path) -> None:
+        dtypes: list[torch.dtype] = []
+
+        class Outer(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.inner(x)
+                dtypes.append(found.dtype)
+                return found
+
+        class Nested(Plain):
+            def prepared(self, model: nn.Module) -> nn.Module:
+                return Outer(self.context.wrap_model(model))
+
+        run(Nested, folder, {"precision": "amp_bf16", "eval_precision": "same"})
+        assert set(dtypes) == {torch.bfloat16}
+        assert not _autocast_is_on("cpu")
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_wrapped_model_under_a_checkpoint_of_another_one(
+        self, folder: Path, reentrant: bool
+    ) -> None:
+        class Outer(nn.Module):
+            def __init__(self, inner: nn.Module, checkpoints: bool) -> None:
+                super().__init__()
+                self.inner, self.checkpoints = inner, checkpoints
+                self.head = nn.Linear(CLASSES, CLASSES)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.checkpoints:
+                    x = checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
+                else:
+                    x = self.inner(x)
+                found: torch.Tensor = self.head(x)
+                return found
+
+        class Nested(Bare):
+            checkpoints = False
+
+            def net(self) -> nn.Module:
+                return nn.Linear(FEATURES, CLASSES)
+
+            def prepared(self, model: nn.Module) -> nn.Module:
+                return Outer(self.context.wrap_model(model), self.checkpoints)
+
+        class Checkpointed(Nested):
+            checkpoints = True
+
+        made = [run(t, folder, {"precision": "amp_bf16"}) for t in (Nested, Checkpointed)]
+        assert len({trained(each, folder) for each in made}) == 1
+
+    def test_fp32_modules_apply(self, folder: Path) -> None:
+        amp = {"precision": "amp_bf16", "fp32_modules": ["^3$"]}
+        ours, theirs = run(Plain, folder, amp), run(Converted, folder, amp)
+        assert trained(ours, folder) == trained(theirs, folder)
+        without = run(Plain, folder, {"precision": "amp_bf16"})
+        assert trained(ours, folder) != trained(without, folder)
+
+    def test_copy_of_the_model_computes_with_its_own_weights(self, folder: Path) -> None:
+        made = run(Plain, folder, {"precision": "amp_bf16"}).trial
+        average = copy.deepcopy(made.model)
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.zero_()
+        assert not average(torch.ones(2, FEATURES)).any()
+        assert made.model(torch.ones(2, FEATURES)).any()
+
+    def test_pickled_model_is_the_plain_one(self, folder: Path) -> None:
+        made = run(Plain, folder, {"precision": "amp_bf16"}).trial
+        again = pickle.loads(pickle.dumps(made.model.eval()))
+        inputs = torch.ones(2, FEATURES)
+        assert torch.equal(again(inputs), made.model(inputs))
+
+    def test_dictionaries_and_dataclasses_are_handed_on_in_float32(self) -> None:
+        @dataclasses.dataclass(frozen=True)
+        class Output:
+            logits: torch.Tensor
+            hidden: tuple[torch.Tensor, ...]
+            name: str = "x"
+
+        half = torch.ones(2, dtype=torch.float16)
+        cast = as_float32({"out": Output(half, (half,)), "n": 1})
+        out = cast["out"]
+        assert (out.logits.dtype, out.hidden[0].dtype, out.name) == (
+            torch.float32,
+            torch.float32,
+            "x",
+        )
+        single = Output(half.float(), ())
+        assert as_float32(single) is single
+
+
+class TestRefused:
+    """Each with its reason and the line to write, in the first batch at the latest."""
+
+    def refusal(self, folder: Path, trial: Callable[..., Any], amp: Any = None) -> str:
+        with pytest.raises(ConfigError) as raised:
+            run(trial, folder, amp or {"precision": "amp_fp16"})
+        return str(raised.value)
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_own_backward(self, folder: Path, precision: str) -> None:
+        class Own(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.context.step_optimizer(self.optimizer)
+                return loss
+
+        said = self.refusal(folder, Own, {"precision": precision})
+        assert "calls loss.backward() itself" in said
+        assert "self.context.backward(loss)" in said
+
+    def test_own_backward_beside_the_right_one(self, folder: Path) -> None:
+        class Mixed(PlainPair):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                super().train_batch(batch, epoch_idx, batch_idx)
+                self.models[0](batch[0]).sum().backward()
+
+        assert "calls loss.backward() itself" in self.refusal(folder, Mixed)
+
+    def test_backward_of_torch_autograd(self, folder: Path) -> None:
+        class Own(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+                torch.autograd.backward(loss)
+                self.context.step_optimizer(self.optimizer)
+
+        assert "does not call context.backward" in self.refusal(folder, Own)
+
+    def test_own_step(self, folder: Path) -> None:
+        class Own(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                self.context.backward(self.model(batch[0]).sum())
+                self.optimizer.step()
+
+        assert "calls optimizer.step() itself" in self.refusal(folder, Own)
+
+    def test_own_autocast(self, folder: Path) -> None:
+        class Own(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return super().train_batch(batch, epoch_idx, batch_idx)
+
+        assert "enters autocast itself" in self.refusal(folder, Own)
+
+    def test_own_scaler(self, folder: Path) -> None:
+        class Own(Plain):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu"))
+                super().__init__(context)
+
+        assert "GradScaler of its own" in self.refusal(folder, Own)
+
+    def test_own_scaler_that_the_context_does_not_know(self, folder: Path) -> None:
+        class Own(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                scaler = torch.amp.GradScaler("cpu")
+                loss = scaler.scale(self.model(batch[0]).sum())
+                self.context.backward(loss)
+                self.context.step_optimizer(self.optimizer, scaler=scaler)
+
+        assert "GradScaler of its own" in self.refusal(folder, Own)
+
+    def test_scaler_that_is_switched_off_is_no_trouble(self, folder: Path) -> None:
+        class Off(Plain):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))
+                super().__init__(context)
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                inputs, classes = batch
+                with torch.autocast("cpu", enabled=False):
+                    loss = functional.cross_entropy(self.model(inputs), classes)
+                self.context.backward(self.scaler.scale(loss))
+                clip = self.clip_unscaled
+                self.context.step_optimizer(self.optimizer, clip, scaler=self.scaler)
+                self.scaler.update()
+                return {"loss": loss}
+
+            def clip_unscaled(self, parameters: Any) -> None:
+                self.scaler.unscale_(self.optimizer)
+                self.clip(parameters)
+
+        ours, theirs = run(Off, folder, FP16), run(Converted, folder, FP16)
+        assert trained(ours, folder) == trained(theirs, folder)
+
+    @pytest.mark.parametrize("batches_per_step", [1, 2])
+    def test_clip_outside_clip_grads(self, folder: Path, batches_per_step: int) -> None:
+        class Own(Bare):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = self.model(batch[0]).sum()
+                self.context.backward(loss)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.context.step_optimizer(self.optimizer)
+                return loss
+
+        with pytest.raises(ConfigError, match=r"changes gradients.* clip_grads="):
+            run(Own, folder, FP16, aggregation_frequency=batches_per_step)
+        for precision in ("fp32", "amp_bf16"):  # not scaled, so it does no harm
+            run(Own, folder, {"precision": precision}, aggregation_frequency=batches_per_step)
+
+    def test_clip_that_begins_after_a_warm_up(self, folder: Path) -> None:
+        class Late(Bare):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = self.model(batch[0]).sum()
+                self.context.backward(loss)
+                if batch_idx >= 3:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.context.step_optimizer(self.optimizer)
+                return loss
+
+        assert "changes gradients" in self.refusal(folder, Late)
+        run(Late, folder, {"precision": "amp_bf16"})  # not scaled, so it does no harm
+
+    def test_dropping_gradients_is_no_trouble(self, folder: Path) -> None:
+        class Dropping(Bare):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+                self.context.backward(loss)
+                next(self.model.parameters()).grad = None
+                self.context.step_optimizer(self.optimizer)
+                return loss
+
+        weight = run(Dropping, folder, {"precision": "amp_fp16"}).trial.model[0].weight
+        torch.manual_seed(0)
+        assert torch.equal(weight, nn.Linear(FEATURES, 16).weight)
+
+    @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_hooks_on_parameters(self, folder: Path, register: str) -> None:
+        class Hooked(Bare):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                super().__init__(context)
+                for parameter in self.model.parameters():
+                    getattr(parameter, register)(self.clamp)
+
+            def clamp(self, tensor: torch.Tensor) -> torch.Tensor | None:
+                if tensor.grad is None:
+                    return tensor.clamp(-0.1, 0.1)
+                tensor.grad.clamp_(-0.1, 0.1)
+                return None
+
+        assert "hooks on parameters, which would get scaled" in self.refusal(folder, Hooked)
+        run(Hooked, folder, {"precision": "amp_bf16"})
+
+    def test_two_steps_of_an_optimizer_in_a_batch(self, folder: Path) -> None:
+        class Twice(Bare):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                super().train_batch(batch, epoch_idx, batch_idx)
+                return super().train_batch(batch, epoch_idx, batch_idx)
+
+        said = self.refusal(folder, Twice, {"precision": "fp32"})
+        assert "steps an optimizer twice in a batch; write instead: one " in said
+
+    @pytest.mark.parametrize("clips", [False, True])
+    def test_two_optimizers_of_one_parameter_after_one_backward(
+        self, folder: Path, clips: bool
+    ) -> None:
+        class Shared(Bare):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                super().__init__(context)
+                sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+                self.second = context.wrap_optimizer(sgd)
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+                self.context.backward(loss)
+                clip = self.clip if clips else None
+                self.context.step_optimizer(self.optimizer, clip, auto_zero_grads=False)
+                self.context.step_optimizer(self.second, clip)
+                return loss
+
+        assert "divide their gradients by the scale again" in self.refusal(folder, Shared)
+        run(Shared, folder, {"precision": "amp_bf16"})
+
+    def test_two_optimizers_of_one_parameter_with_a_backward_each(self, folder: Path) -> None:
+        class Shared(Bare):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                super().__init__(context)
+                sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+                self.second = context.wrap_optimizer(sgd)
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                for optimizer in (self.optimizer, self.second):
+                    loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+                    self.context.backward(loss)
+                    self.context.step_optimizer(optimizer)
+                return loss
+
+        made = run(Shared, folder, {"precision": "amp_fp16", "init_scale": 16.0})
+        assert made.reports.training[-1]["applied_steps_1"] == BATCHES
+
+    def test_second_order_gradients_of_a_scaled_loss(self, folder: Path) -> None:
+        class Second(Plain):
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                self.context.backward(self.model(batch[0]).sum(), create_graph=True)
+
+        assert "create_graph" in self.refusal(folder, Second)
+
+    def test_output_that_cannot_be_cast(self, folder: Path) -> None:
+        class Box:
+            def __init__(self, logits: torch.Tensor) -> None:
+                self.logits = logits
+
+        class Boxed(nn.Linear):
+            def forward(self, inputs: torch.Tensor) -> Any:
+                return Box(super().forward(inputs))
+
+        class Boxes(Plain):
+            def net(self) -> nn.Module:
+                return Boxed(FEATURES, CLASSES)
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                self.context.backward(self.model(batch[0]).logits.sum())
+
+        assert "its loss is in float16" in self.refusal(folder, Boxes)
+
+    def test_no_wrapped_model(self, folder: Path) -> None:
+        class Unwrapped(Plain):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                self.context = context
+
+        assert "context.wrap_model(model)" in self.refusal(folder, Unwrapped)
+
+    def test_forward_of_another_name_fails_the_audit(self, folder: Path) -> None:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(FEATURES, CLASSES)
+
+            def logits(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.layer(x)
+                return found
+
+        class Another(Plain):
+            def net(self) -> nn.Module:
+                return Net()
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                model: Any = self.model
+                loss = functional.cross_entropy(model.logits(batch[0]), batch[1])
+                self.context.backward(loss)
+                self.context.step_optimizer(self.optimizer)
+
+        with pytest.raises(AuditError, match=r"model\(inputs\)"):
+            run(Another, folder, {"precision": "amp_bf16"})
+
+    def test_nothing_stays_patched(self, folder: Path) -> None:
+        backward = torch.Tensor.backward
+        run(Plain, folder, FP16)
+        assert torch.Tensor.backward is backward
+
+
+class TestFused:
+    @pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizer on the CPU")
+    @pytest.mark.parametrize(
+        "make",
+        [
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+            partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+            partial(torch.optim.AdamW, lr=0.1),
+        ],
+    )
+    def test_steps_as_one_that_was_made_fused(self, make: Callable[..., Any]) -> None:
+        weights = []
+        for fused in (True, None):
+            weight = nn.Parameter(torch.linspace(-1, 1, 5))
+            optimizer = make([weight], fused=fused)
+            assert fuse(optimizer)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for factor in (1.0, float("inf"), 2.0):
+                scaler.scale((weight * torch.arange(5.0)).sum() * factor).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            weights.append(weight.detach())
+        assert torch.equal(*weights)
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            partial(torch.optim.RMSprop),
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+            partial(torch.optim.AdamW, foreach=True),
+        ],
+    )
+    def test_others_stay_as_they_are(self, optimizer: Callable[..., Any]) -> None:
+        made = optimizer([nn.Parameter(torch.ones(1))])
+        before = copy.deepcopy(made.defaults)
+        assert not fuse(made)
+        assert made.defaults == before
+
+    def test_one_that_waits_for_the_device_is_named(
+        self, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Slow(Plain):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                self.context = context
+                self.model = context.wrap_model(self.net())
+                amp = MixedPrecision.of(context)
+                assert amp is not None
+                amp.fused = True  # as on a GPU
+                rmsprop = torch.optim.RMSprop(self.model.parameters())
+                self.optimizer = context.wrap_optimizer(rmsprop)
+
+        with caplog.at_level(logging.INFO):
+            run(Slow, folder, {"precision": "amp_fp16", "init_scale": 16.0})
+        assert "RMSprop cannot be fused" in caplog.text

@@ -1,0 +1,103 @@
+"""`config.yaml_text` against the platform's own loader: what `det experiment create` would send."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from determined.common import util
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from determined_amp import ConfigError
+from determined_amp.config.overrides import with_overrides
+from determined_amp.config.yaml_text import dump_yaml, load_yaml, read_text
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"])),
+    st.sampled_from(
+        ["1e-4", "1.5E3", "032", "0o17", "1_000", "-_", "0o8", "1:30", "yes", "off", "null", "~"]
+    ),
+    st.sampled_from(
+        [".inf", "-.5", "2020-01-01", "0x1F", "<<", "=", "- a", "a: b", "#", "'", "1."]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text("ab1eE-._y ", min_size=1), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES)
+def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
+    text = dump_yaml({"value": value})
+    assert load_yaml(text, "text") == {"value": value}
+    assert util.safe_load_yaml_with_exceptions(text) == {"value": value}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab: -1e.4_0o7x'\"[]{}#,&*!|>%@\n~", max_size=30))
+def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
+    try:
+        ours = load_yaml(text, "text")
+    except ConfigError:
+        return
+    theirs = util.yaml_safe_load(text)
+    assert repr(ours) == repr(theirs)  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("1e-4", 0.0001), ("032", 32), ("0o17", 15), ("1:30", "1:30"), ("yes", "yes")),
+        *((".inf", math.inf), ("true", True), ("2.5e-3", 0.0025), ("'1e-4'", "1e-4")),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    assert load_yaml(f"a: {text}", "text") == {"a": value}
+    assert with_overrides({}, [f"a={text}"]) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\na: 2", 'is not YAML: found duplicate key "a" with value "2"'),
+        ("a: [1", "is not YAML: expected ',' or ']'"),
+        ("a: 2020-01-01", "a: got a date; allowed: text in quotes"),
+        ("a: {b: [1, 2020-01-01]}", "a.b[1]: got a date"),
+        ("a: {1: x}", "a: got the key 1; allowed: text, in quotes"),
+        ("a: &x\n  b: *x", "is not YAML of a configuration: nested too deep"),
+        ("a: " + "[" * 3000, "is not YAML of a configuration: nested too deep"),
+        ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
+        ("a: \x00", "is not YAML: unacceptable character"),
+        ("x: !!binary aGk=", "x: got a bytes"),
+    ],
+)
+def test_anything_else_is_one_sentence_with_its_place(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_yaml(text, "a.yaml")
+    assert str(raised.value).startswith(f"a.yaml: {problem}")
+    assert "\n" not in str(raised.value)
+
+
+def test_file_of_another_encoding_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes("a: ü".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read as UTF-8 text"):
+        read_text(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_bytes("a: ü".encode())
+    assert read_text(tmp_path / "b.yaml") == "a: ü"
+
+
+def test_path_that_is_none_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_text("a\0b")
