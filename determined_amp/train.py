@@ -36,7 +36,7 @@ from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import RunFolder
-from determined_amp.local.master import log_in
+from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 
@@ -102,7 +102,8 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     config = experiment.parse(raw, path, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
     chief = os.environ.get("RANK", "0") == "0"
-    session = log_in(options.report_to) if options.report_to and chief else None
+    shown_at = options.report_to if chief else None
+    listeners = [_shown_on_master(shown_at, config.config, resume)] if shown_at else []
 
     def choose_folder() -> RunFolder:
         folder = named_folder()
@@ -124,7 +125,6 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             )
         return RunFolder(Path(options.run_folder))
 
-    listeners = [DetachedTrial(session, config.config)] if session is not None else []
     with ExitStack() as held:
         try:
             train_here(config, choose_folder, resume, listeners=listeners)
@@ -133,6 +133,19 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
                 raise
             raise UserError(str(left.__context__)) from left
     return 0
+
+
+def _shown_on_master(
+    address: str, config: Mapping[str, Any], resume: Resume | None
+) -> DetachedTrial:
+    """The experiment on the master; a resume does not wait for a master that is away."""
+    try:
+        session = log_in(address)
+    except MasterAwayError:
+        if resume is None:
+            raise
+        session = None
+    return DetachedTrial(address, config, session, required=resume is None)
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:

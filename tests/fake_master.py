@@ -86,7 +86,11 @@ class FakeMaster:
         checkpoints: Metadata and files by storage id; a deleted one has no files.
         states: What the trial was said to be.
         log: What the trial logged.
+        asked: The path of every request, in order.
         away: Answer as a proxy does whose master is away.
+        silent: Paths that are never answered.
+        failing: By path, how often it is still answered with 500.
+        nonsense: Paths that are answered with null.
         refused: Paths that are answered with 400.
         forbidden: Paths that are answered with 403.
     """
@@ -99,7 +103,12 @@ class FakeMaster:
         self.checkpoints: dict[str, dict[str, Any]] = {}
         self.states: list[str] = []
         self.log = ""
+        self.asked: list[str] = []
         self.away = False
+        self.silent: set[str] = set()
+        self.failing: dict[str, float] = {}
+        self.nonsense: set[str] = set()
+        self._ended = threading.Event()
         self.refused: set[str] = set()
         self.forbidden: set[str] = set()
         self.address = ""
@@ -127,15 +136,18 @@ class FakeMaster:
             return status, json.dumps(said)
 
         with answering(answer) as self.address:
-            yield self
+            try:
+                yield self
+            finally:
+                self._ended.set()  # a silent answer would keep the server from its end
 
     def answer(self, method: str, path: str, url: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if self.away:
-            return 503, {}
-        if path in self.refused:
-            return 400, {"error": {"error": "refused for a test"}}
-        if path in self.forbidden:
-            return 403, {}
+        self.asked.append(path)
+        if path in self.silent:
+            self._ended.wait()
+        faulty = self._faulty_answer(path)
+        if faulty is not None:
+            return faulty
         if path.startswith("/experiments/by-external-id/"):
             self.external_ids.append(path.rsplit("/", 1)[1])
             self.config = body["config"]
@@ -144,6 +156,18 @@ class FakeMaster:
         if route is None:
             return 404, {}
         return 200, route(self, url, body) or {}
+
+    def _faulty_answer(self, path: str) -> tuple[int, Any] | None:
+        left = self.failing.get(path, 0)
+        self.failing[path] = left - 1
+        faults = [
+            (self.away, 503, {}),
+            (left > 0, 500, {}),
+            (path in self.nonsense, 200, None),
+            (path in self.refused, 400, {"error": {"error": "refused for a test"}}),
+            (path in self.forbidden, 403, {}),
+        ]
+        return next(((status, said) for is_so, status, said in faults if is_so), None)
 
     def log_in(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         user = {"active": True, "admin": False, "username": body["username"]}
@@ -158,7 +182,7 @@ class FakeMaster:
         return {"stepsCompleted": 0, "trialRunId": self.run}
 
     def patch_trial(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.states += [body["state"]] if "state" in body else []
+        self.states += [body["state"]] if body.get("state") else []
         return {"trial": TRIAL}
 
     def take_report(self, url: str, body: dict[str, Any]) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ import pytest
 import yaml
 
 from determined_amp import __main__ as door
+from determined_amp.local import master as logins
 from determined_amp.local import outbox
 from determined_amp.local.master import MasterError, log_in
 from tests import training
@@ -172,6 +179,89 @@ class TestMasterThatFails:
         assert "lacks a part of this run" in log
         assert master.states == ["STATE_COMPLETED"]
 
+    @pytest.mark.parametrize("fault", ["silent", "failing"])
+    def test_one_request_that_always_fails_loses_no_other(
+        self, fault: str, master: FakeMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logins, "ANSWER", 0.2)
+        path = "/trials/8/progress"
+        if fault == "silent":
+            master.silent.add(path)
+        else:
+            master.failing[path] = math.inf
+        folder = tmp_path / "run"
+        assert report_to(master, folder) == 0
+        assert listed(master) == lines(folder)
+        assert master.states == ["STATE_COMPLETED"]
+        log = (folder / "log.txt").read_text()
+        assert log.count("fails at what it is sent, the run goes on") == 1
+        assert "lacks a part of this run" in log
+
+    def test_error_of_the_server_is_tried_again(self, master: FakeMaster, tmp_path: Path) -> None:
+        master.failing |= {"/trials/8/metrics": 2, "/checkpoints": 1}
+        folder = tmp_path / "run"
+        assert report_to(master, folder) == 0
+        assert listed(master) == lines(folder)
+        log = (folder / "log.txt").read_text()
+        assert "lacks a part" not in log
+        assert "the run goes on" not in log
+
+    def test_resume_does_not_wait_for_a_master_that_is_away(
+        self, master: FakeMaster, tmp_path: Path
+    ) -> None:
+        folder = training.run_small(
+            "mlp/amp.yaml", tmp_path / "run", "hyperparameters.training.max_length.batches=4"
+        )
+        master.away = True
+
+        def come_back(batch_idx: int) -> None:
+            master.away = batch_idx < LENGTH - 2
+
+        config = training.arguments("mlp/amp.yaml")
+        with training.before_each_batch(come_back):
+            options = ["--resume", str(folder), "--report-to", master.address]
+            assert door.main(["train", *config, *options]) == 0
+        assert listed(master) == lines(folder)
+        assert "is away, the run goes on" in (folder / "log.txt").read_text()
+
+    def test_being_away_at_the_start_of_a_new_run_is_one_sentence(
+        self, master: FakeMaster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        master.failing["/master"] = math.inf
+        assert report_to(master, tmp_path / "run") == 2
+        said = f"{master.address}: the master answers with error 500; try again when it works"
+        assert said in capfd.readouterr().err
+
+    @pytest.mark.parametrize("path", ["/master", "/auth/login", "/trials", "/runs/start"])
+    def test_answers_that_are_none_of_a_master_are_one_sentence(
+        self, path: str, master: FakeMaster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        master.nonsense.add(path)
+        assert report_to(master, tmp_path / "run") == 2
+        shown = capfd.readouterr().err
+        assert f"{master.address}: what answers there is not a Determined master" in shown
+        assert "Traceback" not in shown
+
+    @pytest.mark.parametrize("path", ["/master", "/auth/login", "/trials", "/trials/8/metrics"])
+    def test_silence_ends_within_seconds_of_one_signal(
+        self, path: str, master: FakeMaster, tmp_path: Path
+    ) -> None:
+        master.silent.add(path)
+        signalled = []
+
+        def interrupt() -> None:
+            assert wait_until(lambda: path in master.asked)
+            signalled.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with in_thread(interrupt):
+            status = report_to(
+                master, tmp_path / "run", "hyperparameters.training.max_length.batches=100000"
+            )
+        assert time.monotonic() - signalled[0] < 5
+        # A run that has begun to train is stopped as always, with a checkpoint.
+        assert status == (0 if path == "/trials/8/metrics" else 130)
+
     def test_refusing_the_experiment_ends_it_before_training(
         self, master: FakeMaster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -225,14 +315,18 @@ class TestLogIn:
 class TestOutbox:
     def test_keeps_the_order_over_failures(self, caplog: pytest.LogCaptureFixture) -> None:
         done: list[str] = []
-        failures = iter([ConnectionError("gone"), ConnectionError("gone")])
+        # The call and the look for the server, by turns, and more often than a call may fail.
+        failures = iter([ConnectionError("gone")] * 4 * outbox.TRIES)
 
-        def second() -> None:
+        def look() -> None:
             for failure in failures:
                 raise failure
+
+        def second() -> None:
+            look()
             done.append("second")
 
-        box = outbox.Outbox("server", idle=lambda: None)
+        box = outbox.Outbox("server", idle=look)
         with caplog.at_level(logging.WARNING), box.sending():
             for call in (lambda: done.append("first"), second, lambda: done.append("third")):
                 box.put(call)
@@ -247,6 +341,23 @@ class TestOutbox:
         called = threading.Event()
         with outbox.Outbox("server", idle=called.set).sending():
             assert called.wait(10)
+
+
+@contextmanager
+def in_thread(work: Callable[[], object]) -> Iterator[None]:
+    """Do it beside the block, and to its end."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        yield
+    done.result()
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    """Whether it happens within a while."""
+    end = time.monotonic() + 30
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.01)
+    return happened()
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,14 @@ from determined.common.api import bindings, errors
 
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import RunFolder, write_whole
-from determined_amp.local.master import MasterError
+from determined_amp.local.master import (
+    NONSENSE,
+    MasterAwayError,
+    MasterError,
+    is_away,
+    log_in,
+    not_a_master,
+)
 from determined_amp.local.outbox import Outbox
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
@@ -38,37 +46,95 @@ class DetachedTrial(RunListener):
     """The experiment of one run folder on a master; a file in the folder holds its id.
 
     Args:
-        session: A login; see `determined_amp.local.master.log_in`.
+        address: The address of the master.
         config: The experiment configuration, for the WebUI to show.
+        session: A login there; None to log in when the master answers.
+        required: Whether a master that is away at the start ends the run. If not, the run is
+            shown as soon as the master answers.
     """
 
-    def __init__(self, session: api.Session, config: Mapping[str, Any]) -> None:
-        self._session = session.with_retry(0)  # the outbox retries, and warns only once
+    def __init__(
+        self,
+        address: str,
+        config: Mapping[str, Any],
+        session: api.Session | None,
+        *,
+        required: bool,
+    ) -> None:
+        self._address = address
         self._config = config
-        self._outbox = Outbox(session.master, idle=self._live)
+        self._logged_in = session
+        self._required = required
+        self._outbox = Outbox(address, idle=self._live)
         self._sending = ExitStack()
+        self._made: int | None = None  # the trial's id; None until the master has the experiment
         self._listed: set[str] = set()  # storage ids of the checkpoints that the master lists
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         """Make or find the experiment, print its address, and send what the master lacks.
 
         Raises:
-            MasterError: if the master refuses the experiment.
+            MasterError: if the master refuses the experiment, or is away and required.
+            KeyboardInterrupt: if a signal stops the run meanwhile.
         """
-        master = self._session.master
         self._folder = folder
         self._id = _id_of(folder)
-        try:
-            self._create(self._config)
-        except (errors.BadRequestException, OSError) as error:
-            raise MasterError(f"{master}: the experiment was refused: {error}") from error
-        print(f"shown at {master}/det/experiments/{self._experiment}", flush=True)
+        created: futures.Future[None] = futures.Future()
+        self._outbox.put(partial(self._create, created))
+        with ExitStack() as opened:
+            opened.enter_context(self._outbox.sending(lambda: stop.requested))
+            while not created.done():
+                if stop.requested:
+                    raise KeyboardInterrupt
+                futures.wait([created], timeout=0.1)
+            error = created.exception()
+            if error is not None and (self._required or not isinstance(error, MasterAwayError)):
+                raise error
+            self._sending = opened.pop_all()
         lines = list(folder.read_metrics())
         self._outbox.put(lambda: self._catch_up(lines))
         self.on_checkpoints(complete_checkpoints(folder.checkpoints))
-        self._sending.enter_context(self._outbox.sending())
 
-    def _create(self, config: Mapping[str, Any]) -> None:
+    @property
+    def _session(self) -> api.Session:
+        if self._logged_in is None:
+            raise MasterError(f"{self._address}: not logged in")
+        return self._logged_in
+
+    @property
+    def _trial(self) -> int:
+        if self._made is None:
+            raise MasterError(f"{self._address}: has no experiment for this run")
+        return self._made
+
+    def _create(self, first_try: futures.Future[None]) -> None:
+        """Log in, and make or find the experiment; `first_try` tells how the first try ended."""
+        try:
+            if self._logged_in is None:
+                self._logged_in = log_in(self._address)
+            self._logged_in = self._logged_in.with_retry(0)  # the outbox retries, and warns once
+            self._make(self._config)
+        except Exception as error:
+            failed = self._explained(error)
+            if not first_try.done():
+                first_try.set_exception(failed)
+            raise failed from error
+        if not first_try.done():
+            first_try.set_result(None)
+
+    def _explained(self, error: Exception) -> Exception:
+        """One sentence for an error at the start; what is no fault of the master stays as it is."""
+        if isinstance(error, MasterError):
+            return error
+        if is_away(error):
+            return MasterAwayError(
+                f"{self._address}: the master does not answer to a new experiment: {error}"
+            )
+        if isinstance(error, errors.BadRequestException):
+            return MasterError(f"{self._address}: the experiment was refused: {error}")
+        return not_a_master(self._address) if isinstance(error, NONSENSE) else error
+
+    def _make(self, config: Mapping[str, Any]) -> None:
         session, external_id = self._session, str(self._id)
         storage = {"type": "directory", "container_path": str(self._folder.checkpoints.absolute())}
         shown = yaml.safe_dump({**config, "checkpoint_storage": storage})
@@ -83,16 +149,19 @@ class DetachedTrial(RunListener):
         )
         put = bindings.v1PutTrialRequest(createTrialRequest=wanted, externalTrialId=external_id)
         trial = bindings.put_PutTrial(session, body=put).trial
-        assert trial.taskId is not None
-        self._trial, self._task = trial.id, trial.taskId
+        if trial.taskId is None:
+            raise not_a_master(self._address)
+        self._task = trial.taskId
         # Each process starts a new run of the trial. At its first report, the master drops the
         # reports of later batches, as the folder does on a resume.
-        start = bindings.v1StartTrialRequest(trialId=self._trial, resume=True)
-        self._run = bindings.post_StartTrial(session, body=start, trialId=self._trial).trialRunId
+        start = bindings.v1StartTrialRequest(trialId=trial.id, resume=True)
+        self._run = bindings.post_StartTrial(session, body=start, trialId=trial.id).trialRunId
         prepare = bindings.v1RunPrepareForReportingRequest(
-            runId=self._trial, checkpointStorage=storage
+            runId=trial.id, checkpointStorage=storage
         )
         self._storage = bindings.post_RunPrepareForReporting(session, body=prepare).storageId
+        self._made = trial.id
+        print(f"shown at {session.master}/det/experiments/{self._experiment}", flush=True)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         self._outbox.put(lambda: self._send_report(line))
@@ -109,7 +178,7 @@ class DetachedTrial(RunListener):
         self._outbox.put(lambda: self._live(state))
         self._sending.close()
         if not self._outbox.all_delivered:
-            logger.warning("%s lacks a part of this run; a resume sends it", self._session.master)
+            logger.warning("%s lacks a part of this run; a resume sends it", self._address)
 
     def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
         # Read now, because the checkpoint may be deleted before the outbox sends this.
@@ -198,6 +267,11 @@ class DetachedTrial(RunListener):
 
     def _live(self, state: bindings.trialv1State | None = None) -> None:
         """Tell the master that the run is alive, or its new state."""
+        if self._logged_in is None:
+            raise MasterAwayError(f"{self._address}: not logged in yet")
+        if self._made is None:  # the first call is under way; see whether the master answers it
+            self._session.get("/api/v1/master")
+            return
         body = bindings.v1PatchTrialRequest(trialId=self._trial, state=state)
         bindings.patch_PatchTrial(self._session, body=body, trialId=self._trial)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,20 +13,27 @@ from determined_amp.local.master import is_away
 
 logger = logging.getLogger(__name__)
 
-IDLE = 60.0  # seconds without a call, then `idle` is called
+IDLE = 30.0  # seconds without a call, then `idle` is called
 RETRY = 5.0  # seconds between two attempts while the server is away
+TRIES = 3  # attempts at a call that fails on a server that answers others
 PATIENCE = 20.0  # at the end, stop waiting after this many seconds without a delivery
+HURRY = 2.0  # the same in all, for somebody who waits for the end
 
 _AWAY = "is away"
+_FAILS = "fails at what it is sent"
 _REFUSES = "refuses what it is sent"
 
 
 class Outbox:
     """Calls functions on a thread of its own, and repeats a call while the server is away.
 
+    A call that the server refuses is lost, and so is one that fails `TRIES` times while the server
+    answers `idle`; the calls after it are made.
+
     Args:
         server: Name of the server, for warnings.
-        idle: Called after every `IDLE` seconds without a call.
+        idle: Called after every `IDLE` seconds without a call, and to see whether the server is
+            away or fails at a single call only.
     """
 
     def __init__(self, server: str, idle: Callable[[], object]) -> None:
@@ -42,20 +50,32 @@ class Outbox:
         self._calls.put(call)
 
     @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Inside this block make the queued calls; at its end wait for a while for the rest."""
+    def sending(self, hurried: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Inside this block make the queued calls; at its end wait for a while for the rest.
+
+        Args:
+            hurried: Whether somebody waits for the end.
+        """
         thread = threading.Thread(target=self._work, name="outbox", daemon=True)
         thread.start()
         try:
             yield
-        finally:
             self._calls.put(None)
-            taken = -1
-            while thread.is_alive() and taken < self._taken:
-                taken = self._taken
-                thread.join(PATIENCE)
-            self._delivered &= not thread.is_alive()
+            self._wait(thread, hurried)
+        finally:
             self._closed.set()
+
+    def _wait(self, thread: threading.Thread, hurried: Callable[[], bool]) -> None:
+        began = delivered = time.monotonic()
+        taken = self._taken
+        while thread.is_alive():
+            thread.join(0.1)
+            now = time.monotonic()
+            if self._taken > taken:
+                delivered, taken = now, self._taken
+            if now - delivered > PATIENCE or (hurried() and now - began > HURRY):
+                break
+        self._delivered &= not thread.is_alive()
 
     @property
     def all_delivered(self) -> bool:
@@ -73,12 +93,18 @@ class Outbox:
             self._delivered &= self._deliver(call)
 
     def _deliver(self, call: Callable[[], object]) -> bool:
+        failures = 0
         while not self._closed.is_set():
             try:
                 call()
             except Exception as error:  # no error of a call may end the run
-                self._warn(error)
                 if not is_away(error):
+                    self._warn(_REFUSES, error)
+                    return False
+                if not self._answers():
+                    self._warn(_AWAY, error)
+                elif (failures := failures + 1) == TRIES:
+                    self._warn(_FAILS, error)
                     return False
                 self._closed.wait(RETRY)
             else:
@@ -87,8 +113,14 @@ class Outbox:
                 return True
         return False
 
-    def _warn(self, error: Exception) -> None:
-        trouble = _AWAY if is_away(error) else _REFUSES
+    def _answers(self) -> bool:
+        try:
+            self._idle()
+        except Exception as error:
+            return not is_away(error)
+        return True
+
+    def _warn(self, trouble: str, error: Exception) -> None:
         if trouble not in self._warned:
             self._warned.add(trouble)
             said = str(error) or type(error).__name__

@@ -21,7 +21,7 @@ from determined_amp.config.experiment import parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.local.folder import End
-from determined_amp.local.master import log_in
+from determined_amp.local.master import NONSENSE, log_in
 from determined_amp.reports.run_settings import SEED, of_experiment
 from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, State, ended
 from determined_amp.search.compose import compose
@@ -277,7 +277,6 @@ def _on_master(number: int) -> Iterator[tuple[Determined, str]]:
         errors.BadResponseException,
         bindings.APIHttpError,
         OSError,
-        KeyError,
-        ValueError,
+        *NONSENSE,
     ) as error:
         raise ReportError(f"{session.master} gave no experiment {number}: {error}") from error
