@@ -51,10 +51,12 @@ def only_folder(directory: Path) -> Path:
     return folder
 
 
-def run(directory: Path, search: str, *overrides: str, workers: int = 1) -> SearchStudy:
+def run(
+    directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0
+) -> SearchStudy:
     """Search in this process and its workers; the current directory has to be `directory`."""
     path = write(directory, search, *overrides)
-    assert command.main([path.name, "--workers", str(workers)]) == 0
+    assert command.main([path.name, "--workers", str(workers)]) == status
     return read_study(only_folder(directory))
 
 

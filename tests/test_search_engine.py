@@ -18,7 +18,7 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.run_folders import read_search
 from determined_amp.search import command
-from determined_amp.search.engine import _kind
+from determined_amp.search.engine import SearchError, _kind
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.study_file import SearchStudy, StudyError, read_study
 from tests import searching, training
@@ -81,13 +81,16 @@ class TestGrid:
         assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
     def test_invalid_trial_has_its_reason_and_is_not_replaced(self, tmp_path: Path) -> None:
-        study = searching.run(
+        path = searching.write(
             tmp_path,
             "loss_scale_grid.yaml",
             *searching.THREE_SCALES,
             "hyperparameters.trial=tests.mortal:OverflowingTrial",
         )
-        assert [trial.state for trial in study.trials] == ["failed"] * 3
+        with pytest.raises(SearchError, match="no trial of 3 has a result; trial 0: no loss scale"):
+            command.main([path.name])
+        study = read_study(searching.only_folder(tmp_path))
+        assert [(trial.state, trial.invalid) for trial in study.trials] == [("failed", True)] * 3
         assert all("no loss scale helps" in (trial.reason or "") for trial in study.trials)
 
 
@@ -226,19 +229,20 @@ class TestComparison:
             assert ("overflow" in (trial.reason or "")) is in_float16
 
 
-def test_worker_that_always_dies_costs_its_trial_only(tmp_path: Path) -> None:
-    ORDER.write_text("die always")
+def test_worker_that_dies_too_often_costs_its_trial_only(tmp_path: Path) -> None:
+    ORDER.write_text("die once")
     study = searching.run(
         tmp_path,
         "loss_scale_asha.yaml",
         *searching.SHORT_ASHA,
         MORTAL,
-        "max_restarts=1",
-        "searcher.max_trials=1",
+        "max_restarts=0",
+        "searcher.max_trials=2",
+        status=1,
     )
-    (trial,) = study.trials
-    assert trial.state == "failed"
-    assert "its process died 2 times, the last time with status -9" in (trial.reason or "")
+    trial, other = study.trials
+    assert (trial.state, trial.invalid, other.state) == ("failed", False, "complete")
+    assert "its process died 1 times, the last time with status -9" in (trial.reason or "")
 
 
 def test_three_failures_alike_end_the_search(

@@ -24,6 +24,7 @@ from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
 from determined_amp.fitting import fit
+from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import read_metrics
 from determined_amp.local.open_trial import open_trial
 from tests import strangers, training
@@ -431,6 +432,30 @@ class TestTraining:
         path = str(write(tmp_path, *overrides))
         assert door.main(["train", path, "--run-folder", str(tmp_path / "run")]) == 2
         assert words in capsys.readouterr().err
+
+    @pytest.mark.parametrize("policy", ["best", "all", "none"])
+    @pytest.mark.parametrize(
+        ("metric", "fault"), [("f1", "the trial does not report"), ("note", "is no number")]
+    )
+    def test_searcher_metric_there_is_not_costs_no_batch(
+        self,
+        policy: str,
+        metric: str,
+        fault: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        path = write(tmp_path, f"searcher.metric={metric}", f"checkpoint_policy={policy}")
+        folder = tmp_path / "run"
+        assert door.main(["train", str(path), "--run-folder", str(folder)]) == 2
+        said = f"searcher.metric: got {metric}, which {fault}; allowed: batches, epochs, "
+        assert said + "val_loss" in capsys.readouterr().err
+        (saved,) = complete_checkpoints(folder / "checkpoints")
+        reports = read_metrics(folder / "metrics.jsonl")
+        first = next(line["batches"] for line in reports if line["group"] == "validation")
+        assert read_metadata(saved)["steps_completed"] == first
+        again = ["--resume", str(folder), "--config", "searcher.metric=val_loss"]
+        assert door.main(["train", *again]) == 0
 
     def test_trial_of_a_finished_search_can_be_trained_again(self, tmp_path: Path) -> None:
         """It has the searcher of its search, and a value for everything."""

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from determined import pytorch
+from determined import pytorch, util
 
 from determined_amp.config.errors import GuardError, UserError
+from determined_amp.config.settings import ConfigError
 
 
 class CheckpointError(UserError):
@@ -49,8 +50,11 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
 class SafeController(pytorch._PyTorchTrialController):
     """Determined's training loop, loading checkpoints without running what is in them.
 
-    A run that the guard ends leaves a checkpoint of its last good state.
+    A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
+    validation lacks the metric of the searcher.
     """
+
+    _metric_problem: str | None = None
 
     def _run(self) -> None:
         try:
@@ -59,6 +63,31 @@ class SafeController(pytorch._PyTorchTrialController):
             if error.state_is_good and not self._checkpoint_is_current():
                 self._checkpoint(already_exiting=True)
             raise
+
+    def _validate(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = super()._validate()
+        if self.is_chief and self.searcher_metric_name:
+            self._check_searcher_metric(metrics)
+        # Only the chief has the metrics, and all ranks must end.
+        problem = self.context.distributed.broadcast(self._metric_problem)
+        if problem is not None:
+            if not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
+            raise ConfigError("experiment", [problem])
+        return metrics
+
+    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
+        """Note what is wrong with it, instead of raising while the other ranks wait."""
+        metric = self.searcher_metric_name
+        numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
+        if metric in numbers:
+            return val_metrics[metric]
+        fault = "is no number" if metric in val_metrics else "the trial does not report"
+        self._metric_problem = (
+            f"searcher.metric: got {metric}, which {fault}; allowed: {', '.join(numbers)}, "
+            "or no metric, and then no checkpoint is the best"
+        )
+        return 0.0
 
     def _load(self, load_path: Path) -> None:
         """Restore the trial from a checkpoint folder.

@@ -183,7 +183,6 @@ class LocalController(SafeController):
         fitted["smaller_is_better"] = searcher.smaller_is_better
         fitted["checkpoint_policy"] = _policy(experiment).value
         super().__init__(**fitted)
-        self._metric = searcher.metric
         self._length = length
         self._listeners = listeners
 
@@ -194,19 +193,6 @@ class LocalController(SafeController):
             listener.on_epoch_length(self.context._epoch_len)
             listener.on_training(self.start_from_batch, total)
         super()._run()
-
-    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
-        if self._metric not in val_metrics:
-            numbers = (name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
-            raise ConfigError(
-                "experiment",
-                [
-                    f"searcher.metric: got {self._metric}, which the trial does not report; "
-                    f"allowed: {', '.join(sorted(numbers))}, or no metric, and then no checkpoint "
-                    "is the best"
-                ],
-            )
-        return super()._check_searcher_metric(val_metrics)
 
     def _save(self, path: Path) -> None:
         storage = self.core_context.checkpoint

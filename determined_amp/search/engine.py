@@ -59,16 +59,16 @@ def run_search(
         workers: Number of trials that run at the same time.
 
     Returns:
-        The exit status, 0: the search completed, or a signal stopped it.
+        The exit status. 0: the search completed, or a signal stopped it. 1: a trial failed, and
+        others did not. That hyperparameters of a trial cannot train is a result, and no failure.
 
     Raises:
-        UserError: if it cannot start, or cannot continue.
+        UserError: if it cannot start, cannot continue, or no trial has a result.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = _folder(search, resume, overrides)
     with lock(folder, "this search"):
-        _run(folder, workers)
-    return 0
+        return _run(folder, workers)
 
 
 def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:
@@ -117,7 +117,7 @@ def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -
     return engine.stopping
 
 
-def _run(folder: Path, workers: int) -> None:
+def _run(folder: Path, workers: int) -> int:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
     display = SearchDisplay(Console(), plan, folder)
@@ -130,9 +130,15 @@ def _run(folder: Path, workers: int) -> None:
         engine.run(lambda: display.update(describe(study, folder)))
     _check_machine(engine, folder)
     failure = engine.common_failure
-    display.close(describe(study, folder), stopped=engine.stopping, failed=failure is not None)
+    ended = describe(study, folder)
+    empty = not engine.stopping and not ended.ranked()
+    display.close(ended, stopped=engine.stopping, failed=empty or failure is not None)
     if failure is not None:
         raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {failure}")
+    if empty:
+        reasons = (f"trial {trial.number}: {trial.reason}" for trial in ended.trials[:1])
+        raise SearchError(f"no trial of {len(ended.trials)} has a result; {''.join(reasons)}")
+    return 1 if ended.failed() else 0
 
 
 def _check_machine(engine: Engine, folder: Path) -> None:

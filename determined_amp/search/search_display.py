@@ -102,6 +102,12 @@ class SearchDisplay:
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
             lines = dump_yaml({"hyperparameters": dict(ranked[0].used)})
             self._print(lines.rstrip())
+        lost = study.failed()
+        if lost:
+            self._print(
+                f"{len(lost)} of {len(study.trials)} trials failed; trial {lost[0].number}: "
+                f"{_first_line(lost[0].reason)}"
+            )
         if stopped:
             self._print(f"go on: python -m determined_amp search --resume {self._folder}")
         self._print(f"study: sqlite:///{self._folder / FILE_NAME}")
@@ -109,7 +115,8 @@ class SearchDisplay:
     def _line(self, trial: SearchTrial) -> str:
         values = "  ".join(f"{name} {_short(value)}" for name, value in flat(trial.used).items())
         if trial.value is None:
-            result = f"{trial.state}: {(trial.reason or '').partition(chr(10))[0]}"
+            state = "invalid" if trial.invalid else trial.state
+            result = f"{state}: {_first_line(trial.reason)}"
         else:
             result = f"{self._metric} {_short(trial.value)}"
         if trial.state == "stopped":
@@ -145,7 +152,7 @@ class SearchDisplay:
                 *(_short(trial.params.get(name)) for name in params),
                 _short(trial.value),
                 *(text.format(found[name]) if name in found else "" for name, _, text in shown),
-                trial.state if trial.value is None else f"{trial.history[-1][0]}",
+                _after(trial),
             )
         if len(rows) > _MOST_ROWS:
             table.caption = f"{len(rows) - _MOST_ROWS} more in the study"
@@ -153,6 +160,16 @@ class SearchDisplay:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _after(trial: SearchTrial) -> str:
+    if trial.value is not None:
+        return f"{trial.history[-1][0]}"
+    return "invalid" if trial.invalid else trial.state
+
+
+def _first_line(reason: str | None) -> str:
+    return (reason or "").partition("\n")[0]
 
 
 def _short(value: Any) -> str:

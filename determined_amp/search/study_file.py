@@ -53,6 +53,7 @@ class SearchTrial:
         folder: Its run folder.
         seed: Seed of parameters and data order; None if unknown.
         reason: Why it failed; None if it did not.
+        invalid: Whether it failed because its hyperparameters cannot train, which is a result.
     """
 
     number: int
@@ -66,6 +67,7 @@ class SearchTrial:
     folder: Path
     seed: int | None
     reason: str | None
+    invalid: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class SearchStudy:
     search: Mapping[str, Any]
     trials: tuple[SearchTrial, ...]
     workers: int = 1
+
+    def failed(self) -> list[SearchTrial]:
+        """The trials that have failed, those with invalid hyperparameters not among them."""
+        return [trial for trial in self.trials if trial.state == "failed" and not trial.invalid]
 
     def ranked(self) -> list[SearchTrial]:
         """The trials that have a value, best first."""
@@ -119,6 +125,7 @@ def _describe(trial: FrozenTrial, folder: Path) -> SearchTrial:
         folder=trial_folder(folder, trial.number),
         seed=attributes.get("seed"),
         reason=attributes.get("reason"),
+        invalid=bool(attributes.get("invalid")),
     )
 
 
