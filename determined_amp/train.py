@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from determined import pytorch
 from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
-from determined_amp.config.amp_settings import add_precision_option, in_precision
+from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.dotted import value_at
 from determined_amp.config.errors import UserError
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
@@ -56,8 +57,40 @@ def main(arguments: Sequence[str]) -> int:
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         trial = _cluster_parser().parse_args(arguments).trial
+        _parse(info, trial)
+        start_ranks(info, "determined_amp", "train", *arguments)
         return train_on_cluster(info, trial=trial)
     return _train_on_this_machine(arguments)
+
+
+def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
+    """In a task of several slots, replace this process by Determined's launcher of the ranks.
+
+    Called when the configuration has been checked, so that its mistakes are said once and without
+    the launcher's traceback. A process that a launcher has started goes on.
+
+    Args:
+        info: Determined's information on the task.
+        module: The module that every rank runs.
+        arguments: Its arguments.
+    """
+    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
+    if single or "RANK" in os.environ:
+        return
+    rank = [sys.executable, "-m", module, *arguments]
+    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
+    os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
+
+
+def _parse(info: det.ClusterInfo, trial: str | None) -> experiment.Experiment[Any]:
+    """The experiment of this task of a cluster."""
+    return experiment.parse(
+        info.trial._config,
+        "experiment",
+        trial=trial,
+        hyperparameters=info.trial.hparams,
+        completed_by_master=True,
+    )
 
 
 def train_on_cluster(
@@ -74,16 +107,13 @@ def train_on_cluster(
         The exit status, 0.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    config = experiment.parse(
-        info.trial._config,
-        "experiment",
-        trial=trial,
-        hyperparameters=info.trial.hparams,
-        completed_by_master=True,
-    )
+    config = _parse(info, trial)
     hparams = dict(config.hyperparameters)
     frequency = config.aggregation_frequency
-    with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+    with (
+        _ending_with_the_reason(),
+        pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context,
+    ):
         set_averaging(context, config)
         if prepare is not None:
             prepare(context, config)
@@ -93,11 +123,22 @@ def train_on_cluster(
     return 0
 
 
+@contextmanager
+def _ending_with_the_reason() -> Iterator[None]:
+    """Say last why a trial of a search ends; Determined drops the text of an `InvalidHP`."""
+    try:
+        yield
+    except SystemExit as left:
+        if isinstance(left.__context__, det.InvalidHP):
+            print(f"invalid trial: {left.__context__}", flush=True)
+        raise
+
+
 def _train_on_this_machine(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     path = options.config or os.path.join(options.resume, "config.yaml")
     raw = with_overrides(experiment.read_yaml(path), options.overrides)
-    raw = in_precision(raw, options.precision)
+    raw = in_precision(raw, chosen_precision(options))
     _refuse_search(raw, path)
     config = experiment.parse(raw, path, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None

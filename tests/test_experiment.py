@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from determined import pytorch
+from determined._execution import _make_test_experiment_config
 
 from determined_amp.config import experiment
+from determined_amp.config.amp_settings import SCALER_KEYS, AmpSettings, Precision
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.plan import WITHOUT_EFFECT
 from determined_amp.config.settings import ConfigError
@@ -182,6 +184,46 @@ def test_scaler_key_contradicts_all_but_amp_fp16(precision: str, key: str) -> No
     )
     found = problems_of({"hp.amp": {"precision": precision, key: value}})
     assert found == ([] if precision == "amp_fp16" else [problem])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
+def test_one_override_on_a_cluster_switches_the_precision(precision: str) -> None:
+    """There the scaler keys of the YAML stay, because the cluster merges."""
+    found = experiment.parse(
+        changed({"hp.amp.precision": precision}), "test", completed_by_master=True
+    )
+    assert found.amp == AmpSettings(Precision(precision))
+    assert set(found.hyperparameters["amp"]).isdisjoint(SCALER_KEYS)
+    wrong = {"hp.amp.precision": precision, "hp.amp.audit": 3}
+    (problem,) = problems_of(wrong, completed_by_master=True)
+    assert problem.startswith("hp.amp.audit: got 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))]
+)
+def test_length_as_a_text_replaces_the_unit(text: str, length: Length) -> None:
+    found = experiment.parse(changed({"hp.training.max_length": text}), "test")
+    assert found.training.max_length == length
+    again = experiment.parse(found.resolved(), "resolved")
+    assert again.training == found.training
+
+
+@pytest.mark.parametrize("text", ["0 epochs", "2 records", "2", "-1 epochs", "two epochs", ""])
+def test_text_that_is_no_length_is_the_one_problem(text: str) -> None:
+    (problem,) = problems_of({"hp.training.max_length": text})
+    assert problem.startswith("hp.training.max_length")
+
+
+def test_experiment_of_dets_option_test_trains_one_batch() -> None:
+    made = _make_test_experiment_config(changed({}))
+    found = experiment.parse(made, "test", completed_by_master=True)
+    batch = Length(batches=1)
+    training = found.training
+    assert (training.max_length, training.validation_period) == (batch, batch)
+    (problem, *others) = problems_of({"searcher.max_length": {"batches": 1}})
+    assert "has no effect" in problem
+    assert not others
 
 
 @pytest.mark.parametrize(

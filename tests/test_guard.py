@@ -11,6 +11,8 @@ from typing import Any
 import determined as det
 import pytest
 import torch
+from determined import core
+from determined.common.api import errors
 from torch import nn
 
 from determined_amp.amp.guard import Guard, RunningStatistics
@@ -44,6 +46,20 @@ def guard(
     return Guard(context, amp, replay)
 
 
+class Master(core.TrainContext):
+    """Keeps the metadata of a run."""
+
+    def __init__(self, metadata: dict[str, Any] | None) -> None:
+        self.metadata = metadata
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        return self.metadata
+
+    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        self.metadata = metadata
+        return metadata
+
+
 def judge(guard: Guard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16) -> None:
     """Let the guard look at a report."""
     guard._amp.metrics.latest = Report(loss, loss_scale, steps or (SOUND,))
@@ -52,6 +68,39 @@ def judge(guard: Guard, *steps: StepReport, loss: float = 1.0, loss_scale: float
 
 def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
+
+
+class TestMetadata:
+    @pytest.mark.parametrize("searcher", ["single", "random", "adaptive_asha"])
+    def test_of_a_run_on_a_cluster_has_precision_scale_and_failure(self, searcher: str) -> None:
+        watched: Any = guard(searcher=searcher)
+        master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
+        watched._context._core = SimpleNamespace(train=master)
+        watched.on_training_start()
+        noted = {"precision": "amp_fp16", "init_scale": 65536.0, "note": "mine"}
+        assert master.metadata == {"mine": 1, "amp": noted}
+        with pytest.raises((GuardError, det.InvalidHP)):
+            watched.on_validation_end({"validation_loss": math.nan})
+        assert master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
+        assert master.metadata == {"mine": 1, "amp": noted}
+
+    def test_is_the_chiefs(self) -> None:
+        watched: Any = guard()
+        master = Master(None)
+        watched._context._core = SimpleNamespace(train=master)
+        watched._context.distributed.rank = 1
+        watched.on_training_start()
+        assert master.metadata is None
+
+    def test_that_the_master_refuses_costs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Refusing(Master):
+            def get_metadata(self) -> dict[str, Any] | None:
+                raise errors.NotFoundException("no such address")
+
+        watched: Any = guard(AmpSettings(Precision.FP32))
+        watched._context._core = SimpleNamespace(train=Refusing(None))
+        watched.on_training_start()
+        assert "the master did not take the metadata of this run: no such address" in caplog.text
 
 
 class TestTrouble:

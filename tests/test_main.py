@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +16,7 @@ from determined_amp import __main__ as door
 from determined_amp import train
 from determined_amp.commands import audit
 from determined_amp.config.errors import UserError
+from tests.training import ROOT
 
 
 @pytest.mark.parametrize(
@@ -70,6 +77,61 @@ def test_error_of_a_user_is_one_message_and_status_2(
     monkeypatch.setattr(module, "main", fail)
     assert door.main([command, "given"]) == 2
     assert capsys.readouterr().err == said
+
+
+def test_launcher_of_ranks_ends_its_report_with_the_reason(tmp_path: Path) -> None:
+    config = tmp_path / "experiment.yaml"
+    config.write_text("hyperparameters: {trial: 'os:getcwd'}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    # Two import torch here: a fake torch would prove nothing of the file that they agree on.
+    done = subprocess.run(
+        [*launcher, "-m", "determined_amp", "train", str(config)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode != 0
+    *_, reason, rule = done.stderr.strip().splitlines()
+    assert reason.startswith("  traceback : no retry can help: ")
+    assert "hyperparameters.trial: got 'os:getcwd'" in reason
+    assert set(rule) == {"="}
+
+
+class TestRanks:
+    LAUNCHER = (sys.executable, "-m", "determined.launch.torch_distributed", sys.executable)
+
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        """The programs that have replaced this one."""
+        found: list[list[str]] = []
+        monkeypatch.setattr(os, "execv", lambda program, words: found.append(words))
+        monkeypatch.delenv("RANK", raising=False)
+        return found
+
+    @pytest.mark.parametrize(("slots", "nodes"), [(2, 1), (1, 2), (0, 2)])
+    def test_of_several_slots_are_started_by_the_launcher(
+        self, slots: int, nodes: int, started: list[list[str]]
+    ) -> None:
+        task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
+        train.start_ranks(task, "determined_amp", "train", "--trial", "model:Trial")
+        assert started == [
+            [*self.LAUNCHER, "-m", "determined_amp", "train", "--trial", "model:Trial"]
+        ]
+
+    @pytest.mark.parametrize("slots", [0, 1])
+    def test_of_one_slot_need_no_launcher(self, slots: int, started: list[list[str]]) -> None:
+        task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a"])
+        train.start_ranks(task, "determined_amp", "train")
+        assert not started
+
+    def test_do_not_start_others(
+        self, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RANK", "0")
+        task: Any = SimpleNamespace(slot_ids=[0, 1], container_addrs=["a"])
+        train.start_ranks(task, "determined_amp", "train")
+        assert not started
 
 
 def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(

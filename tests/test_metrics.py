@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from determined import core
 from torch import nn
 
 from determined_amp.amp.metrics import (
@@ -32,7 +33,9 @@ from tests.fake_cuda import Syncs
 
 
 class Processes:
-    """The one fact that the metrics ask of the ranks."""
+    """What metrics and guard ask of the ranks."""
+
+    rank = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,6 +51,7 @@ class Context:
 
     def __init__(self, slots: int = 1) -> None:
         self.distributed = Processes(slots)
+        self._core = SimpleNamespace(train=core.DummyTrainContext())
         self.registered: list[tuple[Any, dict[str, bool]]] = []
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []

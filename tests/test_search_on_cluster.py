@@ -69,7 +69,13 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
         trial = SimpleNamespace(
             _config=config, _steps_completed=0, hparams=sampled, trial_seed=seed
         )
-        info = SimpleNamespace(task_type="TRIAL", latest_checkpoint=None, trial=trial)
+        info = SimpleNamespace(
+            task_type="TRIAL",
+            latest_checkpoint=None,
+            trial=trial,
+            slot_ids=[0],
+            container_addrs=["localhost"],
+        )
         master = Master(tmp_path / "tensorboard")
 
         @contextmanager

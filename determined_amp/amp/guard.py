@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import determined as det
 import torch
-from determined import pytorch
+from determined import core, pytorch
+from determined.common.api import bindings, errors
 from torch import nn
 
 from determined_amp.amp.diagnosis import find_cause
@@ -63,6 +64,11 @@ class Guard(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         self._statistics.remember()
+        settings = self._amp.settings
+        noted: dict[str, Any] = {"precision": settings.precision.value, "failure": None}
+        if settings.scales_the_loss:
+            noted["init_scale"] = settings.init_scale
+        note_on_master(self._context, **noted)
         several = len(self._context.optimizers) > 1
         for index, gradients in enumerate(self._amp.metrics.all()):
             counts = gradients.counts
@@ -93,7 +99,7 @@ class Guard(pytorch.PyTorchCallback):
             return
         found = f"{self._metric} is {value}"
         if self._method in _STOPPED_BY_NAN:
-            raise det.InvalidHP(found)
+            self._end_trial(found)
         self._act(f"{found}. {self._cause()}")
 
     def _cause(self) -> str:
@@ -115,9 +121,14 @@ class Guard(pytorch.PyTorchCallback):
             logger.warning("%s", message)
             return
         if self._method != "single":
-            logger.error("%s", message)  # InvalidHP ends the trial without a word
-            raise det.InvalidHP(message)
+            self._end_trial(message)
+        note_on_master(self._context, failure=message)
         raise GuardError(message, state_is_good=self._amp.settings.scales_the_loss)
+
+    def _end_trial(self, message: str) -> NoReturn:
+        logger.error("%s", message)  # InvalidHP ends the trial without a word
+        note_on_master(self._context, failure=message)
+        raise det.InvalidHP(message)
 
     def _failures(self, report: Report, metrics: dict[str, Any]) -> Iterator[str]:
         """What is wrong with a report, worst first."""
@@ -181,6 +192,23 @@ class Guard(pytorch.PyTorchCallback):
                 "the weights alone; amp.wrap_lr_scheduler moves it on applied steps only",
                 drift,
             )
+
+
+def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
+    """Note values in the metadata of the run, which the lists of the WebUI can show as columns.
+
+    Only the chief does, and only on a cluster. None removes a value.
+    """
+    train = context._core.train
+    if context.distributed.rank or isinstance(train, core.DummyTrainContext):
+        return
+    try:
+        known = train.get_metadata() or {}
+        amp = {**known.get("amp", {}), **values}
+        kept = {name: value for name, value in amp.items() if value is not None}
+        train.set_metadata({**known, "amp": kept})
+    except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
+        logger.warning("the master did not take the metadata of this run: %s", error)
 
 
 def _is_not_finite(value: Any) -> bool:

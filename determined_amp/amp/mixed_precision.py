@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,11 @@ from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.config.amp_settings import AmpSettings, EvalPrecision
+from determined_amp.config.amp_settings import (
+    AmpSettings,
+    EvalPrecision,
+    without_unused_scaler,
+)
 from determined_amp.config.errors import print_uncaught_user_errors
 from determined_amp.config.settings import ConfigError, read_section
 
@@ -557,9 +561,10 @@ def _refuse_scaler(
 
 def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     info = det.get_cluster_info()
+    trial = info.trial if info is not None and info.task_type == "TRIAL" else None
     hparams = context._hparams
-    if hparams is None and info is not None and info.task_type == "TRIAL":
-        hparams = info.trial.hparams
+    if hparams is None and trial is not None:
+        hparams = trial.hparams
     if hparams is None:
         raise _wrong(
             "MixedPrecision",
@@ -571,7 +576,11 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "hyperparameters",
             ["amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, amp_bf16 there"],
         )
-    return read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
+    section = hparams["amp"]
+    # A cluster merges `--config` into the YAML, whose settings of a loss scale stay.
+    if trial is not None and isinstance(section, Mapping):
+        section = without_unused_scaler(section)
+    return read_section(AmpSettings, section, "hyperparameters.amp")
 
 
 def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[torch.optim.Optimizer]:

@@ -14,7 +14,12 @@ from determined import pytorch
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
-from determined_amp.config.amp_settings import Precision, add_precision_option, in_precision
+from determined_amp.config.amp_settings import (
+    Precision,
+    add_precision_option,
+    chosen_precision,
+    in_precision,
+)
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.local.open_trial import open_trial
@@ -93,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     add_override_option(parser)
     options = parser.parse_args(arguments)
     config = with_overrides(read_yaml(options.config), options.overrides)
-    config = in_precision(config, options.precision)
+    config = in_precision(config, chosen_precision(options))
     try:
         audit, asked = audit_here(config, options.config, options.trial)
     except AuditError as error:

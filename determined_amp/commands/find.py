@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp_settings import add_precision_option, in_precision
+from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _options(arguments)
     config = with_overrides(read_yaml(options.config), options.overrides)
-    config = in_precision(config, options.precision)
+    config = in_precision(config, chosen_precision(options))
     _check_targets(options)
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
         if options.write is not None:

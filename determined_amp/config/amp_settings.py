@@ -124,6 +124,19 @@ def without_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in SCALER_KEYS}
 
 
+def without_unused_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
+    """An `amp` section, in a precision without a loss scale without its settings.
+
+    A log line names those that are removed.
+    """
+    precision = section.get("precision")
+    unused = sorted(section.keys() & set(SCALER_KEYS))
+    if precision == Precision.AMP_FP16.value or not unused:
+        return dict(section)
+    logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(unused))
+    return without_scaler(section)
+
+
 def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
     """An experiment configuration with another precision.
 
@@ -145,14 +158,16 @@ def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, 
                 "amp: {precision: ...}, or no key of that name"
             ],
         )
-    section = dict(given) if isinstance(given, Mapping) else {}
-    section["precision"] = precision
-    if precision != Precision.AMP_FP16.value:
-        ignored = sorted(section.keys() & set(SCALER_KEYS))
-        section = without_scaler(section)
-        if ignored:
-            logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(ignored))
+    section = without_unused_scaler({**(given or {}), "precision": precision})
     return {**config, "hyperparameters": {**hyperparameters, "amp": section}}
+
+
+def chosen_precision(options: argparse.Namespace) -> str | None:
+    """The precision of a command line, by `--precision` or by `--config`; None if it has none."""
+    key = "hyperparameters.amp.precision="
+    chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
+    precision: str | None = options.precision
+    return precision or (chosen[-1] if chosen else None)
 
 
 def add_precision_option(parser: argparse.ArgumentParser) -> None:

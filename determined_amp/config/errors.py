@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 
@@ -48,7 +52,18 @@ def exit_status(run: Callable[[], int], before: str) -> int:
         return run()
     except UserError as error:
         print(f"{before}{error}", file=sys.stderr, flush=True)
+        _tell_launcher(f"{before}{error}")
         return 2
+
+
+def _tell_launcher(reason: str) -> None:
+    """Let torchrun end its report with the reason; it is longer than what was printed before it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+    with suppress(OSError), open(file, "w", encoding="utf-8") as report:
+        json.dump({"message": {"message": reason, "extraInfo": extra}}, report)
 
 
 def print_uncaught_user_errors() -> None:
@@ -62,6 +77,7 @@ def print_uncaught_user_errors() -> None:
             before(kind, error, trace)
             return
         print(f"{NO_RETRY}{error}", file=sys.stderr, flush=True)
+        _tell_launcher(f"{NO_RETRY}{error}")
         raise SystemExit(2)  # Python takes the exit status from what its hook raises
 
     sys.excepthook = hook

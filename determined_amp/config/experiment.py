@@ -22,13 +22,16 @@ from typing import Any, Generic, TypeVar
 
 from determined import pytorch
 
-from determined_amp.config.amp_settings import AmpSettings
+from determined_amp.config.amp_settings import AmpSettings, without_unused_scaler
 from determined_amp.config.dotted import value_at
 from determined_amp.config.factory import Factory, load_factory, make_trial
 from determined_amp.config.plan import (
+    ONE_BATCH,
     Plan,
+    for_test,
     has_our_form,
     in_determineds_form,
+    is_test,
     keys_without_effect,
     read_plan,
 )
@@ -241,7 +244,8 @@ def parse(
             entrypoint of that form.
         hyperparameters: Those that the searcher chose for this trial; by default those of `config`.
         completed_by_master: Whether a master has filled in its defaults, which then count as no
-            mistake.
+            mistake, and has merged `--config` into the YAML: settings of a loss scale are ignored
+            in a precision without one.
 
     Raises:
         ConfigError: naming every mistake.
@@ -256,11 +260,24 @@ def parse(
         named = None
     else:
         named = _named_trial(config, raw, trial, problems)
+    if completed_by_master:
+        config, raw = _as_merged(config, raw)
     parts = _Parts(config, raw, named, completed_by_master)
     found = parts.read(problems)
     if problems or found is None:
         raise ConfigError(source, problems)
     return found
+
+
+def _as_merged(
+    config: Mapping[str, Any], raw: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Configuration and hyperparameters, as far as a merge has left what no file would hold."""
+    if isinstance(raw.get("amp"), Mapping):
+        raw = {**raw, "amp": without_unused_scaler(constants(raw["amp"]))}
+    if has_our_form(raw) and is_test(config):
+        return for_test(config), {**raw, "training": ONE_BATCH}
+    return config, raw
 
 
 def constants(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,12 @@ like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.config.dotted import value_at
+from determined_amp.config.dotted import put, value_at
 from determined_amp.config.settings import plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
 
@@ -87,6 +88,32 @@ def keys_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[
         if value is None or (completed and value == default):
             continue
         yield f"{name}: got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+
+
+def is_test(config: Mapping[str, Any]) -> bool:
+    """Whether this is the experiment of `det experiment create --test`."""
+    return str(config.get("description")).startswith("[test-mode] ")
+
+
+# How `--test` trains: `det` writes this into the keys of Determined's form.
+ONE_BATCH: Mapping[str, Any] = {
+    "max_length": {"batches": 1},
+    "validation_period": {"batches": 1},
+    "reporting_period": {"batches": 1},
+}
+
+
+def for_test(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of our form that `det experiment create --test` has changed, mended.
+
+    It has keys of Determined's form, and lacks the direction of the metric.
+    """
+    mended = copy.deepcopy(dict(config))
+    for name, _, _ in WITHOUT_EFFECT:
+        if value_at(mended, name) is not None:
+            put(mended, name.split("."), None)
+    mended["searcher"].setdefault("smaller_is_better", True)
+    return mended
 
 
 @dataclass(frozen=True)

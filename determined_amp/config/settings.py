@@ -89,7 +89,8 @@ def read(
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
             an `enum.Enum`, another settings class, or one of these `| None`. It may define
-            `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs.
+            `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs, and
+            `section_of(text: str)`, the section that a text stands for, or None.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
         problems: A sentence per mistake is appended.
@@ -99,6 +100,9 @@ def read(
     Returns:
         The settings, or None if the section has a mistake.
     """
+    section_of = getattr(cls, "section_of", None)
+    if isinstance(raw, str) and section_of is not None:
+        raw = section_of(raw) or raw
     if not isinstance(raw, Mapping):
         problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
         return None

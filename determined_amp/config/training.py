@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from determined import pytorch
@@ -16,6 +16,9 @@ LENGTH_UNITS = ("batches", "epochs")
 class Length:
     """A number of batches or of epochs, in Determined's own notation: `{batches: 100}`.
 
+    Or as text, `100 batches`. A cluster merges `--config` into the YAML, so that a section would
+    have both units; a text replaces the section.
+
     Args:
         batches: Calls of `train_batch`.
         epochs: Passes over the training data.
@@ -24,10 +27,21 @@ class Length:
     batches: int | None = setting(None, at_least=1)
     epochs: int | None = setting(None, at_least=1)
 
+    @staticmethod
+    def section_of(text: str) -> Mapping[str, int] | None:
+        """`100 batches` as `{batches: 100}`; None for another text."""
+        count, _, unit = text.partition(" ")
+        is_length = count.isascii() and count.isdecimal() and unit in LENGTH_UNITS
+        return {unit: int(count)} if is_length else None
+
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         units = sum(unit is not None for unit in (self.batches, self.epochs))
         if units != 1:
-            yield "batches", f"got {units} units; allowed: one of batches and epochs"
+            yield (
+                "batches",
+                f"got {units} units; allowed: one of batches and epochs, or a text instead of the "
+                "section, such as '2 epochs'",
+            )
 
     def unit(self) -> pytorch.TrainUnit:
         if self.epochs is not None:

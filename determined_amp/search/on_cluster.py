@@ -1,7 +1,6 @@
-r"""Run one trial of a search on a Determined cluster: train, compare, score or find.
+"""Run one trial of a search on a Determined cluster: train, compare, score or find.
 
-    entrypoint: python3 -m determined.launch.torch_distributed \
-        python3 -m determined_amp.search.on_cluster VERB
+    entrypoint: python3 -m determined_amp.search.on_cluster VERB
 
 train    Trains like `python -m determined_amp train`. Every validation also reports the initial
          scale and the share of the gradients that it flushes to zero before the first step.
@@ -44,7 +43,7 @@ from determined_amp.search.scale_metrics import (
 )
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-from determined_amp.train import train_on_cluster
+from determined_amp.train import start_ranks, train_on_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +66,9 @@ def _run(given: Sequence[str]) -> int:
         )
         return 2
     _compose(info)
+    if kind is not TrialKind.SCORE:  # on one slot only
+        parse(info.trial._config, "search", completed_by_master=True)
+        start_ranks(info, ENTRYPOINT, kind.value)
     return _VERBS[kind](info)
 
 
