@@ -72,6 +72,11 @@ class Run:
         """How often the cluster started the trial again by itself."""
         return bindings.get_GetTrial(self.cluster.session, trialId=self.trial.id).trial.restarts
 
+    def metadata(self) -> dict[str, Any]:
+        """What is noted of AMP in the metadata of its only trial."""
+        noted = bindings.get_GetRunMetadata(self.cluster.session, runId=self.trial.id).metadata
+        return dict((noted or {})["amp"])
+
     def log(self) -> str:
         return "".join(line for trial in self.trials for line in trial.iter_logs())
 
@@ -136,11 +141,11 @@ class Cluster:
         assert done.returncode == 0, f"det {' '.join(arguments)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def create(self, config: str | Path, *overrides: str) -> Run:
-        """`det experiment create CONFIG . --config KEY=VALUE ...`."""
+    def create(self, config: str | Path, *overrides: str, context: Path = ROOT) -> Run:
+        """`det experiment create CONFIG CONTEXT --config KEY=VALUE ...`."""
         labelled = (*overrides, f"labels=[{self.label}]")
         options = [word for override in labelled for word in ("--config", override)]
-        said = self.det("experiment", "create", str(config), ".", *options)
+        said = self.det("experiment", "create", str(config), str(context), *options)
         found = re.search(r"Created experiment (\d+)", said)
         assert found, said
         return self.adopt(int(found[1]))

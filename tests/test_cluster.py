@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ import pytest
 import yaml
 from determined.experimental import client
 
+from determined_amp import __main__ as door
 from determined_amp.local.master import MasterError
-from determined_amp.reports.master_runs import read_finding
+from determined_amp.reports.master_runs import fetch_comparison, read_finding
 from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
 from tests.training import ROOT, digest
@@ -72,6 +75,13 @@ COMPARED = (
         f"hyperparameters.training.{name}.batches=20"
         for name in ("max_length", "validation_period", "checkpoint_period", "reporting_period")
     ),
+)
+# The command `compare` as one task, on a trial that knows nothing of AMP.
+COMPARE = ("hyperparameters.seeds=2", "hyperparameters.batches=20", "hyperparameters.minutes=20")
+# What an unmodified trial under Determined's own entrypoint is told.
+AS_IT_IS = (
+    "hyperparameters.trial=before:MyTrial",
+    "hyperparameters.amp.precision=amp_fp16",
 )
 # Trials are compared after 2, 8 and 32 batches.
 ASHA = (
@@ -141,6 +151,8 @@ def searches(cluster: Cluster) -> dict[Path, Run]:
 def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
     config = yaml.safe_load(path.read_text())
+    if path.stem == "compare":
+        return [*COMPARE]
     changes = [*OF_A_SEARCH]
     if path.stem == "compare_precisions":
         return [*changes, *COMPARED]
@@ -150,7 +162,8 @@ def small_search(path: Path) -> list[str]:
             f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
         ]
     if method in ("random", "adaptive_asha"):
-        changes.append("searcher.max_trials=4")
+        # As many that not each can be the best so far when it is looked at.
+        changes.append("searcher.max_trials=6")
     if method == "adaptive_asha":
         changes += ASHA
     return changes
@@ -291,6 +304,20 @@ class TestSearch:
         (found,) = run.metrics("validation")
         assert read_finding(run.id).finding.choice_log2 == found["init_scale_log2"]
 
+    def test_answer_of_compare_is_in_log_metrics_and_checkpoint(
+        self, searches: dict[Path, Run], tmp_path: Path
+    ) -> None:
+        run = searches[ROOT / "hp_search" / "compare.yaml"].completed()
+        (answer,) = run.metrics("validation")
+        assert answer["speed"] > 0
+        assert {"speed_amp_fp16", "speed_amp_bf16"} & answer.keys()
+        assert "use " in run.log()
+        command = ["report", str(run.id), "--output", str(tmp_path)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DET_MASTER", run.cluster.address)
+            assert door.main(command) == 0
+        assert (tmp_path / "precision.html").stat().st_size > 10_000
+
     def test_precisions_of_one_seed_start_alike(self, searches: dict[Path, Run]) -> None:
         """Equal weights and batches: after 20 steps the losses differ by roundings only."""
         run = searches[ROOT / "hp_search" / "compare_precisions.yaml"].completed()
@@ -371,6 +398,114 @@ class TestDetachedRun:
         assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
 
 
+class TestStranger:
+    """A trial that is none of ours, sent as docs/your_trial.md says."""
+
+    # Of a package that no image has.
+    REQUIREMENT = "humanize==4.9.0"
+    LONG = (
+        "hyperparameters.training.max_length.batches=160",
+        "hyperparameters.training.reporting_period.batches=2",
+        "hyperparameters.training.checkpoint_period.batches=20",
+    )
+
+    @pytest.fixture(scope="class")
+    def context(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The wheel of the library, the trial in both forms, and a requirement of its own."""
+        folder = tmp_path_factory.mktemp("stranger") / "context"
+        shutil.copytree(ROOT / "docs" / "your_trial", folder)
+        wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
+        subprocess.run([*wheel, str(ROOT)], check=True)
+        self.require(folder)
+        trial = folder / "model_def.py"
+        trial.write_text(
+            trial.read_text().replace("import torch\n", "import humanize\nimport torch\n")
+        )
+        config = yaml.safe_load((folder / "amp.yaml").read_text())
+        hparams = config["hyperparameters"]
+        length = hparams.pop("training")["max_length"]
+        del hparams["amp"], hparams["trial"]
+        config["entrypoint"] = "before:MyTrial"
+        config["searcher"]["max_length"] = length
+        (folder / "before.yaml").write_text(yaml.safe_dump(config))
+        return folder
+
+    def require(self, folder: Path) -> None:
+        packages = f"{self.REQUIREMENT} optuna matplotlib scipy"
+        hook = folder / "startup-hook.sh"
+        hook.write_text(f"{hook.read_text()}python3 -m pip install --quiet {packages}\n")
+
+    @pytest.fixture(scope="class")
+    def made(self, cluster: Cluster, context: Path, tmp_path_factory: Any) -> dict[str, Run]:
+        """All at once."""
+        copied = tmp_path_factory.mktemp("stranger") / "copied"
+        shutil.copytree(context, copied, ignore=shutil.ignore_patterns("*.whl"))
+        shutil.copytree(ROOT / "determined_amp", copied / "determined_amp")
+        hook = copied / "startup-hook.sh"
+        lines = [line for line in hook.read_text().splitlines() if ".whl" not in line]
+        hook.write_text("\n".join([*lines, ""]))
+        ours, searches = context / "amp.yaml", ROOT / "hp_search"
+        two = ("resources.slots_per_trial=2",)
+        named = "hyperparameters.experiment="
+        plan = {
+            "alone": (ours, self.LONG, context),
+            "two slots": (ours, two if cluster.slots > 1 else (), copied),
+            "as it is": (
+                context / "before.yaml",
+                ("entrypoint=determined_amp:TrialAsItIs", *AS_IT_IS),
+                context,
+            ),
+            "guarded": (ours, ("hyperparameters.learning_rate=1.0e+30",), context),
+            "found": (searches / "find_loss_scale.yaml", (f"{named}amp.yaml",), context),
+            "compared": (searches / "compare.yaml", (f"{named}before.yaml", *COMPARE), context),
+        }
+        return {
+            name: cluster.create(config, *overrides, context=folder)
+            for name, (config, overrides, folder) in plan.items()
+        }
+
+    @pytest.mark.parametrize("name", ["alone", "two slots", "as it is"])
+    def test_trains_in_float16(self, name: str, made: dict[str, Run]) -> None:
+        run = made[name].completed()
+        assert run.restarts() == 0
+        training = run.metrics("training")
+        assert training[0]["audit_share"] == 1
+        assert training[-1]["applied_steps"] > 100
+        assert run.metrics("validation")[-1]["validation_loss"] < 1
+
+    def test_paused_and_activated_it_ends_the_same(
+        self, cluster: Cluster, context: Path, made: dict[str, Run], tmp_path: Path
+    ) -> None:
+        run = cluster.create(context / "amp.yaml", *self.LONG, context=context)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.det("pause")
+        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        run.det("activate")
+        ended = [each.completed().metrics("training")[-1] for each in (run, made["alone"])]
+        assert [each["batches"] for each in ended] == [160, 160]
+        assert run.restarts() == 0
+
+    def test_guard_ends_it_with_the_reason(self, made: dict[str, Run]) -> None:
+        run = made["guarded"]
+        assert run.wait() is client.ExperimentState.ERROR
+        assert run.restarts() == 0
+        assert "no retry can help: " in run.log()
+        assert run.metadata()["precision"] == "amp_fp16"
+        assert "Cause: " in run.metadata()["failure"]
+
+    def test_its_loss_scale_is_found(self, made: dict[str, Run]) -> None:
+        (found,) = made["found"].completed().metrics("validation")
+        assert 0 < found["init_scale_log2"] < 40
+
+    def test_its_precisions_are_compared(self, made: dict[str, Run], tmp_path: Path) -> None:
+        run = made["compared"].completed()
+        (answer,) = run.metrics("validation")
+        assert {"speed", "speed_amp_bf16"} <= answer.keys()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DET_MASTER", run.cluster.address)
+            assert "use " in (fetch_comparison(run.id, tmp_path) or "")
+
+
 class TestGuard:
     def test_abort_is_not_retried(self, cluster: Cluster) -> None:
         path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
@@ -380,3 +515,4 @@ class TestGuard:
         assert run.wait() is client.ExperimentState.ERROR
         assert "no retry can help: " in run.log()
         assert run.restarts() == 0
+        assert run.metadata()["failure"] in run.log()

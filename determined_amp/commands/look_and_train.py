@@ -107,20 +107,31 @@ def compare(options: argparse.Namespace) -> Path:
     except ReportError as error:
         if not stopped:
             raise
-        raise CompareError(
-            f"stopped before there was anything to compare; go on by python -m determined_amp "
-            f"search --resume {folder}"
-        ) from error
+        more = " ".join(_to_go_on(folder)[:1])
+        raise CompareError(f"stopped before there was anything to compare; {more}") from error
     if stopped:
-        _say(
-            console,
-            "stopped early: this is what is known so far. To go on:\n"
-            f"  python -m determined_amp search --resume {folder}\n"
-            f"  python -m determined_amp report {folder}\n",
-        )
-    _say(console, f"{written.short}\n\nthe page with all numbers: {folder / 'precision.html'}")
-    _say(console, f"the same as text: {folder / 'precision.md'}")
+        steps = "".join(f"  {step}\n" for step in _to_go_on(folder))
+        _say(console, f"stopped early: this is what is known so far. For more:\n{steps}")
+    _say(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
     return folder
+
+
+def _page(folder: Path) -> str:
+    """Where the page is, and the same as text."""
+    info = det.get_cluster_info()
+    if info is not None:
+        return f"python -m determined_amp report {info.trial.experiment_id}"
+    return f"{folder / 'precision.html'}\nthe same as text: {folder / 'precision.md'}"
+
+
+def _to_go_on(folder: Path) -> tuple[str, ...]:
+    """What to type for the runs that are missing."""
+    if det.get_cluster_info() is not None:  # the folder is lost with its task
+        return ("det experiment create ... --config hyperparameters.minutes=MORE",)
+    return (
+        f"python -m determined_amp search --resume {folder}",
+        f"python -m determined_amp report {folder}",
+    )
 
 
 @dataclass(frozen=True)
