@@ -45,7 +45,7 @@ test-oldest: ## the same with torch 2.3, the level of Determined's default task 
 	    PYTHON=$(if $(filter command% environment,$(origin PYTHON)),$(PYTHON),$(call works,python3.10 python3.11))
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
-	@$(RUN) -m pytest -m cluster -v -rs tests/test_cluster.py
+	@$(RUN) -m pytest -m cluster -vv -rs tests/test_cluster.py
 
 mutants: $(ENV)/ready ## plant faults in a module, and list those that its tests miss: MODULE=... [TESTS=...]
 	@test -n "$(MODULE)" || { echo "no module: make mutants MODULE=determined_amp/amp/scaler.py" >&2; exit 2; }

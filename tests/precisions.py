@@ -44,11 +44,11 @@ LOST = {"state": "failed", "reason": "100% of the optimizer steps were skipped"}
 TRAINED = {
     "loss": 0.5,
     "loss_scale_log2": 16.0,
-    "applied_steps": 98,
+    "watch_applied_steps": 98,
     "skipped_steps": 2,
-    "consecutive_skips": 0,
-    "skip_ratio": 0.0,
-    "data_wait_share": 0.05,
+    "watch_consecutive_skips": 0,
+    "watch_skip_ratio": 0.0,
+    "watch_data_wait_share": 0.05,
 }
 
 
@@ -92,12 +92,12 @@ def write_run(
     resolved = changed(RESOLVED, {**changes, **settings})
     (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved))
     (folder / "environment.json").write_text(json.dumps({**made_on(device), **environment}))
-    peak = {"peak_memory_mib": memory}
+    peak = {"watch_peak_memory_mib": memory}
     if device != CPU:
-        peak["peak_reserved_memory_mib"] = memory + 100
+        peak["watch_peak_reserved_memory_mib"] = memory + 100
     trials = {name: 4 * value for name, value in peak.items()}
     speeds = [speed, speed] if isinstance(speed, (int, float)) else list(speed)
-    first = {} if audit_share is None else {"audit_share": audit_share}
+    first = {} if audit_share is None else {"watch_audit_share": audit_share}
     lines: list[dict[str, Any]] = [
         {"group": "training", **TRAINED, **trials, "samples_per_second": 1.0, **first},
         {"group": "validation", "validation_accuracy": 0.5, "validation_loss": 1.0},

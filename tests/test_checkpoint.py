@@ -102,7 +102,7 @@ class TestDeterminedsOwnTrainer:
     def test_goes_on_from_a_checkpoint(self, folder: Path, saved: str) -> None:
         """Two more steps, counted on from two."""
         fitted = loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
-        assert fitted.reports.training[-1]["applied_steps"] == 4
+        assert fitted.reports.training[-1]["watch_applied_steps"] == 4
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_refuses_a_checkpoint_that_runs_code(

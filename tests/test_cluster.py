@@ -78,11 +78,6 @@ COMPARED = (
 )
 # The command `compare` as one task, on a trial that knows nothing of AMP.
 COMPARE = ("hyperparameters.seeds=2", "hyperparameters.batches=20", "hyperparameters.minutes=20")
-# What an unmodified trial under Determined's own entrypoint is told.
-AS_IT_IS = (
-    "hyperparameters.trial=before:MyTrial",
-    "hyperparameters.amp.precision=amp_fp16",
-)
 # Trials are compared after 2, 8 and 32 batches.
 ASHA = (
     "searcher.max_time=32",
@@ -214,8 +209,8 @@ class TestEveryExperiment:
         run.completed()
         assert run.restarts() == 0
         training = run.metrics("training")
-        assert training[0]["audit_share"] > 0.5
-        assert training[-1]["applied_steps"] > 0
+        assert training[0]["watch_audit_share"] > 0.5
+        assert training[-1]["watch_applied_steps"] > 0
         metric = yaml.safe_load(path.read_text())["searcher"]["metric"]
         assert math.isfinite(run.metrics("validation")[-1][metric])
         assert run.newest_checkpoint().metadata
@@ -398,107 +393,104 @@ class TestDetachedRun:
         assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
 
 
-class TestStranger:
-    """A trial that is none of ours, sent as docs/your_trial.md says."""
+# A trial that is none of ours, long enough to be disturbed.
+STRANGER = (
+    "hyperparameters.training.max_length.batches=160",
+    "hyperparameters.training.reporting_period.batches=2",
+    "hyperparameters.training.checkpoint_period.batches=20",
+)
 
-    # Of a package that no image has.
-    REQUIREMENT = "humanize==4.9.0"
-    LONG = (
-        "hyperparameters.training.max_length.batches=160",
-        "hyperparameters.training.reporting_period.batches=2",
-        "hyperparameters.training.checkpoint_period.batches=20",
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context as docs/your_trial.md says: the wheel of the library, a trial in both forms.
+
+    The trial needs a package that no image has, and a comparison needs three.
+    """
+    folder = tmp_path_factory.mktemp("stranger") / "context"
+    shutil.copytree(ROOT / "docs" / "your_trial", folder)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
+    subprocess.run([*wheel, str(ROOT)], check=True)
+    hook, trial = folder / "startup-hook.sh", folder / "model_def.py"
+    packages = "humanize==4.9.0 optuna matplotlib scipy"
+    hook.write_text(f"{hook.read_text()}python3 -m pip install --quiet {packages}\n")
+    trial.write_text(trial.read_text().replace("import torch\n", "import humanize\nimport torch\n"))
+    config = yaml.safe_load((folder / "amp.yaml").read_text())
+    hparams = config["hyperparameters"]
+    config["searcher"]["max_length"] = hparams.pop("training")["max_length"]
+    del hparams["amp"], hparams["trial"]
+    config["entrypoint"] = "before:MyTrial"
+    (folder / "before.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def strangers(cluster: Cluster, stranger: Path, tmp_path_factory: Any) -> dict[str, Run]:
+    """All at once."""
+    copied = tmp_path_factory.mktemp("stranger") / "copied"
+    shutil.copytree(stranger, copied, ignore=shutil.ignore_patterns("*.whl"))
+    shutil.copytree(ROOT / "determined_amp", copied / "determined_amp")
+    hook = copied / "startup-hook.sh"
+    lines = [line for line in hook.read_text().splitlines() if ".whl" not in line]
+    hook.write_text("\n".join([*lines, ""]))
+    ours, before = stranger / "amp.yaml", stranger / "before.yaml"
+    searches, named = ROOT / "hp_search", "hyperparameters.experiment="
+    two_slots = ("resources.slots_per_trial=2",) if cluster.slots > 1 else ()
+    as_it_is = (
+        "entrypoint=determined_amp:TrialAsItIs",
+        "hyperparameters.trial=before:MyTrial",
+        "hyperparameters.amp.precision=amp_fp16",
     )
+    plan: dict[str, tuple[Path, tuple[str, ...], Path]] = {
+        "alone": (ours, STRANGER, stranger),
+        "two slots": (ours, two_slots, copied),
+        "as it is": (before, as_it_is, stranger),
+        "guarded": (ours, ("hyperparameters.learning_rate=1.0e+30",), stranger),
+        "found": (searches / "find_loss_scale.yaml", (f"{named}amp.yaml",), stranger),
+        "compared": (searches / "compare.yaml", (f"{named}before.yaml", *COMPARE), stranger),
+    }
+    return {
+        name: cluster.create(config, *overrides, context=folder)
+        for name, (config, overrides, folder) in plan.items()
+    }
 
-    @pytest.fixture(scope="class")
-    def context(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The wheel of the library, the trial in both forms, and a requirement of its own."""
-        folder = tmp_path_factory.mktemp("stranger") / "context"
-        shutil.copytree(ROOT / "docs" / "your_trial", folder)
-        wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(folder)]
-        subprocess.run([*wheel, str(ROOT)], check=True)
-        self.require(folder)
-        trial = folder / "model_def.py"
-        trial.write_text(
-            trial.read_text().replace("import torch\n", "import humanize\nimport torch\n")
-        )
-        config = yaml.safe_load((folder / "amp.yaml").read_text())
-        hparams = config["hyperparameters"]
-        length = hparams.pop("training")["max_length"]
-        del hparams["amp"], hparams["trial"]
-        config["entrypoint"] = "before:MyTrial"
-        config["searcher"]["max_length"] = length
-        (folder / "before.yaml").write_text(yaml.safe_dump(config))
-        return folder
 
-    def require(self, folder: Path) -> None:
-        packages = f"{self.REQUIREMENT} optuna matplotlib scipy"
-        hook = folder / "startup-hook.sh"
-        hook.write_text(f"{hook.read_text()}python3 -m pip install --quiet {packages}\n")
-
-    @pytest.fixture(scope="class")
-    def made(self, cluster: Cluster, context: Path, tmp_path_factory: Any) -> dict[str, Run]:
-        """All at once."""
-        copied = tmp_path_factory.mktemp("stranger") / "copied"
-        shutil.copytree(context, copied, ignore=shutil.ignore_patterns("*.whl"))
-        shutil.copytree(ROOT / "determined_amp", copied / "determined_amp")
-        hook = copied / "startup-hook.sh"
-        lines = [line for line in hook.read_text().splitlines() if ".whl" not in line]
-        hook.write_text("\n".join([*lines, ""]))
-        ours, searches = context / "amp.yaml", ROOT / "hp_search"
-        two = ("resources.slots_per_trial=2",)
-        named = "hyperparameters.experiment="
-        plan = {
-            "alone": (ours, self.LONG, context),
-            "two slots": (ours, two if cluster.slots > 1 else (), copied),
-            "as it is": (
-                context / "before.yaml",
-                ("entrypoint=determined_amp:TrialAsItIs", *AS_IT_IS),
-                context,
-            ),
-            "guarded": (ours, ("hyperparameters.learning_rate=1.0e+30",), context),
-            "found": (searches / "find_loss_scale.yaml", (f"{named}amp.yaml",), context),
-            "compared": (searches / "compare.yaml", (f"{named}before.yaml", *COMPARE), context),
-        }
-        return {
-            name: cluster.create(config, *overrides, context=folder)
-            for name, (config, overrides, folder) in plan.items()
-        }
-
+class TestStranger:
     @pytest.mark.parametrize("name", ["alone", "two slots", "as it is"])
-    def test_trains_in_float16(self, name: str, made: dict[str, Run]) -> None:
-        run = made[name].completed()
+    def test_trains_in_float16(self, name: str, strangers: dict[str, Run]) -> None:
+        run = strangers[name].completed()
         assert run.restarts() == 0
         training = run.metrics("training")
-        assert training[0]["audit_share"] == 1
-        assert training[-1]["applied_steps"] > 100
+        assert training[0]["watch_audit_share"] == 1
+        assert training[-1]["watch_applied_steps"] > 100
         assert run.metrics("validation")[-1]["validation_loss"] < 1
 
     def test_paused_and_activated_it_ends_the_same(
-        self, cluster: Cluster, context: Path, made: dict[str, Run], tmp_path: Path
+        self, cluster: Cluster, stranger: Path, strangers: dict[str, Run], tmp_path: Path
     ) -> None:
-        run = cluster.create(context / "amp.yaml", *self.LONG, context=context)
+        run = cluster.create(stranger / "amp.yaml", *STRANGER, context=stranger)
         wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         run.det("activate")
-        ended = [each.completed().metrics("training")[-1] for each in (run, made["alone"])]
+        ended = [each.completed().metrics("training")[-1] for each in (run, strangers["alone"])]
         assert [each["batches"] for each in ended] == [160, 160]
         assert run.restarts() == 0
 
-    def test_guard_ends_it_with_the_reason(self, made: dict[str, Run]) -> None:
-        run = made["guarded"]
+    def test_guard_ends_it_with_the_reason(self, strangers: dict[str, Run]) -> None:
+        run = strangers["guarded"]
         assert run.wait() is client.ExperimentState.ERROR
         assert run.restarts() == 0
         assert "no retry can help: " in run.log()
         assert run.metadata()["precision"] == "amp_fp16"
         assert "Cause: " in run.metadata()["failure"]
 
-    def test_its_loss_scale_is_found(self, made: dict[str, Run]) -> None:
-        (found,) = made["found"].completed().metrics("validation")
+    def test_its_loss_scale_is_found(self, strangers: dict[str, Run]) -> None:
+        (found,) = strangers["found"].completed().metrics("validation")
         assert 0 < found["init_scale_log2"] < 40
 
-    def test_its_precisions_are_compared(self, made: dict[str, Run], tmp_path: Path) -> None:
-        run = made["compared"].completed()
+    def test_its_precisions_are_compared(self, strangers: dict[str, Run], tmp_path: Path) -> None:
+        run = strangers["compared"].completed()
         (answer,) = run.metrics("validation")
         assert {"speed", "speed_amp_bf16"} <= answer.keys()
         with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ def test_shape_trains_in_every_precision(folder: Path, shape: Any) -> None:
     for precision in PRECISIONS:
         amp = {"precision": precision} | ({"init_scale": 256.0} if "fp16" in precision else {})
         made = run(shape, folder, amp, batches=4, batch_size=8)
-        assert made.reports.training[0]["audit_share"] > 0.5
+        assert made.reports.training[0]["watch_audit_share"] > 0.5
         skipped = [v for n, v in made.reports.training[-1].items() if n.startswith("skipped")]
         assert skipped == [0] * len(made.context.optimizers)
         losses[precision] = made.reports.validation[-1]["validation_loss"]
@@ -130,7 +130,7 @@ class TestAnswer:
 
     def test_was_audited(self, images: Path) -> None:
         found = json.loads((images / "precision.json").read_text())
-        assert {run["audit_share"] for run in found["runs"]} == {1.0}
+        assert {run["watch_audit_share"] for run in found["runs"]} == {1.0}
 
     def test_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
         sentences = json.loads((images / "precision.json").read_text())["sentences"]

@@ -151,9 +151,9 @@ def test_trains_and_is_audited_in_every_precision(
     name: str, precision: Precision, runs: Any
 ) -> None:
     reports = training.metrics(runs(name, precision))
-    assert reports[0]["audit_share"] > 0.99
+    assert reports[0]["watch_audit_share"] > 0.99
     last = [report for report in reports if report["group"] == "training"][-1]
-    assert (last["applied_steps"], last["skipped_steps"]) == (BATCHES // 2, 0)
+    assert (last["watch_applied_steps"], last.get("skipped_steps", 0)) == (BATCHES // 2, 0)
     assert [r["batches"] for r in reports if r["group"] == "validation"] == [4, BATCHES]
     losses = [value for r in reports for key, value in r.items() if key.endswith("loss")]
     assert torch.tensor(losses).isfinite().all()
@@ -185,12 +185,12 @@ def test_resumed_run_ends_as_one_that_nothing_disturbed(
 
 def computed(run: Path) -> list[dict[str, Any]]:
     """The reports without what was measured; a resumed process is audited again."""
-    measured = {"samples_per_second", "data_wait_share", "peak_memory_mib"}
+    measured = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
     return [
         {
             key: value
             for key, value in report.items()
-            if key not in measured and not key.startswith("audit_")
+            if key not in measured and key != "watch_audit_share"
         }
         for report in training.metrics(run)
     ]

@@ -234,7 +234,8 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     parameter.grad = torch.ones(1)
     training.of(optimizer).look([parameter])
     training.of(optimizer).add_norm(torch.ones(()))
-    amp.steps(optimizer).count(torch.zeros(()))
+    for found_inf in (1.0, 0.0):
+        amp.steps(optimizer).count(torch.tensor(found_inf))
     for _ in range(WARMUP_BATCHES + 1):
         training.add(torch.ones(()), 8)
         training.waited(1.0e-9)
@@ -303,7 +304,7 @@ class TestPrecisionPage:
         assert f"{SPEED:.1f}x the speed" in PRECISION
         assert f"{POINTS} points" in PRECISION
         assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
-        assert f"`data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
+        assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 
     def test_what_was_said_of_the_results_is_in_the_doc(self) -> None:
         results = json.loads(RESULTS.read_text())

@@ -390,7 +390,7 @@ class TestLearningRate:
         made = run(Recipe(xs, ON_AND_ON, learning_rate=0.3), folder, ScheduledTrial)
         assert isinstance(made.trial, ScheduledTrial)
         assert made.trial.used == RATES[:applied]
-        assert made.reports[-1]["applied_steps"] == applied
+        assert made.reports[-1]["watch_applied_steps"] == applied
         left = float(made.trial.optimizer.param_groups[0]["lr"])
         assert left == RATES[min(applied, len(RATES) - 1)]
         weight = functools.reduce(lambda w, rate: w - torch.tensor(rate), RATES[:applied], ONE)
@@ -408,7 +408,7 @@ class TestLearningRate:
         good = [step for step, (x,) in enumerate(xs) if math.isfinite(x)]
         assert trial.used == [RATES[step] for step in good]
         assert good != list(range(len(good)))
-        assert made.reports[-1]["lr_drift_steps"] == len(xs) - len(good)
+        assert made.reports[-1]["watch_lr_drift_steps"] == len(xs) - len(good)
 
 
 ONE = torch.ones(())

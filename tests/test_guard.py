@@ -233,7 +233,7 @@ class TestTrouble:
             watched.on_training_workload_end({}, {})
 
     def test_before_the_first_report_is_none(self) -> None:
-        guard().on_training_workload_end({"loss": math.nan, "lr_drift_steps": 1}, {})
+        guard().on_training_workload_end({"loss": math.nan, "watch_lr_drift_steps": 1}, {})
 
     def test_fails_a_searchs_trial_and_not_the_search(
         self, caplog: pytest.LogCaptureFixture
@@ -311,7 +311,7 @@ class TestDrift:
         watched._amp.metrics.latest = Report(1.0, 4.0, (SOUND,))
         watched.on_training_workload_end({}, {})
         for drift in (0, 3, 5):
-            watched.on_training_workload_end({"lr_drift_steps_1": drift, "other": 9}, {})
+            watched.on_training_workload_end({"watch_lr_drift_steps_1": drift, "other": 9}, {})
         assert "moved on 3 skipped steps" in caplog.text
         assert caplog.text.count("skipped steps") == 1
 

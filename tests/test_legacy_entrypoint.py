@@ -104,9 +104,9 @@ FP16 = {"precision": "amp_fp16", "init_scale": 4.0}
 
 def test_first_batch_is_audited_and_all_of_them_are_trained(legacy: Legacy) -> None:
     reports = legacy(StrangersTrial, FP16)
-    assert reports.training[0]["audit_share"] == 1
-    assert "audit_share" not in reports.training[1]
-    assert [report["applied_steps"] for report in reports.training] == [1, 2]
+    assert reports.training[0]["watch_audit_share"] == 1
+    assert "watch_audit_share" not in reports.training[1]
+    assert [report["watch_applied_steps"] for report in reports.training] == [1, 2]
 
 
 class LeavesAutocast(StrangersTrial):
@@ -141,5 +141,5 @@ def test_guard_leaves_the_last_good_checkpoint_and_one_sentence(
 
 def test_unmodified_trial_trains_by_one_key(legacy: Legacy) -> None:
     reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, trial="tests.test_unmodified:Plain")
-    assert reports.training[0]["audit_share"] == 1
-    assert reports.training[-1]["applied_steps"] == 8
+    assert reports.training[0]["watch_audit_share"] == 1
+    assert reports.training[-1]["watch_applied_steps"] == 8

@@ -207,8 +207,8 @@ def test_the_library_moves_it_with_applied_steps_and_the_context_with_all(
     stands_still = [rates[max(0, step - (step > skipped))] for step in range(steps)]
     assert by_window(library.trial.seen) == stands_still
     assert by_window(context.trial.seen) == rates[:steps]
-    assert "lr_drift_steps" not in library.reports.training[-1]
-    assert context.reports.training[-1]["lr_drift_steps"] == 1
+    assert "watch_lr_drift_steps" not in library.reports.training[-1]
+    assert context.reports.training[-1]["watch_lr_drift_steps"] == 1
     assert caplog.text.count("amp.wrap_lr_scheduler moves it on applied steps only") == 1
 
 

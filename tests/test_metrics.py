@@ -141,8 +141,8 @@ class TestTrainingMetrics:
         gradients.add_norm(torch.tensor(2.0))
         gradients.counts.count(torch.tensor(0.0))
         first = report_of(metrics)
-        assert first["grad_norm"] == 2
-        assert first["headroom_bits"] == pytest.approx(math.log2(65504) - 10)
+        assert first["watch_grad_norm"] == 2
+        assert first["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10)
         metrics.reset()
         gradients.counts.attempted = 0  # looked at on every tenth step
         gradients.look(having(torch.full((1,), 2.0)))
@@ -151,21 +151,22 @@ class TestTrainingMetrics:
             gradients.add_norm(torch.tensor(6.0 if found_inf == 0 else math.nan))
             gradients.counts.count(torch.tensor(found_inf))
         second = report_of(metrics)
-        assert second["grad_norm"] == 6
-        assert second["skip_ratio"] == 0.5
-        assert second["headroom_bits"] == pytest.approx(math.log2(65504) - 1)
+        assert second["watch_grad_norm"] == 6
+        assert second["watch_skip_ratio"] == 0.5
+        assert second["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 1)
         assert metrics.latest is not None
         assert metrics.latest.steps == (StepReport("", 2, 1, 0, new_applied=1, new_attempted=2),)
         metrics.reset()
         third = report_of(metrics)
-        assert not {"grad_norm", "skip_ratio", "headroom_bits", "loss"} & third.keys()
-        assert (third["applied_steps"], third["skipped_steps"]) == (2, 1)
+        missing = {"watch_grad_norm", "watch_skip_ratio", "watch_headroom_bits", "loss"}
+        assert missing.isdisjoint(third)
+        assert (third["watch_applied_steps"], third["skipped_steps"]) == (2, 1)
 
     def test_consecutive_skips_are_those_since_the_newest_applied_step(self) -> None:
         metrics = training_metrics()
         for found_inf in (1.0, 0.0, 1.0, 1.0):
             gradients_of(metrics).counts.count(torch.tensor(found_inf))
-        assert report_of(metrics)["consecutive_skips"] == 2
+        assert report_of(metrics)["watch_consecutive_skips"] == 2
 
     def test_drift_is_reported_of_optimizers_whose_schedule_moves_on_skips(self) -> None:
         metrics = training_metrics(optimizers=2)
@@ -174,8 +175,8 @@ class TestTrainingMetrics:
         assert not [name for name in report_of(metrics) if "drift" in name]
         metrics.drifting = frozenset(metrics._optimizers[1:])
         report = report_of(metrics)
-        assert report["lr_drift_steps_1"] == 1
-        assert "lr_drift_steps_0" not in report
+        assert report["watch_lr_drift_steps_1"] == 1
+        assert "watch_lr_drift_steps_0" not in report
 
     def test_steps_of_the_first_optimizer_can_be_asked_for_before_it_is_there(self) -> None:
         context: Any = Context()
@@ -208,20 +209,20 @@ class TestTrainingMetrics:
             metrics.waited(0.5)
             metrics.add(torch.tensor(1.0), 8)
         report = report_of(metrics)
-        assert (report["samples_per_second"], report["data_wait_share"]) == (4, 0.25)
+        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (4, 0.25)
         metrics.reset()
         clock.now = 7.0
         metrics.waited(1.5)
         metrics.add(torch.tensor(1.0), 6)
         report = report_of(metrics)
-        assert (report["samples_per_second"], report["data_wait_share"]) == (2, 0.5)
+        assert (report["samples_per_second"], report["watch_data_wait_share"]) == (2, 0.5)
         metrics.reset()
         clock.now = 8.0
-        assert not {"samples_per_second", "data_wait_share"} & report_of(metrics).keys()
+        assert not {"samples_per_second", "watch_data_wait_share"} & report_of(metrics).keys()
         metrics.add(torch.tensor(1.0), 3)
         report = report_of(metrics)
         assert report["samples_per_second"] == 3
-        assert "data_wait_share" not in report
+        assert "watch_data_wait_share" not in report
 
     def test_reset_while_the_process_warms_up_starts_no_clock(self) -> None:
         metrics = training_metrics()
@@ -243,24 +244,25 @@ class TestTrainingMetrics:
             {
                 **metrics.per_slot_reduce(),
                 "samples_per_second": 10.0 * number,
-                "data_wait_share": waits[number - 1],
-                "peak_memory_mib": 300.0 / number,
-                "peak_reserved_memory_mib": 500.0 * number,
+                "watch_data_wait_share": waits[number - 1],
+                "watch_peak_memory_mib": 300.0 / number,
+                "watch_peak_reserved_memory_mib": 500.0 * number,
             }
             for number in (1, 2)
         ]
         report = metrics.cross_slot_reduce(slots)
         assert report["samples_per_second"] == 30
-        assert report["data_wait_share"] == share
-        assert report["peak_memory_mib"] == 300
-        assert report["peak_reserved_memory_mib"] == 1000
-        slots[1]["data_wait_share"] = 1.5  # a batch that was asked for before the clock started
-        assert metrics.cross_slot_reduce(slots)["data_wait_share"] == 1
+        assert report["watch_data_wait_share"] == share
+        assert report["watch_peak_memory_mib"] == 300
+        assert report["watch_peak_reserved_memory_mib"] == 1000
+        # A batch that was asked for before the clock started.
+        slots[1]["watch_data_wait_share"] = 1.5
+        assert metrics.cross_slot_reduce(slots)["watch_data_wait_share"] == 1
 
     def test_memory_of_a_cpu_is_no_reserved_one(self) -> None:
         report = report_of(training_metrics())
-        assert report["peak_memory_mib"] > 0
-        assert "peak_reserved_memory_mib" not in report
+        assert report["watch_peak_memory_mib"] > 0
+        assert "watch_peak_reserved_memory_mib" not in report
 
     def test_loss_of_uneven_slots_is_the_mean_over_samples(self) -> None:
         one, other = training_metrics(2), training_metrics(2)
@@ -307,14 +309,14 @@ class TestTrainingMetrics:
             gradients.add_norm(torch.tensor(norm))
             gradients.counts.count(torch.tensor(found_inf))
         report = report_of(metrics)
-        assert report["grad_norm"] == 3
-        assert report["skip_ratio"] == pytest.approx(1 / 3)
-        assert (report["applied_steps"], report["skipped_steps"]) == (2, 1)
+        assert report["watch_grad_norm"] == 3
+        assert report["watch_skip_ratio"] == pytest.approx(1 / 3)
+        assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
     def test_grad_norm_of_a_trial_that_clips_nothing_is_not_reported(self) -> None:
         metrics = training_metrics()
         gradients_of(metrics).counts.count(torch.tensor(0.0))
-        assert "grad_norm" not in report_of(metrics)
+        assert "watch_grad_norm" not in report_of(metrics)
 
     def test_steps_of_several_optimizers_are_told_apart(self) -> None:
         """The first has stepped twice, the second was skipped once and then stepped, norm 5."""
@@ -326,11 +328,12 @@ class TestTrainingMetrics:
             second.add_norm(torch.tensor(norm))
             second.counts.count(torch.tensor(found_inf))
         report = report_of(metrics)
-        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (2, 0)
-        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (1, 1)
-        assert (report["skip_ratio_0"], report["skip_ratio_1"]) == (0, 0.5)
-        assert report["grad_norm_1"] == 5
-        assert not {"applied_steps", "grad_norm", "grad_norm_0"} & report.keys()
+        assert (report["watch_applied_steps_0"], report["skipped_steps_0"]) == (2, 0)
+        assert (report["watch_applied_steps_1"], report["skipped_steps_1"]) == (1, 1)
+        assert "watch_skip_ratio_0" not in report  # no skip yet, so no chart of zeros
+        assert report["watch_skip_ratio_1"] == 0.5
+        assert report["watch_grad_norm_1"] == 5
+        assert not {"watch_applied_steps", "watch_grad_norm", "watch_grad_norm_0"} & report.keys()
         assert metrics.latest is not None
         assert [step.name for step in metrics.latest.steps] == ["_0", "_1"]
 
@@ -344,7 +347,7 @@ class TestTrainingMetrics:
         counter = [0.0]
         monkeypatch.setattr(
             "determined_amp.amp.metrics.peak_memory_mib",
-            lambda device: {"peak_memory_mib": counter[0]},
+            lambda device: {"watch_peak_memory_mib": counter[0]},
         )
         monkeypatch.setattr(
             "determined_amp.amp.metrics.forget_peak_memory",
@@ -357,7 +360,7 @@ class TestTrainingMetrics:
                 counter[0] = max(counter[0], uses)
                 metrics.add(torch.tensor(1.0), 8)
             counter[0] = max(counter[0], uses)
-            return float(metrics.per_slot_reduce()["peak_memory_mib"])
+            return float(metrics.per_slot_reduce()["watch_peak_memory_mib"])
 
         assert train(9.0, WARMUP_BATCHES - 1) == 9.0
         metrics.add(torch.tensor(1.0), 8)
@@ -376,7 +379,7 @@ class TestTrainingMetrics:
         gradients.look(having(torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])))
         gradients.look(having(torch.tensor([math.inf, 0.0])))
         report = report_of(metrics)
-        assert report["headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
+        assert report["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
 
     def test_headroom_of_parameters_without_a_dense_gradient_is_not_reported(self) -> None:
         metrics = training_metrics()
@@ -384,29 +387,29 @@ class TestTrainingMetrics:
         idle, embedding, dense = nn.Parameter(torch.ones(1)), *having(sparse, torch.ones(2))
         assert gradients_that_are_dense([idle, embedding, dense]) == [dense.grad]
         gradients_of(metrics).look([idle, embedding])
-        assert "headroom_bits" not in report_of(metrics)
+        assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_headroom_of_gradients_that_are_all_zero_is_not_reported(self) -> None:
         metrics = training_metrics()
         gradients_of(metrics).look(having(torch.zeros(3)))
-        assert "headroom_bits" not in report_of(metrics)
+        assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
         metrics = training_metrics()
         gradients = gradients_of(metrics)
         gradients.counts.attempted = HEADROOM_PERIOD - 1
         gradients.look(having(torch.ones(1)))
-        assert "headroom_bits" not in report_of(metrics)
+        assert "watch_headroom_bits" not in report_of(metrics)
         gradients.counts.attempted = HEADROOM_PERIOD
         gradients.look(having(torch.ones(1)))
-        assert report_of(metrics)["headroom_bits"] == pytest.approx(math.log2(65504))
+        assert report_of(metrics)["watch_headroom_bits"] == pytest.approx(math.log2(65504))
 
     def test_headroom_is_that_of_a_loss_scale_only(self) -> None:
         context: Any = Context()
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_BF16)).metrics
         gradients_of(metrics).look(having(torch.ones(1)))
-        assert "headroom_bits" not in report_of(metrics)
+        assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_wait_for_data_is_a_share_of_the_timed_batches(self) -> None:
         """What was waited before the warm-up ended is not counted."""
@@ -417,7 +420,7 @@ class TestTrainingMetrics:
         metrics.waited(1e-9)
         metrics.add(torch.tensor(1.0), 8)
         report = report_of(metrics)
-        assert 0 < report["data_wait_share"] < 1
+        assert 0 < report["watch_data_wait_share"] < 1
 
     def test_wait_of_a_loader_that_is_not_timed_is_not_reported(self) -> None:
         metrics = training_metrics()
@@ -425,7 +428,7 @@ class TestTrainingMetrics:
             metrics.add(torch.tensor(1.0), 8)
         report = report_of(metrics)
         assert report["samples_per_second"] > 0
-        assert "data_wait_share" not in report
+        assert "watch_data_wait_share" not in report
 
     def test_batches_of_unknown_length_have_no_speed(self) -> None:
         """They count as one sample each in the mean of the loss."""
@@ -508,12 +511,14 @@ def test_peak_memory_is_that_of_the_process_or_of_torch_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert peak_memory_mib(torch.device("cpu")) == {"peak_memory_mib": pytest.approx(resident, 0.1)}
+    on_cpu = peak_memory_mib(torch.device("cpu"))
+    assert on_cpu == {"watch_peak_memory_mib": pytest.approx(resident, 0.1)}
     gpu = torch.device("cuda", 1)
     for name, mib in (("allocated", 3), ("reserved", 5)):
         held = {gpu: mib * 2**20}
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", held.__getitem__)
-    assert peak_memory_mib(gpu) == {"peak_memory_mib": 3.0, "peak_reserved_memory_mib": 5.0}
+    on_gpu = {"watch_peak_memory_mib": 3.0, "watch_peak_reserved_memory_mib": 5.0}
+    assert peak_memory_mib(gpu) == on_gpu
 
 
 def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:

@@ -348,7 +348,7 @@ class TestReportedLoss:
     def test_is_left_out_where_none_is_given(self, folder: Path) -> None:
         report = report_of(UpdatesWithoutALoss, folder)
         assert "loss" not in report
-        assert report["applied_steps"] == 2
+        assert report["watch_applied_steps"] == 2
 
     def test_weighs_batches_by_the_trials_own_length(self, folder: Path) -> None:
         """(1 * 1 + 3 * 3) / (1 + 3)."""
@@ -371,12 +371,12 @@ class LongTrialOfAPlainLoader(LongTrial):
 class TestWaitForData:
     def test_is_reported_with_determineds_loader(self, folder: Path) -> None:
         report = report_of(LongTrial, folder, FP32)
-        assert 0 < report["data_wait_share"] < 1
+        assert 0 < report["watch_data_wait_share"] < 1
         assert report["samples_per_second"] > 0
 
     def test_is_not_with_any_other(self, folder: Path) -> None:
         report = report_of(LongTrialOfAPlainLoader, folder, FP32)
-        assert "data_wait_share" not in report
+        assert "watch_data_wait_share" not in report
         assert report["samples_per_second"] > 0
 
 
@@ -446,7 +446,14 @@ class TestWithoutSteps:
         """As `test_trial_without_a_mistake_is_trained`, with the same report."""
         report = report_of(TrainsAgainWithoutSteps, folder)
         plain = report_of(StrangersTrial, folder)
-        for name in ("loss", "grad_norm", "applied_steps", "skipped_steps", "loss_scale_log2"):
+        same = (
+            "loss",
+            "watch_grad_norm",
+            "watch_applied_steps",
+            "skipped_steps",
+            "loss_scale_log2",
+        )
+        for name in same:
             assert report[name] == plain[name]
         trial = loops.fit(TrainsAgainWithoutSteps, folder, FP16, batches=2).trial
         assert trial.model.weight.item() == -0.125

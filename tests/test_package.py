@@ -132,7 +132,7 @@ def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(traine
     assert lines[-1]["batches"] == 200
     (accuracy,) = (line["accuracy"] for line in lines[-1:] if line["group"] == "validation")
     assert accuracy > 0.9
-    assert lines[0]["audit_share"] == 1.0
+    assert lines[0]["watch_audit_share"] == 1.0
     assert "amp_fp16" in trained.printed
 
 

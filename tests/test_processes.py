@@ -47,7 +47,7 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
         assert rank["weights"] == [0.5, 0.5, -0.5]
         assert rank["scales"] == [4, 2, 2]
     (report,) = next(rank["reports"] for rank in ranks if rank["rank"] == 0)
-    assert (report["applied_steps"], report["skipped_steps"]) == (2, 1)
+    assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
 def test_a_window_exchanges_gradients_once(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_pat
         training.metrics(one), training.metrics(folder / "two"), strict=True
     ):
         assert together["batches"] == alone["batches"]
-        for name in {"loss", "validation_loss", "grad_norm"} & alone.keys():
+        for name in {"loss", "validation_loss", "watch_grad_norm"} & alone.keys():
             assert together[name] == pytest.approx(alone[name], abs=1e-5)
 
 

@@ -80,9 +80,9 @@ class TestRealRuns:
         assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
         assert run["final"] == accuracies[-1]
         assert run["best"] == max(accuracies)
-        assert run["peak_memory_mib"] == training[-1]["peak_memory_mib"]
-        assert run["audit_share"] == training[0]["audit_share"]
-        assert run["applied_steps"] == training[-1]["applied_steps"]
+        assert run["peak_memory_mib"] == training[-1]["watch_peak_memory_mib"]
+        assert run["audit_share"] == training[0]["watch_audit_share"]
+        assert run["watch_applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
         assert run["device"].startswith("cpu (")
         assert found["torch"] == run["torch"]

@@ -40,7 +40,7 @@ def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
 
 
 def reports_of(number: int, accuracy: float, speed: float) -> list[dict[str, Any]]:
-    memory = {"peak_memory_mib": speed, "peak_reserved_memory_mib": speed}
+    memory = {"watch_peak_memory_mib": speed, "watch_peak_reserved_memory_mib": speed}
     numbers = {**TRAINED, **memory, "samples_per_second": speed}
     return [
         report(number, 100, "training", numbers),

@@ -216,7 +216,7 @@ class TestDevice:
 
     def test_loop_that_waits_for_data_is_told(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
-        waits = {"data_wait_share": 0.6}
+        waits = {"watch_data_wait_share": 0.6}
         other = write_run(tmp_path / "b", "amp_fp16", 1, speed=[1000.0], trained=waits)
         assert "waits for data more than 20% of the time (amp_fp16 60%)" in told(found(one, other))
         assert "waits for data" not in told(
@@ -259,7 +259,7 @@ class TestEnd:
         self, tmp_path: Path
     ) -> None:
         """The newest batch overflowed at the floor of the scale; then somebody stopped the run."""
-        skipped = {"loss": math.nan, "consecutive_skips": 1, "loss_scale_log2": 0.0}
+        skipped = {"loss": math.nan, "watch_consecutive_skips": 1, "loss_scale_log2": 0.0}
         end = {"state": "stopped", "reason": "stopped by SIGTERM"}
         settings = {"last_batch": 60, "trained": skipped, "end": end}
         stopped = write_run(tmp_path / "b", "amp_fp16", 2, **settings)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ class TestEnd:
         assert findings.left_out == (f"{run.short_name}: {run.reason}",)
         assert advise(findings).precision.value == "amp_fp16"
 
-    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "consecutive_skips": 51}])
+    @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "watch_consecutive_skips": 51}])
     def test_that_nobody_wrote_down_is_unknown(
         self, tmp_path: Path, trained: dict[str, float]
     ) -> None:

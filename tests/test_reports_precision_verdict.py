@@ -257,7 +257,7 @@ class TestSpeed:
         assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.0, 220 / 300, 2.2))
 
     def test_first_report_of_a_resumed_process_is_left_out(self, tmp_path: Path) -> None:
-        resumed = {"audit_share": 1.0, "samples_per_second": 9999.0}
+        resumed = {"watch_audit_share": 1.0, "samples_per_second": 9999.0}
         run = write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 7.0], trained=resumed)
         findings = found(run, write_run(tmp_path / "b", "amp_fp16", 1))
         speed = findings.summaries[0].speed
@@ -283,7 +283,7 @@ class TestSpeed:
                 precision,
                 seed,
                 speed=[1000.0 * times],
-                trained={"data_wait_share": wait},
+                trained={"watch_data_wait_share": wait},
             )
             for precision, ratios in (("fp32", (1.0, 1.0, 1.0)), ("amp_fp16", (2.0, 2.2, 9.0)))
             for seed, times, wait in zip((1, 2, 3), ratios, (0.0, 0.1, 0.9), strict=True)

@@ -11,7 +11,7 @@ import pytest
 from determined_amp.config.dotted import flat, nested
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.runs import ReportError
+from determined_amp.reports.runs import Report, ReportError
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 
@@ -87,3 +87,16 @@ def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="has no trials yet"):
         over_loss_scale(read_search(write_study(tmp_path, [])))
+
+
+def test_metrics_of_older_runs_have_todays_names() -> None:
+    """They were without `watch_`, and those of several optimizers end in a number."""
+    older = {"loss": 1.0, "grad_norm": 2.0, "peak_memory_mib": 3.0, "audit_share": 1.0, "mine": 4.0}
+    assert Report(8, older).metrics == {
+        "loss": 1.0,
+        "watch_grad_norm": 2.0,
+        "watch_peak_memory_mib": 3.0,
+        "watch_audit_share": 1.0,
+        "mine": 4.0,
+    }
+    assert Report(8, {"skip_ratio_1": 0.5}).metrics == {"watch_skip_ratio_1": 0.5}

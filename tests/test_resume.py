@@ -85,4 +85,4 @@ class TestResumedRun:
     def test_of_another_precision_goes_on(self, killed_run: Path) -> None:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
         assert "scaler_state_dict" not in training.checkpoint(folder, 12)
-        assert training.metrics(folder)[-2]["applied_steps"] == 6
+        assert training.metrics(folder)[-2]["watch_applied_steps"] == 6

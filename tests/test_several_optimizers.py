@@ -42,10 +42,10 @@ class TestOneOverflows:
         made = run(folder, [(1.0, 1.0), (INF, 1.0), (1.0, 1.0)])
         assert made.trial.weights() == [1.0 - 2 * 0.5, 1.0 - 3 * 0.5]
         report = made.reports.training[-1]
-        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (2, 1)
-        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (3, 0)
+        assert (report["watch_applied_steps_0"], report["skipped_steps_0"]) == (2, 1)
+        assert (report["watch_applied_steps_1"], report["skipped_steps_1"]) == (3, 0)
         assert report["loss_scale_log2"] == 1  # 4, halved once for both: there is one scale
-        assert "applied_steps" not in report
+        assert "watch_applied_steps" not in report
 
     @pytest.mark.parametrize("fused", [False, True])
     def test_second_one_leaves_the_first_its_counts_and_its_rate(
@@ -65,15 +65,15 @@ class TestOneOverflows:
         Scheduled.fused = fused
         made = run(folder, [(1.0, 1.0), (1.0, INF), (1.0, 1.0)], trial_class=Scheduled)
         report = made.reports.training[-1]
-        assert (report["applied_steps_0"], report["skipped_steps_0"]) == (3, 0)
-        assert (report["applied_steps_1"], report["skipped_steps_1"]) == (2, 1)
+        assert (report["watch_applied_steps_0"], report["skipped_steps_0"]) == (3, 0)
+        assert (report["watch_applied_steps_1"], report["skipped_steps_1"]) == (2, 1)
         rates = [float(it.param_groups[0]["lr"]) for it in made.trial.optimizers]
         assert rates == [0.5**4, 0.5**3]
 
     def test_norms_are_those_of_each(self, folder: Path) -> None:
         report = run(folder, [(1.0, 3.0)]).reports.training[-1]
-        assert (report["grad_norm_0"], report["grad_norm_1"]) == (1.0, 3.0)
-        headroom = [report[f"headroom_bits_{index}"] for index in (0, 1)]
+        assert (report["watch_grad_norm_0"], report["watch_grad_norm_1"]) == (1.0, 3.0)
+        headroom = [report[f"watch_headroom_bits_{index}"] for index in (0, 1)]
         assert headroom[0] - headroom[1] == pytest.approx(math.log2(3), abs=1e-6)
 
     def test_accumulation_skips_by_the_window(self, folder: Path) -> None:
@@ -86,8 +86,9 @@ class TestOneOverflows:
         undisturbed = run(folder, rows).reports.training[-1]
         saved = run(folder, rows, batches=2).checkpoint
         resumed = run(folder, rows, first_batch=2, resume=saved).reports.training[-1]
-        names = [n for n in undisturbed if n.startswith(("applied", "skipped", "consecutive"))]
-        assert len(names) == 6
+        counts = ("watch_applied_steps", "skipped_steps", "watch_consecutive_skips")
+        names = [name for name in undisturbed if name.startswith(counts)]
+        assert len(names) == 5  # the second has skipped nothing
         assert {name: resumed[name] for name in names} == {
             name: undisturbed[name] for name in names
         }
@@ -102,7 +103,7 @@ class TestOneOverflows:
                 return batch_idx % 2 == 1
 
         report = run(folder, [(1.0, 1.0)] * 4, trial_class=Seldom).reports.training[-1]
-        assert (report["applied_steps_0"], report["applied_steps_1"]) == (4, 2)
+        assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (4, 2)
 
 
 class TestGuard:
@@ -174,5 +175,5 @@ class Unused(pytorch.PyTorchTrial):
 
 def test_optimizer_that_is_never_stepped_is_no_trouble(folder: Path) -> None:
     report = fit(Unused, folder, AMP, batches=4, batch_size=1).reports.training[-1]
-    assert (report["applied_steps_0"], report["applied_steps_1"]) == (4, 0)
-    assert "grad_norm_0" not in report  # nobody clips, so nothing was measured
+    assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (4, 0)
+    assert "watch_grad_norm_0" not in report  # nobody clips, so nothing was measured

@@ -209,7 +209,7 @@ def resumed(trial: Callable[..., Any], folder: Path) -> Fitted:
 
 def numbers(made: Fitted) -> list[dict[str, Any]]:
     """The training reports without what a clock or the machine decides."""
-    timed = ("samples_per_second", "data_wait_share", "peak_memory_mib", "audit_casts")
+    timed = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
     return [
         {name: value for name, value in report.items() if not name.startswith(timed)}
         for report in made.reports.training
@@ -600,7 +600,7 @@ class TestRefused:
                 return loss
 
         made = run(Shared, folder, {"precision": "amp_fp16", "init_scale": 16.0})
-        assert made.reports.training[-1]["applied_steps_1"] == BATCHES
+        assert made.reports.training[-1]["watch_applied_steps_1"] == BATCHES
 
     def test_second_order_gradients_of_a_scaled_loss(self, folder: Path) -> None:
         class Second(Plain):

@@ -124,7 +124,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def same_numbers(folder: Path) -> list[dict[str, Any]]:
     """The reports of a run without what differs from run to run: speed, time and memory."""
-    measured = {"samples_per_second", "data_wait_share", "peak_memory_mib"}
+    measured = {"samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib"}
     return [
         {name: value for name, value in line.items() if name not in measured}
         for line in metrics(folder)

@@ -31,7 +31,10 @@ HEADROOM_PERIOD = 10
 
 
 class MetricName:
-    """The names in a training report; those of the audit are in `AuditMetricName`.
+    """The names in a training report; that of the audit is in `AuditMetricName`.
+
+    The WebUI shows metrics in the order of their names. What a user looks at first has a plain
+    name. `watch_` is in front of what explains it, and sorts behind `validation_`.
 
     Where there are several optimizers, the names marked with * stand for one of each, which ends in
     `_0`, `_1` and so on, in the order of `wrap_optimizer`.
@@ -41,32 +44,33 @@ class MetricName:
     LOSS = "loss"
     # * Mean over applied steps of the unscaled gradient norm, before clipping. With `amp.clip`
     # only.
-    GRAD_NORM = "grad_norm"
-    # log2 of the loss scale at the report; 0 without a scaler.
+    GRAD_NORM = "watch_grad_norm"
+    # log2 of the loss scale at the report. This and the skipped steps: `amp_fp16` only.
     LOSS_SCALE_LOG2 = "loss_scale_log2"
     # * Optimizer steps since the start of the trial.
-    APPLIED_STEPS = "applied_steps"
+    APPLIED_STEPS = "watch_applied_steps"
     SKIPPED_STEPS = "skipped_steps"
-    # * Optimizer steps skipped since the last applied one.
-    CONSECUTIVE_SKIPS = "consecutive_skips"
+    # * Optimizer steps skipped since the last applied one. This, the ratio and the drift are
+    # reported from the first skipped step of the trial on.
+    CONSECUTIVE_SKIPS = "watch_consecutive_skips"
     # * Skipped share of this report's optimizer steps.
-    SKIP_RATIO = "skip_ratio"
+    SKIP_RATIO = "watch_skip_ratio"
     # * Optimizer steps that a scheduler of `context.wrap_lr_scheduler` is ahead of the applied
     # ones; if there is one that moves by batches or steps, and a scaler.
-    LR_DRIFT_STEPS = "lr_drift_steps"
+    LR_DRIFT_STEPS = "watch_lr_drift_steps"
     # * log2 of 65504 over the largest scaled gradient of a parameter; the smallest of the report,
     # looked at on every tenth step. `amp_fp16` with `amp.clip` only.
-    HEADROOM_BITS = "headroom_bits"
+    HEADROOM_BITS = "watch_headroom_bits"
     # Over all slots, first batches of the process excluded.
     SAMPLES_PER_SECOND = "samples_per_second"
     # Share of that time that the loop waited for data; the largest over slots. Of a
     # `determined.pytorch.DataLoader` only.
-    DATA_WAIT_SHARE = "data_wait_share"
+    DATA_WAIT_SHARE = "watch_data_wait_share"
     # Largest over slots; on a GPU allocated by torch in training batches, the first ones of the
     # process excluded; on a CPU resident, of the whole process.
-    PEAK_MEMORY_MIB = "peak_memory_mib"
+    PEAK_MEMORY_MIB = "watch_peak_memory_mib"
     # The same for what torch holds of a GPU.
-    PEAK_RESERVED_MEMORY_MIB = "peak_reserved_memory_mib"
+    PEAK_RESERVED_MEMORY_MIB = "watch_peak_reserved_memory_mib"
 
 
 @dataclass(frozen=True)
@@ -305,7 +309,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         metrics: dict[str, Any] = {}
         if loss is not None and not self.trial_reports_loss:
             metrics[MetricName.LOSS] = loss
-        metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
+        if self._scaled:
+            metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
         steps = []
         for optimizer, numbers in zip(self._optimizers, first["optimizers"], strict=True):
             step = self._step_report(optimizer, numbers)
@@ -351,14 +356,15 @@ class TrainingMetrics(pytorch.MetricReducer):
         gradients = self.of(optimizer)
         norm, largest = numbers[:2]
         new = step.new_attempted
-        metrics: dict[str, Any] = {
-            MetricName.APPLIED_STEPS: step.applied,
-            MetricName.SKIPPED_STEPS: step.skipped,
-            MetricName.CONSECUTIVE_SKIPS: step.consecutive_skips,
-        }
-        if new:
+        metrics: dict[str, Any] = {MetricName.APPLIED_STEPS: step.applied}
+        if self._scaled:
+            metrics[MetricName.SKIPPED_STEPS] = step.skipped
+        # Before the first skip these would be charts of zeros.
+        if step.skipped:
+            metrics[MetricName.CONSECUTIVE_SKIPS] = step.consecutive_skips
+        if step.skipped and new:
             metrics[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / new
-        if optimizer in self.drifting:
+        if step.skipped and optimizer in self.drifting:
             metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
         if largest:
             metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)

@@ -93,25 +93,15 @@ class Audit:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of `AuditMetrics`."""
-        return {
-            AuditMetricName.SHARE: self.share,
-            AuditMetricName.GFLOPS: self.total_flops / 1e9,
-            AuditMetricName.CASTS: float(self.casts),
-            AuditMetricName.CAST_MIB: self.cast_bytes / 2**20,
-        }
+        """The one number of `AuditMetrics`: what is measured once is no curve."""
+        return {AuditMetricName.SHARE: self.share}
 
 
 class AuditMetricName:
-    """The names in the first training report: of one batch, on the chief's slot."""
+    """The name in the first training report: of one batch, on the chief's slot."""
 
     # Share of the FLOPs in the dtype that the precision asks for.
-    SHARE = "audit_share"
-    # FLOPs of all products, in 10^9.
-    GFLOPS = "audit_gflops"
-    # Conversions between floating dtypes, and what they read and write.
-    CASTS = "audit_casts"
-    CAST_MIB = "audit_cast_mib"
+    SHARE = "watch_audit_share"
 
 
 class AuditError(UserError):

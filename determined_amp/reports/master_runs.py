@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
+from determined_amp.amp.metrics import MetricName
 from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import parse
 from determined_amp.config.settings import ConfigError
@@ -232,7 +233,7 @@ def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
     device, tf32 = _last_match(trial, ", natively: ", natively) or (Machine.device, None)
     versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
     python, torch = versions or (Machine.torch, Machine.torch)
-    on_gpu = any("peak_reserved_memory_mib" in report.metrics for report in training)
+    on_gpu = any(MetricName.PEAK_RESERVED_MEMORY_MIB in report.metrics for report in training)
     return Machine(
         device=device,
         on_gpu=on_gpu,

@@ -183,7 +183,7 @@ class Summary:
     @property
     def reserved_memory(self) -> Spread | None:
         """Peak of the GPU memory that torch reserved, in MiB."""
-        return self.spread(lambda run: run.last("peak_reserved_memory_mib"))
+        return self.spread(lambda run: run.last(MetricName.PEAK_RESERVED_MEMORY_MIB))
 
     @property
     def data_wait_share(self) -> float | None:

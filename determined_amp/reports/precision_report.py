@@ -222,7 +222,7 @@ def _of_run(run: Run, findings: Findings) -> dict[str, Any]:
         "samples_per_second": _plain(run.speed),
         "training_seconds": run.training_seconds,
         "peak_memory_mib": run.last(MetricName.PEAK_MEMORY_MIB),
-        "peak_reserved_memory_mib": run.last("peak_reserved_memory_mib"),
+        "peak_reserved_memory_mib": run.last(MetricName.PEAK_RESERVED_MEMORY_MIB),
         "applied_steps": run.last(MetricName.APPLIED_STEPS),
         "skipped_steps": run.last(MetricName.SKIPPED_STEPS),
         "loss_scale_log2": run.last(MetricName.LOSS_SCALE_LOG2),

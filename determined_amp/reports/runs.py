@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -36,19 +37,39 @@ class State(enum.Enum):
     UNFINISHED = "unfinished"
 
 
+# Metrics that older runs report without `watch_`.
+_WATCHED = {
+    name.removeprefix("watch_"): name
+    for names in (MetricName, AuditMetricName)
+    for name in vars(names).values()
+    if isinstance(name, str) and name.startswith("watch_")
+}
+
+
+def _todays(name: str) -> str:
+    """Today's name of a metric, which may end in the number of an optimizer."""
+    base = re.sub(r"_\d+$", "", name)
+    return _WATCHED[base] + name[len(base) :] if base in _WATCHED else name
+
+
 @dataclass(frozen=True)
 class Report:
     """One report of a run.
 
     Args:
         batches: Number of batches trained before it.
-        metrics: Its numbers, which may be infinite or NaN.
+        metrics: Its numbers, which may be infinite or NaN, by today's names: those of older runs
+            are without `watch_`.
         date: Time of the report, ISO 8601; None if unknown.
     """
 
     batches: int
     metrics: Mapping[str, float]
     date: str | None = None
+
+    def __post_init__(self) -> None:
+        named = {_todays(name): value for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", named)
 
 
 @dataclass(frozen=True)
@@ -218,9 +239,11 @@ class Run:
 
     @property
     def skipped_steps(self) -> float | None:
-        """Number of skipped optimizer steps; None if it did not report them."""
-        skipped = self.last(MetricName.SKIPPED_STEPS)
-        return self.metrics.get(MetricName.SKIPPED_STEPS) if skipped is None else skipped
+        """Number of skipped optimizer steps, 0 without a loss scale; None if unknown."""
+        reported = self.last(MetricName.SKIPPED_STEPS)
+        skipped = self.metrics.get(MetricName.SKIPPED_STEPS) if reported is None else reported
+        steps = self.last(MetricName.APPLIED_STEPS)
+        return 0.0 if skipped is None and steps is not None else skipped
 
     @property
     def overflow(self) -> bool | None:
