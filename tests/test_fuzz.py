@@ -1,0 +1,590 @@
+"""Whatever is done to a YAML, a run folder or a process: one clear sentence, or a whole training.
+
+    python -m tests.test_fuzz --minutes 60 [--failures FOLDER]
+    python -m tests.test_fuzz --repeat EXAMPLE.json
+
+Every example is one command, in a fork of a process that has imported everything: a fresh process
+in all that the command could notice, with real signals and exit statuses. It may end in two ways.
+Either it says what is wrong, in which key or file, has status 2 after a second of work at most, and
+has changed nothing. Or it trains what was asked, and ends where an undisturbed run ends.
+
+The long run prints how often each came, and writes every example of another kind to a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined.common import util
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from determined_amp import __main__ as door
+from determined_amp.config.dotted import flat, value_at
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.search import command as search_command
+from determined_amp.search import workers
+from tests import searching, training
+
+# Seconds until an example counts as one that hangs; a fork that trains takes one or two.
+PATIENCE = 40.0
+# Seconds of work, after the imports, in which a mistake is told.
+AT_ONCE = 1.0
+
+_ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+LENGTH = 4
+TINY = with_overrides(
+    read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml")),
+    [
+        *training.SMALL[:3],
+        f"hyperparameters.training.max_length.batches={LENGTH}",
+        *(f"hyperparameters.training.{period}_period.batches=2" for period in ("validation",)),
+        "hyperparameters.training.checkpoint_period.batches=2",
+        "hyperparameters.training.reporting_period.batches=1",
+    ],
+)
+
+# Values as YAML, wrong in most places.
+VALUES = (
+    *("null", "true", "'true'", "[]", "{}", "[null]", "{a: 1}", "x", "''", "'5'", "5", "0.5"),
+    *("0", "-1", "1", "2", "0x10", "032", "0o17", "1:30", "1e3", "1e39", "1e300", "1e-300", "yes"),
+    *(".nan", ".inf", "-.inf", "9223372036854775808", "4294967296", "1e9", "100000000", "~"),
+    *(
+        "2001-01-01",
+        "2001-99-99",
+        "&a [*a]",
+        "&a {b: *a}",
+        "*a",
+        "!!int x",
+        "!!binary aGk=",
+        "!x y",
+    ),
+    *(
+        '"\\0"',
+        '"\\ud800"',
+        "'[/b]'",
+        "'[red]'",
+        "größe",
+        "../../up",
+        "/etc/passwd",
+        "'a/b'",
+        "'%20'",
+    ),
+    *(
+        "'{}'",
+        "x" * 5000,
+        "[[[[[[[[[[[[]]]]]]]]]]]]",
+        "{type: const, val: 5}",
+        "1_000",
+        "+1",
+        "-0.0",
+    ),
+    *("{type: double, minval: 0, maxval: 1}", "{batches: 1}", "{epochs: 1}", "{2001-01-01: 1}"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change of the YAML: what is done to the key at a dotted path."""
+
+    how: str
+    path: str
+    value: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """What is done to a file, in place: at a share of its length, in [0, 1]."""
+
+    how: str
+    file: str
+    at: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One command, and what is done to it before and meanwhile.
+
+    Args:
+        command: The words of the command.
+        base: The folder it works in is a copy of this one.
+        changes: Of `config.yaml` there.
+        damages: Of any file there.
+        signals: The numbers of signals, sent one after the other.
+        delay: Seconds before each of them.
+    """
+
+    command: tuple[str, ...]
+    base: str
+    changes: tuple[Change, ...] = ()
+    damages: tuple[Damage, ...] = ()
+    signals: tuple[int, ...] = ()
+    delay: float = 0.0
+
+    @staticmethod
+    def read(text: str) -> Example:
+        """The opposite of `json.dumps(dataclasses.asdict(example))`."""
+        raw = json.loads(text)
+        raw["changes"] = tuple(Change(**change) for change in raw["changes"])
+        raw["damages"] = tuple(Damage(**damage) for damage in raw["damages"])
+        return Example(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a command ended.
+
+    Args:
+        status: Its exit status, or minus the signal that ended it; None if it did not end.
+        output: What it printed.
+        seconds: The work of its processor.
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+
+
+def dotted(config: object, path: str = "") -> Iterator[str]:
+    """The dotted path of every key."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield f"{path}{key}"
+            yield from dotted(value, f"{path}{key}.")
+
+
+PATHS = tuple(dotted(TINY))
+
+
+def written(config: Mapping[str, Any], changes: Sequence[Change]) -> str:
+    """The configuration as YAML with the changes, some of which no YAML library would write."""
+    by_path = {change.path: change for change in changes}
+
+    def lines(section: Mapping[str, Any], path: str, depth: int) -> Iterator[str]:
+        for key, value in section.items():
+            place = f"{path}{key}"
+            change = by_path.get(place, Change("keep", place))
+            if change.how == "drop":
+                continue
+            name = key[:-2] + key[-1] if change.how == "misspell" else key
+            indent = ("\t" if change.how == "tab" else "  ") * depth
+            for _ in range(2 if change.how == "twice" else 1):
+                if change.how == "value":
+                    yield f"{indent}{name}: {change.value}"
+                elif isinstance(value, Mapping):
+                    yield f"{indent}{name}:"
+                    yield from lines(value, f"{place}.", depth + 1)
+                else:
+                    yield f"{indent}{name}: {json.dumps(value)}"
+
+    return "\n".join(lines(config, "", 0)) + "\n"
+
+
+def spoil(folder: Path, damage: Damage) -> None:
+    """Damage a file of a folder; one that is not there stays away."""
+    (path, *_) = [*sorted(folder.glob(damage.file)), folder / damage.file]
+    if path.is_dir() or not path.exists():
+        return
+    data = path.read_bytes()
+    at = int(damage.at * max(len(data) - 1, 0))
+    if damage.how == "cut":
+        path.write_bytes(data[:at])
+    elif damage.how == "flip":
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x11]) + data[at + 1 :] if data else b"x")
+    elif damage.how == "latin":
+        path.write_bytes(data[:at] + b"\xff\xfe" + data[at:])
+    elif damage.how == "line":
+        rows = data.split(b"\n")
+        row = int(damage.at * (len(rows) - 1))
+        path.write_bytes(b"\n".join([*rows[:row], b"{]", *rows[row + 1 :]]))
+    elif damage.how == "bom":
+        path.write_bytes(b"\xef\xbb\xbf" + data)
+    elif damage.how == "number":
+        path.write_bytes(b"5\n")
+    elif damage.how == "list":
+        path.write_bytes(b"[]\n")
+    elif damage.how == "null":
+        path.write_bytes(b"null\n")
+    elif damage.how == "empty":
+        path.write_bytes(b"")
+    elif damage.how == "attribute":
+        _foreign_attribute(path, damage.at)
+    else:
+        path.unlink()
+        if damage.how == "folder":
+            path.mkdir()
+        elif damage.how == "link":
+            path.symlink_to("nowhere")
+
+
+def _foreign_attribute(path: Path, at: float) -> None:
+    """Give an attribute of a study, or of its trials, a value that no search writes."""
+    table = ("study_user_attributes", "trial_user_attributes", "trial_system_attributes")
+    value = ('"x"', "null", "5", "[]", '{"a": 1}')[int(at * 4)]
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        name = table[int(at * 100) % 3]
+        keys = [key for (key,) in database.execute(f"SELECT DISTINCT key FROM {name}")]
+        if keys:
+            key = keys[int(at * 1000) % len(keys)]
+            database.execute(f"UPDATE {name} SET value_json = ? WHERE key = ?", (value, key))
+
+
+def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
+    """Start a command in `folder` in a child of this process; its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads, which pytest-xdist has
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)  # none in the middle of the fork
+        child = os.fork()
+    if child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+        return child
+    status = 1
+    try:
+        os.setpgid(0, 0)  # a search has workers, which end with it
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore", DeprecationWarning)
+        os.chdir(folder)
+        file = output.open("w")
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+        logging.getLogger().handlers.clear()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)
+        # The server of a search would import everything again; its workers can be forks of this
+        # process. They hold both ends of their pipe, so that nothing but a kill ends them.
+        search_command.start_server = lambda: None
+        workers._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
+        workers.Worker.close = partialmethod(workers.Worker.close, kill=True)  # type: ignore[assignment,method-assign]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+        status = door.main(arguments)
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def run(example: Example, arguments: Sequence[str], folder: Path) -> Ending:
+    """Run a command, and send it its signals."""
+    output = folder.parent / "output.txt"
+    child = fork(arguments, folder, output)
+    began = time.monotonic()
+    due = [began + example.delay * (i + 1) for i in range(len(example.signals))]
+    status, seconds = None, 0.0
+    while time.monotonic() < began + PATIENCE:
+        done, code, usage = os.wait4(child, os.WNOHANG)
+        if done:
+            status = os.waitstatus_to_exitcode(code)
+            seconds = usage.ru_utime + usage.ru_stime
+            break
+        if due and time.monotonic() > due[0]:
+            os.kill(child, example.signals[len(example.signals) - len(due)])
+            due.pop(0)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if status is None:
+        os.waitpid(child, 0)
+    return Ending(status, output.read_text(errors="replace"), seconds)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """What is in a folder, without what every command may write: the log and the lock."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name in ("log.txt", ".lock") or path.is_dir():
+            continue
+        data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
+        found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+@cache
+def bases() -> Path:
+    """A folder with what the examples start from, and the ends that they have to reach."""
+    root = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    for name in ("yaml", "run", "search"):
+        (root / name).mkdir()
+    (root / "yaml" / "config.yaml").write_text(written(TINY, []))
+    half = "hyperparameters.training.max_length.batches=2"
+    for arguments, folder in (
+        (["train", "config.yaml", "--run-folder", "run", "--config", half], "yaml"),
+        (["train", "config.yaml", "--run-folder", "../whole"], "yaml"),
+    ):
+        _sound(arguments, root / folder)
+    config = root / "yaml" / "run"
+    (root / "yaml" / "run").rename(root / "run" / "run")
+    # As if the process had been killed after two of four batches.
+    config = root / "run" / "run" / "config.yaml"
+    config.write_text(written(TINY, []))
+    (root / "run" / "run" / "ended.json").unlink()
+    searching.write(root / "search", "loss_scale_grid.yaml", *searching.THREE_SCALES)
+    _sound(["search", "search.yaml"], root / "search")
+    (made,) = (root / "search" / "runs").glob("*/*")
+    made.rename(root / "search" / "found")
+    shutil.rmtree(root / "search" / "runs")
+    with sqlite3.connect(root / "search" / "found" / "study.db") as database:
+        database.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 2")
+    return root
+
+
+def _sound(arguments: Sequence[str], folder: Path) -> None:
+    ending = run(Example((), ""), arguments, folder)
+    assert ending.status == 0, ending.output
+
+
+def reached(run_folder: Path) -> str:
+    """The hash of the last checkpoint of a run."""
+    return training.digest(training.checkpoint(run_folder, LENGTH))
+
+
+def judged(example: Example, work: Path) -> tuple[str, str]:
+    """Run an example: what it came to, and the output.
+
+    `clear` and `trained` are right. So is `killed` by the signal of the example if the run then
+    reaches its end. All else is a fault: `traceback`, `hang`, `slow`, `unclear`, `changed` (what
+    was refused has left something), `wrong` (trained something else than was asked).
+    """
+    folder = work / "here"
+    shutil.copytree(bases() / example.base, folder, symlinks=True)
+    config = {"yaml": "config.yaml", "run": "run/config.yaml"}.get(example.base)
+    if example.changes and config is not None:
+        (folder / config).write_text(written(TINY, example.changes))
+    for damage in example.damages:
+        spoil(folder, damage)
+    before = content(folder)
+    ending = run(example, example.command, folder)
+    after = content(folder)
+    output = f"exit {ending.status}, {ending.seconds:.2f} s\n{ending.output}"
+    if ending.status is None:
+        return "hang", output
+    if "Traceback (most recent call last)" in ending.output or ending.status == 1:
+        return "traceback", output
+    if example.signals and ending.status != 2:
+        return _continued(example, ending, folder, output)
+    if ending.status == 2:
+        return _refused(example, ending, folder, before == after), output
+    if ending.status != 0:
+        return "traceback", output
+    if example.command[0] != "train":
+        return "done", output
+    return _trained(example, folder, output)
+
+
+def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) -> str:
+    words = re.split(r"[./]", " ".join([c.path for c in example.changes])) + [
+        name for damage in example.damages for name in re.split(r"[/*]", damage.file)
+    ]
+    said = [line for line in ending.output.splitlines() if line.strip()]
+    named = any(word and word.strip(" ") in ending.output for word in [*words, *example.command])
+    if not said or not named or len(ending.output) > 6000:
+        return "unclear"
+    ends = [json.loads(path.read_text()) for path in folder.rglob("ended.json") if path.is_file()]
+    if any(end["state"] == "failed" and end["batches"] for end in ends):
+        return "diverged"  # of what was asked, which only training could show
+    if not unchanged:
+        return "changed"
+    return "clear" if ending.seconds < AT_ONCE else "slow"
+
+
+def _trained(example: Example, folder: Path, output: str) -> tuple[str, str]:
+    """Whether what was trained is what the YAML says, as Determined's reader understands it."""
+    (made,) = {path.parent for path in folder.glob("**/resolved.yaml")} - {folder}
+    source = made if example.base == "run" else folder
+    asked = util.yaml_safe_load((source / "config.yaml").read_text(encoding="utf-8-sig"))
+    resolved = util.yaml_safe_load((made / "resolved.yaml").read_text(encoding="utf-8"))
+    for name, value in flat(asked).items():
+        is_there = value_at(resolved, name)
+        same = value == is_there and isinstance(value, bool) == isinstance(is_there, bool)
+        if value not in (None, {}) and not same:
+            return "wrong", f"{name}: asked for {value!r}, trained {is_there!r}\n{output}"
+    length = value_at(resolved, "hyperparameters.training.max_length.batches")
+    last = training.metrics(made)[-1]["batches"] if (made / "metrics.jsonl").exists() else 0
+    if length is not None and last != length:
+        return "wrong", f"{length} batches are asked for, {last} trained\n{output}"
+    sound = flat(resolved) == flat(_resolved())
+    if sound and reached(made) != reached(bases() / "whole"):
+        return "wrong", f"another end than that of an undisturbed run\n{output}"
+    return "trained", output
+
+
+@cache
+def _resolved() -> Mapping[str, Any]:
+    return read_yaml(str(bases() / "whole" / "resolved.yaml"))
+
+
+def _continued(example: Example, ending: Ending, folder: Path, output: str) -> tuple[str, str]:
+    """Go on after a signal, as a user would: the end is that of an undisturbed run."""
+    fatal = [-number for number in example.signals]
+    if ending.status not in (0, 130, *fatal):
+        return "wrong", output
+    saved = any((folder / "run" / "checkpoints").glob("batch-*"))
+    again = ["train", *(["--resume", "run"] if saved else ["config.yaml", "--run-folder", "run"])]
+    later = run(Example((), ""), again, folder)
+    output = f"{output}\n{' '.join(again)}: exit {later.status}\n{later.output}"
+    if later.status != 0 or reached(folder / "run") != reached(bases() / "whole"):
+        return "wrong", output
+    return "stopped", output
+
+
+RIGHT = {"clear", "trained", "done", "stopped", "diverged"}
+
+TRAIN = ("train", "config.yaml", "--run-folder", "run")
+RESUME = ("train", "--resume", "run")
+FILES = (
+    *("config.yaml", "resolved.yaml", "environment.json", "metrics.jsonl", "ended.json"),
+    *("state_dict.pth", "trial_state.pkl", "metadata.json", "load_data.json"),
+)
+OF_CHECKPOINTS = FILES[5:]
+DAMAGES = (
+    *("cut", "flip", "latin", "line", "bom", "number", "list", "null", "empty", "delete"),
+    *("folder", "link"),
+)
+
+CHANGES = st.builds(
+    Change,
+    st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12]),
+    st.sampled_from(PATHS),
+    st.sampled_from(VALUES),
+)
+SHARES = st.integers(0, 1000).map(lambda thousandths: thousandths / 1000)
+PLACES = st.sampled_from(
+    [f"run/checkpoints/*/{f}" if f in OF_CHECKPOINTS else f"run/{f}" for f in FILES]
+)
+OF_RUNS = st.builds(Damage, st.sampled_from(DAMAGES), PLACES, SHARES)
+OF_YAML = st.builds(
+    Damage, st.sampled_from(["cut", "flip", "latin", "bom"]), st.just("config.yaml"), SHARES
+)
+OF_STUDIES = st.builds(
+    Damage,
+    st.sampled_from(["cut", "flip", "number", "empty", "delete", "folder", *["attribute"] * 6]),
+    st.just("found/study.db"),
+    SHARES,
+) | st.builds(Damage, st.sampled_from(DAMAGES), st.just("found/search.yaml"), SHARES)
+
+EXAMPLES = st.one_of(
+    st.builds(
+        lambda command, changes: Example(command, "yaml", changes=(*changes,)),
+        st.sampled_from([TRAIN, TRAIN, TRAIN, ("find", "config.yaml", "--batches", "1")]),
+        st.lists(CHANGES, min_size=1, max_size=2, unique_by=lambda change: change.path),
+    ),
+    st.builds(lambda damage: Example(TRAIN, "yaml", damages=(damage,)), OF_YAML),
+    st.builds(
+        lambda command, damages: Example(command, "run", damages=(*damages,)),
+        st.sampled_from(
+            [
+                *(RESUME, RESUME, ("report", "run")),
+                ("find", "run/config.yaml", "--checkpoint", "run", "--batches", "1"),
+            ]
+        ),
+        st.lists(OF_RUNS, min_size=1, max_size=2),
+    ),
+    st.builds(
+        lambda command, damage: Example(command, "search", damages=(damage,)),
+        st.sampled_from([("search", "--resume", "found"), ("report", "found")]),
+        OF_STUDIES,
+    ),
+    st.builds(
+        lambda numbers, delay: Example(TRAIN, "yaml", signals=numbers, delay=delay),
+        st.sampled_from(
+            [
+                *((signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGKILL,)),
+                *((signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGKILL)),
+            ]
+        ),
+        st.integers(0, 150).map(lambda hundredths: hundredths / 100),
+    ),
+)
+
+
+def try_out(example: Example) -> tuple[str, str]:
+    """`judged` in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+        return judged(example, Path(work))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process cannot use its GPU")
+@settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(example=EXAMPLES)
+def test_a_mistake_is_told_at_once_or_what_was_asked_is_trained(example: Example) -> None:
+    kind, output = try_out(example)
+    assert kind in RIGHT, f"{kind}: {example}\n{output}"
+
+
+def main() -> int:
+    """Try examples for some time, or one again."""
+    parser = argparse.ArgumentParser(description="Try random examples.")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
+    parser.add_argument("--repeat", type=Path)
+    options = parser.parse_args()
+    for module in ("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo", "trials.mlp"):
+        importlib.import_module(module)
+    for name in ("train", "search.engine", "reports.any_report", "commands.find"):
+        importlib.import_module(f"determined_amp.{name}")
+    if options.repeat:
+        kind, output = try_out(Example.read(options.repeat.read_text()))
+        print(f"{kind}\n{output}")
+        return kind not in RIGHT
+    ends = time.monotonic() + 60 * options.minutes
+    counts: collections.Counter[str] = collections.Counter()
+
+    @settings(database=None, deadline=None, max_examples=20, suppress_health_check=[*HealthCheck])
+    @given(example=EXAMPLES)
+    def some(example: Example) -> None:
+        if time.monotonic() > ends:
+            return
+        kind, output = try_out(example)
+        counts[kind] += 1
+        if kind not in RIGHT:
+            options.failures.mkdir(exist_ok=True)
+            text = json.dumps(dataclasses.asdict(example))
+            file = options.failures / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            file.with_suffix(".json").write_text(text)
+            file.with_suffix(".txt").write_text(output)
+
+    while time.monotonic() < ends:
+        seed(random.randrange(2**32))(some)()
+        print(f"{counts.total()} tried: {dict(counts)}", flush=True)
+    shutil.rmtree(bases())
+    return int(any(kind not in RIGHT for kind in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
