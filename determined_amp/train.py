@@ -33,10 +33,10 @@ from determined_amp.config.errors import UserError
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.fitting import fit
-from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
-from determined_amp.local.folder import RunFolder
+from determined_amp.local.folder import FolderError, RunFolder
 from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
@@ -156,7 +156,8 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             return RunFolder(Path(options.resume))
         if not options.run_folder:
             return RunFolder.new(Path("runs"), config.name)
-        if complete_checkpoints(Path(options.run_folder) / "checkpoints"):
+        folder = RunFolder(Path(options.run_folder))
+        if complete_checkpoints(folder.checkpoints):
             raise ConfigError(
                 "--run-folder",
                 [
@@ -164,7 +165,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
                     f"--resume {options.run_folder}"
                 ],
             )
-        return RunFolder(Path(options.run_folder))
+        return folder
 
     with ExitStack() as held:
         try:
@@ -173,6 +174,14 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
             raise UserError(str(left.__context__)) from left
+        except OSError as error:
+            where = options.resume or options.run_folder or "runs"
+            if not (is_of_the_machine(error) or _is_inside(error.filename, where)):
+                raise
+            raise FolderError(
+                f"{where}: the run cannot go on: {error}; what it has saved is intact, and "
+                "--resume continues it when this is mended"
+            ) from error
     return 0
 
 
@@ -187,6 +196,12 @@ def _shown_on_master(
             raise
         session = None
     return DetachedTrial(address, config, session, required=resume is None)
+
+
+def _is_inside(file: object, folder: str) -> bool:
+    return isinstance(file, (str, os.PathLike)) and Path(file).absolute().is_relative_to(
+        Path(folder).absolute()
+    )
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:

@@ -214,26 +214,20 @@ def spoil(folder: Path, damage: Damage) -> None:
         return
     data = path.read_bytes()
     at = int(damage.at * max(len(data) - 1, 0))
-    if damage.how == "cut":
-        path.write_bytes(data[:at])
-    elif damage.how == "flip":
-        path.write_bytes(data[:at] + bytes([data[at] ^ 0x11]) + data[at + 1 :] if data else b"x")
-    elif damage.how == "latin":
-        path.write_bytes(data[:at] + b"\xff\xfe" + data[at:])
-    elif damage.how == "line":
-        rows = data.split(b"\n")
-        row = int(damage.at * (len(rows) - 1))
-        path.write_bytes(b"\n".join([*rows[:row], b"{]", *rows[row + 1 :]]))
-    elif damage.how == "bom":
-        path.write_bytes(b"\xef\xbb\xbf" + data)
-    elif damage.how == "number":
-        path.write_bytes(b"5\n")
-    elif damage.how == "list":
-        path.write_bytes(b"[]\n")
-    elif damage.how == "null":
-        path.write_bytes(b"null\n")
-    elif damage.how == "empty":
-        path.write_bytes(b"")
+    rows, row = data.split(b"\n"), int(damage.at * data.count(b"\n"))
+    made = {
+        "cut": data[:at],
+        "flip": data[:at] + bytes(byte ^ 0x11 for byte in data[at : at + 1]) + data[at + 1 :],
+        "latin": data[:at] + b"\xff\xfe" + data[at:],
+        "line": b"\n".join([*rows[:row], b"{]", *rows[row + 1 :]]),
+        "bom": b"\xef\xbb\xbf" + data,
+        "number": b"5\n",
+        "list": b"[]\n",
+        "null": b"null\n",
+        "empty": b"",
+    }
+    if damage.how in made:
+        path.write_bytes(made[damage.how])
     elif damage.how == "attribute":
         _foreign_attribute(path, damage.at)
     else:
@@ -283,7 +277,8 @@ def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
         search_command.start_server = lambda: None
         workers._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         workers.Worker.close = partialmethod(workers.Worker.close, kill=True)  # type: ignore[assignment,method-assign]
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+        with contextlib.suppress(KeyboardInterrupt):  # one that was sent before the command began
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
         status = door.main(arguments)
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
@@ -384,21 +379,22 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
         spoil(folder, damage)
     before = content(folder)
     ending = run(example, example.command, folder)
-    after = content(folder)
+    unchanged = content(folder) == before
     output = f"exit {ending.status}, {ending.seconds:.2f} s\n{ending.output}"
+    traced = "Traceback (most recent call last)" in ending.output
     if ending.status is None:
-        return "hang", output
-    if "Traceback (most recent call last)" in ending.output or ending.status == 1:
-        return "traceback", output
-    if example.signals and ending.status != 2:
-        return _continued(example, ending, folder, output)
-    if ending.status == 2:
-        return _refused(example, ending, folder, before == after), output
-    if ending.status != 0:
-        return "traceback", output
-    if example.command[0] != "train":
-        return "done", output
-    return _trained(example, folder, output)
+        kind = "hang"
+    elif traced or (ending.status not in (0, 2) and not example.signals):
+        kind = "traceback"
+    elif ending.status == 2:
+        kind = _refused(example, ending, folder, unchanged)
+    elif example.signals:
+        kind, output = _continued(example, ending, folder, output)
+    elif example.command[0] == "train":
+        kind, output = _trained(example, folder, output)
+    else:
+        kind = "done"
+    return kind, output
 
 
 def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import resource
 import shutil
 import signal
 import time
@@ -147,9 +146,9 @@ SOUND_VALUES = {
     "hyperparameters.lr_schedule": st.sampled_from(["constant", "cosine"]),
     "hyperparameters.amp.init_scale": st.integers(0, 100).map(lambda power: 2.0**power),
     "hyperparameters.amp.growth_factor": st.floats(1, 1e30, exclude_min=True),
-    "hyperparameters.amp.backoff_factor": st.floats(0, 1, exclude_min=True, exclude_max=True),
-    "hyperparameters.amp.min_scale": st.floats(0, 1, exclude_min=True),
-    "hyperparameters.amp.max_skip_ratio": st.floats(0, 1, exclude_min=True),
+    "hyperparameters.amp.backoff_factor": st.floats(1e-45, 1, exclude_max=True),
+    "hyperparameters.amp.min_scale": st.floats(1e-45, 1),
+    "hyperparameters.amp.max_skip_ratio": st.floats(1e-45, 1),
     "hyperparameters.training.max_length": st.integers(1, 10**6).map(lambda n: {"epochs": n}),
     "reproducibility.experiment_seed": st.integers(0, 2**31 - 1),
 }
@@ -364,20 +363,6 @@ class TestDataThatBreaks:
         assert str(damaged) in capfd.readouterr().err
 
 
-@contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
-    """Meanwhile the kernel refuses to write what would make a file larger, as on a full disk.
-
-    Python ignores the signal that comes with it, so that the write fails with an error number.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 # Wide enough that nothing else the run writes is as large as its weights.
 WIDE = "hyperparameters.hidden_features=512"
 
@@ -397,7 +382,7 @@ def run_folder(wide: Path, tmp_path: Path) -> Path:
 def train_to_16_on_a_full_disk(run_folder: Path, missing: int) -> int:
     """Resume where the newest checkpoint lacks that many bytes of space; the exit status."""
     size = (run_folder / "checkpoints" / "batch-00000012" / "state_dict.pth").stat().st_size
-    with no_file_larger_than(size - missing):
+    with training.no_file_larger_than(size - missing):
         more = ["--config", "hyperparameters.training.max_length.batches=16"]
         return door.main(["train", "--resume", str(run_folder), *more])
 

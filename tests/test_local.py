@@ -99,8 +99,8 @@ class TestRunFolder:
 
     def test_line_cut_off_by_a_kill_is_dropped(self, tmp_path: Path) -> None:
         run = RunFolder(tmp_path)
-        run.append_metrics({"batches": 2})
-        run.append_metrics({"batches": 4})
+        run.append_metrics({"group": "training", "batches": 2})
+        run.append_metrics({"group": "training", "batches": 4})
         run.metrics.write_text(run.metrics.read_text() + '{"batches": 6, "lo')
         assert [line["batches"] for line in run.read_metrics()] == [2, 4]
         run.forget_metrics_after(2)

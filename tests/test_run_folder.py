@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,136 @@ class TestDamagedCheckpoint:
         assert door.main(["train", "--resume", str(run)]) == 2
         assert "no checkpoint to resume from" in capsys.readouterr().err
         assert content(run) == before
+
+
+class TestDamagedState:
+    """Of the newest checkpoint, and there is no other: it is refused, and nothing is changed."""
+
+    @pytest.mark.parametrize(
+        ("file", "text", "said"),
+        [
+            ("metadata.json", b"5", "does not say that it is of these batches"),
+            ("metadata.json", b"null", "does not say that it is of these batches"),
+            ("metadata.json", b'{"steps_completed": 13}', "does not say that it is of these"),
+            ("metadata.json", b"\xff", "metadata.json cannot be read"),
+            ("trial_state.pkl", b"", "trial_state.pkl is damaged: a byte has changed"),
+        ],
+    )
+    def test_is_refused(
+        self, run: Path, file: str, text: bytes, said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for checkpoint in complete_checkpoints(run / "checkpoints"):
+            (checkpoint / file).write_bytes(text)
+        before = content(run)
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert said in capsys.readouterr().err
+        assert content(run) == before
+
+    def test_without_its_counts_is_refused(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for checkpoint in complete_checkpoints(run / "checkpoints"):
+            (checkpoint / "trial_state.pkl").unlink()
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert "trial_state.pkl cannot be read" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("name", "state", "said"),
+        [
+            ("state_dict.pth", [1], "state_dict.pth holds a list"),
+            ("state_dict.pth", {"models_state_dict": 5}, "cannot be restored into this trial"),
+            ("trial_state.pkl", [1], "trial_state.pkl holds a list"),
+        ],
+    )
+    def test_of_another_type_is_refused(
+        self, run: Path, name: str, state: object, said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Determined takes weights that are no dict for a start from the beginning."""
+        for checkpoint in complete_checkpoints(run / "checkpoints"):
+            if name == "state_dict.pth":
+                torch.save(state, checkpoint / name)
+            else:
+                (checkpoint / name).write_bytes(pickle.dumps(state))
+            metadata = json.loads((checkpoint / "metadata.json").read_text())
+            del metadata["trial_state_crc32"]  # as of a checkpoint before there was one
+            (checkpoint / "metadata.json").write_text(json.dumps(metadata))
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert said in capsys.readouterr().err
+
+    def test_of_an_older_checkpoint_stays_when_others_are_deleted(self, tmp_path: Path) -> None:
+        """Nobody knows what it was, and the run goes on."""
+        reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
+        storage = LocalCheckpoints(SimpleNamespace(rank=0, size=1), tmp_path, reports)  # type: ignore[arg-type]
+        for batches in (1, 2, 3):
+            with storage.store_path({"steps_completed": batches}) as (folder, _):
+                torch.save({}, folder / "state_dict.pth")
+            if batches == 1:
+                (tmp_path / "batch-00000001" / "metadata.json").write_text("[]")
+        saved = [path.name for path in complete_checkpoints(tmp_path)]
+        assert saved == ["batch-00000001", "batch-00000003"]
+
+
+class TestDamagedMetrics:
+    def test_lose_the_damaged_lines_alone_with_one_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = RunFolder(tmp_path)
+        for batches in range(1, 9):
+            folder.append_metrics({"group": "training", "batches": batches})
+        lines = folder.metrics.read_bytes().splitlines()
+        lines[1:7] = [b"{]", b"5", b"\xff", b'{"group": "training"}', b'{"batches": 6}', lines[6]]
+        folder.metrics.write_bytes(b"\n".join([*lines, b'{"cut o']))
+        assert [line["batches"] for line in folder.read_metrics()] == [1, 7, 8]
+        (warning,) = caplog.messages
+        assert warning.endswith("left out what is no report, in line 2, 3, 4, 5, 6")
+
+
+class TestFolderThatCannotBeWritten:
+    @pytest.mark.parametrize("name", ["metrics.jsonl", "resolved.yaml", "log.txt"])
+    def test_is_one_sentence(
+        self, run: Path, name: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A folder in the place of a file: root may write everywhere."""
+        (run / name).unlink()
+        (run / name).mkdir()
+        longer = ["--config", "hyperparameters.training.max_length.batches=14"]
+        assert door.main(["train", "--resume", str(run), *longer]) == 2
+        shown = capsys.readouterr().err
+        assert f"{run}: the run cannot go on" in shown
+        assert name.partition(".")[0] in shown
+
+    def test_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "file").touch()
+        arguments = training.arguments("mlp/bf16.yaml")
+        for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+            assert door.main(["train", *arguments, "--run-folder", str(path)]) == 2
+            assert f"cannot make the folder {path}" in capsys.readouterr().err
+
+
+# What no check of the YAML finds, and no machine has.
+TOO_LARGE = (f"hyperparameters.hidden_features={10**15}",)
+
+
+class TestRefusedRun:
+    def test_leaves_no_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        arguments = ["train", *training.arguments("mlp/bf16.yaml", *TOO_LARGE)]
+        assert door.main(arguments) == 2
+        assert door.main([*arguments, "--run-folder", "a/b/c"]) == 2
+        assert "not enough memory" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+    def test_leaves_what_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "runs" / "mlp-bf16" / "other").mkdir(parents=True)
+        (tmp_path / "mine").mkdir()
+        arguments = ["train", *training.arguments("mlp/bf16.yaml", *TOO_LARGE)]
+        assert door.main(arguments) == 2
+        assert door.main([*arguments, "--run-folder", "mine"]) == 2
+        assert [path.name for path in (tmp_path / "runs" / "mlp-bf16").iterdir()] == ["other"]
+        assert (tmp_path / "mine").is_dir()
 
 
 class TestWeightsThatAreNotFinite:

@@ -10,7 +10,14 @@ from pathlib import Path
 import optuna
 import pytest
 
-from determined_amp.search.study_file import FILE_NAME, StudyError, create_study, read_study
+from determined_amp.search.study_file import (
+    FILE_NAME,
+    StudyError,
+    create_study,
+    read_study,
+    storing,
+)
+from tests import training
 
 
 class TestLoadStudy:
@@ -40,10 +47,52 @@ class TestLoadStudy:
         assert read_study(folder).search == search
         assert [path.name for path in folder.iterdir()] == [FILE_NAME]
 
+    @pytest.mark.parametrize(
+        ("table", "key", "value"),
+        [
+            ("study_user_attributes", "search", "5"),
+            ("study_user_attributes", "search", '{"searcher": []}'),
+            ("study_user_attributes", "search", '{"searcher": {}, "hyperparameters": 5}'),
+            ("study_user_attributes", "workers", '"two"'),
+            ("study_user_attributes", "search", "{not JSON"),
+            ("trial_user_attributes", "history", "null"),
+            ("trial_user_attributes", "history", "[5]"),
+            ("trial_user_attributes", "history", '[[1, {"loss": "low"}]]'),
+            ("trial_user_attributes", "used", '"x"'),
+            ("trial_user_attributes", "bracket", '"x"'),
+            ("trial_system_attributes", "fixed_params", "null"),
+        ],
+    )
+    def test_attribute_that_no_search_writes_is_named(
+        self, tmp_path: Path, table: str, key: str, value: str
+    ) -> None:
+        study = create_study(tmp_path, {"name": "x", "searcher": {"metric": "loss"}})
+        study.set_user_attr("workers", 2)
+        study.enqueue_trial({"x": 1})
+        trial = study.ask()
+        for name, sound in (("history", [[1, {"loss": 0.5}]]), ("used", {}), ("bracket", 0)):
+            trial.set_user_attr(name, sound)
+        assert read_study(tmp_path).workers == 2
+        with sqlite3.connect(tmp_path / FILE_NAME) as database:
+            change = f"UPDATE {table} SET value_json = ? WHERE key = ?"
+            assert database.execute(change, (value, key)).rowcount
+        with pytest.raises(StudyError, match=r"study\.db: is (damaged|not a study)"):
+            read_study(tmp_path)
+
     def test_another_optuna_study(self, tmp_path: Path) -> None:
         optuna.create_study(storage=f"sqlite:///{tmp_path / 'other.db'}")
         with pytest.raises(StudyError, match="is not a study that"):
             read_study(tmp_path / "other.db")
+
+    def test_database_on_a_full_disk_is_one_sentence(self, tmp_path: Path) -> None:
+        trial = create_study(tmp_path, {"name": "x", "searcher": {"metric": "loss"}}).ask()
+        size = (tmp_path / FILE_NAME).stat().st_size
+        refused = pytest.raises(
+            StudyError, match=r"study\.db: cannot be read or written: .*--resume"
+        )
+        with refused, storing(tmp_path), training.no_file_larger_than(size):
+            trial.set_user_attr("used", {"text": "x" * 10**5})
+        assert [found.state for found in read_study(tmp_path).trials] == ["running"]
 
     def test_study_whose_writer_was_killed_in_a_transaction_is_read(self, tmp_path: Path) -> None:
         """Such a file has a hot journal, which nobody who may only read can roll back."""

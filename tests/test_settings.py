@@ -144,6 +144,24 @@ def test_number_that_yaml_1_1_reads_as_a_string_is_explained(
     assert getattr(section(**{key: yaml.safe_load(write)}), key) == float(raw)
 
 
+@pytest.mark.parametrize(
+    ("key", "inside", "outside", "kind"),
+    [
+        ("ratio", 3.4028234e38, 3.4028236e38, "a number (float32: 1.4e-45 to 3.4e+38)"),
+        ("ratio", -1e-44, -1e-46, "a number (float32: 1.4e-45 to 3.4e+38)"),
+        ("ratio", 2**100, 10**400, "a number (float32: 1.4e-45 to 3.4e+38)"),
+        ("count", 2**63 - 1, 2**63, "an integer (64 bits)"),
+        ("count", -(2**63) + 1, -(2**63), "an integer (64 bits)"),
+    ],
+)
+def test_number_that_torch_cannot_hold_is_refused(
+    key: str, inside: float, outside: float, kind: str
+) -> None:
+    assert getattr(section(**{key: inside}), key) == inside
+    (problem,) = problems_of({"count": 1, key: outside})
+    assert problem.endswith(f"; allowed: {kind}")
+
+
 @pytest.mark.parametrize("key", ["count", "ratio", "flag", "word", "words", "colour"])
 def test_search_space_where_a_value_belongs_is_explained(key: str) -> None:
     (problem,) = problems_of({"count": 1, key: {"type": "log", "base": 2}})

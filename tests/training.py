@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,20 @@ def killed_in_batch(number: int, trial: Any = MLPTrial) -> Iterator[None]:
 
     with before_each_batch(kill, trial), pytest.raises(KilledError):
         yield
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Meanwhile the kernel refuses to write what would make a file larger, as on a full disk.
+
+    Python ignores the signal that comes with it, so that the write fails with an error number.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def start(*command: str, **environment: str) -> subprocess.Popen[str]:

@@ -104,10 +104,27 @@ class SafeController(pytorch._PyTorchTrialController):
                 tell = getattr(callback, "on_checkpoint_of", None)
                 if tell is not None:
                     tell(same_trial=same_trial)
-            with patched(torch, "load", partial(torch.load, weights_only=True)):
+            with patched(torch, "load", partial(_load_weights, torch.load)):
                 super()._load(load_path)
-        except (RuntimeError, LookupError, ValueError, EOFError, OSError, pickle.PickleError) as e:
-            raise CheckpointError(f"{load_path}: cannot be restored into this trial: {e}") from e
+        except _NOT_RESTORED as error:
+            raise CheckpointError(
+                f"{load_path}: cannot be restored into this trial: {error}"
+            ) from error
+
+
+# What torch, pickle and the trial's own `load_state_dict` raise for a state of another kind.
+_NOT_RESTORED = (
+    *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
+    *(EOFError, OSError, pickle.PickleError),
+)
+
+
+def _load_weights(load: Callable[..., Any], *given: Any, **named: Any) -> dict[str, Any]:
+    """Torch's `load` without code. Determined takes what is no dict for nothing to restore."""
+    found = load(*given, **named, weights_only=True)
+    if not isinstance(found, dict):
+        raise TypeError(f"state_dict.pth holds a {type(found).__name__}, not the state of a trial")
+    return found
 
 
 def check_bytes(checkpoint: Path) -> None:
@@ -243,8 +260,10 @@ class _PlainUnpickler(pickle.Unpickler):
 def _read_without_code(path: Path) -> dict[str, Any]:
     """What Determined unpickles afterwards; refused if it holds more than plain values."""
     with path.open("rb") as file:
-        state: dict[str, Any] = _PlainUnpickler(file).load()
-        return state
+        state: Any = _PlainUnpickler(file).load()
+    if not isinstance(state, dict):
+        raise TypeError(f"{path.name} holds a {type(state).__name__}, not the state of a loop")
+    return state
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 
@@ -39,6 +40,28 @@ NO_RETRY = "no retry can help: "
 def one_line(said: object) -> str:
     """A text or an error on one line, shortened to 240 characters."""
     return textwrap.shorten(str(said), 240, placeholder=" ...") or type(said).__name__
+
+
+# What torch and numpy say, in a RuntimeError, of sizes that no memory holds.
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|Storage size calculation overflowed"
+    r"|negative dimension|Overflow when unpacking long",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def short_of_memory() -> Iterator[None]:
+    """Inside this block, sizes that do not fit in memory are a `UserError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        raise UserError(
+            f"not enough memory: {one_line(error)}; allowed: smaller sizes, of the batch "
+            "(hyperparameters.global_batch_size), the model or the data"
+        ) from error
 
 
 def exit_status(run: Callable[[], int], before: str) -> int:

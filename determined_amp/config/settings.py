@@ -32,6 +32,9 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
+# The largest and the smallest positive number of float32.
+_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-149
+
 # Marks a field, in its metadata, as declared by `setting`.
 _DECLARED = "declared by setting"
 
@@ -204,8 +207,10 @@ def _converted(kind: Any, raw: object) -> object:
     if kind in (int, float) and isinstance(raw, bool):
         return None
     if kind is float:
-        return _finite(raw) if isinstance(raw, (int, float)) else None
-    if kind in (bool, int, str):
+        return _float32(raw) if isinstance(raw, (int, float)) else None
+    if kind is int:
+        return raw if isinstance(raw, int) and abs(raw) < 2**63 else None
+    if kind in (bool, str):
         return raw if isinstance(raw, kind) else None
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
@@ -213,11 +218,14 @@ def _converted(kind: Any, raw: object) -> object:
     raise TypeError(f"settings cannot hold {kind!r}")
 
 
-def _finite(number: float) -> float | None:
+def _float32(number: float) -> float | None:
+    """The number, or None if float32, in which it is used, has no finite number near it."""
     try:
-        return float(number) if math.isfinite(number) else None
+        in_float64 = float(number)
     except OverflowError:  # an integer that no float holds
         return None
+    held = abs(in_float64) <= _LARGEST and (in_float64 == 0 or abs(in_float64) >= _SMALLEST)
+    return in_float64 if held else None  # also for NaN, which compares as false
 
 
 def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
@@ -253,6 +261,10 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
 def _hint_for(kind: Any, raw: object) -> str:
     if isinstance(raw, Mapping) and "type" in raw:
         return " (this is a search space: run it as a search, or give one value to train with)"
+    if isinstance(raw, int) and kind is int and _converted(int, raw) is None:
+        return "" if isinstance(raw, bool) else " (64 bits)"
+    if isinstance(raw, (int, float)) and kind is float and abs(raw) < math.inf:
+        return "" if _float32(raw) is not None else f" (float32: {_SMALLEST:.2g} to {_LARGEST:.2g})"
     if kind in (int, float) and isinstance(raw, str):
         try:
             number = float(raw)

@@ -39,7 +39,7 @@ def write_copy(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         else:
             section[key] = value
     try:
-        with target.open("x") as file:
+        with target.open("x", encoding="utf-8") as file:
             yaml.dump(config, file)
     except FileExistsError as error:
         raise ConfigError("--write", [f"{target} exists; allowed: a new file"]) from error

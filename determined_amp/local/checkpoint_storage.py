@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from determined_amp.local.run_listener import LocalReports
 _OF_THE_MACHINE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
 )
+
+
+# The counts of Determined's loop, in a checkpoint, and their checksum in its metadata.
+_STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 
 
 class DiskError(CheckpointError):
@@ -82,14 +87,16 @@ class LocalCheckpoints(core.DummyCheckpointContext):
                 f"{self._folder / name}: is a symbolic link, and would be replaced; move it away"
             )
         partial = self._folder / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         assert self._reports is not None
         metadata["finite"] = self.finite
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
         try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
             yield partial, name
             _check_whole(partial / "state_dict.pth")
+            if (partial / _STATE).exists():
+                metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
             self._write_metadata_file(os.fspath(partial), metadata)
             _flush(partial)
         except BaseException as error:
@@ -110,11 +117,13 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._reports.saved(complete_checkpoints(self._folder))
 
     def _prune(self) -> None:
-        saved = complete_checkpoints(self._folder)
-        metadata = {path: read_metadata(path) for path in saved}
+        # What cannot be read stays: nobody knows what it was.
+        found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
+        metadata = {path: known for path, known in found if known is not None}
+        saved = list(metadata)
         keep = {
             saved[-1],
-            *[path for path in saved if metadata[path]["best"]][-1:],
+            *[path for path in saved if metadata[path].get("best")][-1:],
             *[path for path in saved if metadata[path].get("finite", True)][-1:],
         }
         for path in saved:
@@ -138,13 +147,41 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """The metadata of a checkpoint: `steps_completed` (batches), `best`, versions.
 
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if it cannot be read, or is not that of this checkpoint.
     """
     try:
-        metadata: dict[str, Any] = json.loads((checkpoint / "metadata.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        metadata = json.loads((checkpoint / "metadata.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
-    return metadata
+    steps = metadata.get("steps_completed") if isinstance(metadata, dict) else None
+    # A changed digit is still JSON, and would train other data than the run does.
+    if not isinstance(steps, int) or checkpoint_name(steps) != checkpoint.name:
+        raise CheckpointError(
+            f"{checkpoint}: metadata.json is damaged: it does not say that it is of these batches"
+        )
+    return {**metadata}
+
+
+def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
+    """Compare the counts of the loop with the checksum of the metadata, which older ones lack.
+
+    Raises:
+        CheckpointError: if a byte has changed, or the file is not there.
+    """
+    file = checkpoint / _STATE
+    try:
+        checksum = zlib.crc32(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint}: {_STATE} cannot be read: {error}") from error
+    if checksum != metadata.get(_CHECKSUM, checksum):
+        raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: a byte has changed")
+
+
+def _metadata_or_none(checkpoint: Path) -> dict[str, Any] | None:
+    try:
+        return read_metadata(checkpoint)
+    except CheckpointError:
+        return None
 
 
 def _is_of_the_disk(error: BaseException) -> bool:

@@ -18,13 +18,15 @@ import datetime
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from determined_amp.amp.precision import DeviceSupport
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Experiment
 from determined_amp.config.yaml_text import dump_yaml
+
+logger = logging.getLogger(__name__)
 
 _END = "ended.json"
 
@@ -97,6 +101,9 @@ class RunFolder:
 
     Args:
         path: The folder; it is made if it does not exist.
+
+    Raises:
+        FolderError: if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,12 +114,33 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self.end = path / _END
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._made = _missing(path)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(
+                f"cannot make the folder {error.filename}: {error.strerror}; allowed: a new one, "
+                "or that of a run"
+            ) from error
 
     @staticmethod
     def new(root: Path, name: str) -> RunFolder:
         """Make the folder of a run that starts now."""
-        return RunFolder(fresh_folder(root, name))
+        above = _missing(root)
+        folder = RunFolder(fresh_folder(root, name))
+        folder._made = [folder.path, folder.path.parent, *above]
+        return folder
+
+    def discard(self) -> None:
+        """Remove the folder, and those above, as far as they were made for this run and are empty.
+
+        A folder that was there before stays as it is.
+        """
+        if self._made:
+            shutil.rmtree(self.path, ignore_errors=True)
+        for path in self._made[1:]:
+            with suppress(OSError):  # it has other runs
+                path.rmdir()
 
     def describe(self, experiment: Experiment[Any], *, resumed: bool = False) -> None:
         """Write the configuration, and the environment unless a resumed run has it already."""
@@ -183,14 +211,40 @@ def read_end(folder: Path) -> End | None:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The reports in a `metrics.jsonl`, up to a line that a kill cut off; none without the file."""
+    """The reports in a `metrics.jsonl`; none without the file.
+
+    A last line that a kill cut off is no report. Any other line that is none is damaged: it is left
+    out with a warning.
+    """
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+    damaged = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        report = _report(line)
+        if report is not None:
+            yield report
+        elif line and number < len(lines):
+            damaged.append(number)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
+        logger.warning("%s: left out what is no report, in line %s", path, shown)
+
+
+def _report(line: bytes) -> dict[str, Any] | None:
+    """The report in a line; None if there is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("group"), str):
+        return None
+    return found if type(found.get("batches")) is int else None
+
+
+def _missing(path: Path) -> list[Path]:
+    """The folders that have to be made for `path` to be there, innermost first."""
+    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
 
 
 def fresh_folder(root: Path, name: str) -> Path:

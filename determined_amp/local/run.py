@@ -28,14 +28,16 @@ from determined_amp.amp.checkpoint import (
 )
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.dotted import flat
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, short_of_memory
 from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
+    check_state,
     complete_checkpoints,
+    is_of_the_machine,
     read_metadata,
 )
 from determined_amp.local.context import Prepare, trial_context
@@ -74,10 +76,11 @@ class Resume:
             try:
                 metadata = read_metadata(checkpoint)
                 check_bytes(checkpoint)
+                check_state(checkpoint, metadata)
                 if metadata.get("finite", True):
-                    return Resume(checkpoint.name, int(metadata["steps_completed"]))
+                    return Resume(checkpoint.name, metadata["steps_completed"])
                 reason = f"{checkpoint}: its weights are not finite"
-            except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            except CheckpointError as error:
                 reason = str(error)
             logger.warning("%s; trying the checkpoint before it", reason)
             passed_over.append(reason)
@@ -127,6 +130,10 @@ class RunRecorder(RunListener):
         try:
             yield
         except BaseException as error:
+            if self._total is None and (isinstance(error, UserError) or is_of_the_machine(error)):
+                self._folder.discard()  # nothing has been trained: there is no run
+                if not self._folder.path.exists():
+                    raise
             # A resume that fails before it trains does not change how the run ended.
             if self._total is not None or not self._folder.end.exists():
                 self._record(*self._after(error))
@@ -252,7 +259,9 @@ def train(
     ):
         chief = processes.rank == 0
         _check_ranks(experiment, processes)
-        folder = RunFolder(processes.broadcast(choose_folder().path if chief else None))
+        chosen = choose_folder() if chief else None
+        path = processes.broadcast(chosen.path if chosen else None)
+        folder = chosen or RunFolder(path)
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
@@ -269,7 +278,7 @@ def train(
         )
         logged = logging_to(folder.log if chief else None, console)
         recorded = recorder.recording() if chief else nullcontext()
-        with logged, core_context, _tell(told, folder, stop), recorded:
+        with logged, core_context, _tell(told, folder, stop), recorded, short_of_memory():
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)

@@ -74,7 +74,9 @@ def _report(options: argparse.Namespace) -> None:
     figure = draw(found.finding if found else None, search)
     page.save_png(figure, folder / "loss_scale.png")
     told = [*_answer(found), *sentences(found, search), *missing]
-    (folder / "loss_scale.html").write_text(make_page(page.as_svg(figure), told, found, search))
+    (folder / "loss_scale.html").write_text(
+        make_page(page.as_svg(figure), told, found, search), encoding="utf-8"
+    )
     print("\n".join(told))
     print(f"written: {folder / 'loss_scale.png'} and {folder / 'loss_scale.html'}")
 

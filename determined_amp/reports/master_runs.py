@@ -119,7 +119,7 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
             for path in downloaded.iterdir():
                 if path.suffix in (".html", ".json", ".md", ".png"):
                     shutil.copy(path, folder / path.name)
-        return (folder / _TEXT).read_text()
+        return (folder / _TEXT).read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -146,9 +146,9 @@ def write_report(
     figure = draw(findings)
     page.save_png(figure, folder / "precision.png")
     html = _page(title, page.as_svg(figure), findings, advice, drawn)
-    (folder / "precision.html").write_text(html)
+    (folder / "precision.html").write_text(html, encoding="utf-8")
     markdown = text.markdown(title, findings, advice)
-    (folder / "precision.md").write_text(markdown)
+    (folder / "precision.md").write_text(markdown, encoding="utf-8")
     told = [text.answer(advice), *text.sentences(findings)]
     found = {"drawn": drawn, "sentences": told, **numbers(findings, advice)}
     (folder / "precision.json").write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
@@ -19,7 +20,7 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.yaml_text import dump_yaml
-from determined_amp.local.folder import fresh_folder, lock
+from determined_amp.local.folder import FolderError, fresh_folder, lock
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
@@ -27,9 +28,11 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import (
     FILE_NAME,
     WORKERS_KEY,
+    StudyError,
     create_study,
     describe,
     load_study,
+    storing,
 )
 from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_queue import TrialQueue
@@ -67,7 +70,7 @@ def run_search(
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = _folder(search, resume, overrides)
-    with lock(folder, "this search"):
+    with lock(folder, "this search"), storing(folder):
         return _run(folder, workers)
 
 
@@ -80,8 +83,13 @@ def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -
     config = with_overrides(read_yaml(search), overrides)
     _check(config, search)
     folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
-    (folder / "search.yaml").write_text(dump_yaml(config))
-    create_study(folder, config)
+    try:
+        with storing(folder):
+            (folder / "search.yaml").write_text(dump_yaml(config))
+            create_study(folder, config)
+    except (OSError, StudyError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise FolderError(f"{folder}: cannot be written: {error}") from error
     return folder
 
 
@@ -111,7 +119,8 @@ def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -
     study, plan = create_study(folder, search), SearchPlan(search)
     display = SearchDisplay(Console(), plan, folder)
     engine = Engine(TrialQueue(plan, study, folder), display, 1, time_limit)
-    with lock(folder, "this search"), display.bar(), on_stop_signals(engine.on_signal):
+    stored = storing(folder)
+    with lock(folder, "this search"), stored, display.bar(), on_stop_signals(engine.on_signal):
         engine.run(lambda: display.update(describe(study, folder)))
     _check_machine(engine, folder)
     return engine.stopping

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import OptunaError
+from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import searcher_of
+from determined_amp.config.experiment import Searcher, searcher_of
+from determined_amp.config.settings import read
 
 FILE_NAME = "study.db"
 
@@ -23,6 +25,19 @@ _FORMAT_KEY, _FORMAT = "determined_amp_search", 1
 
 # How many trials of a comparison ran at the same time.
 WORKERS_KEY = "workers"
+
+# The attributes of a trial that are read, and what they are; `fixed_params` is Optuna's own.
+_OF_A_TRIAL: Mapping[str, type | tuple[type, ...]] = {
+    "bracket": int,
+    "fixed_params": dict,
+    "history": list,
+    "invalid": bool,
+    "reason": str,
+    "restarts": int,
+    "seed": (int, type(None)),
+    "training": dict,
+    "used": dict,
+}
 
 _STATES = {
     TrialState.COMPLETE: "complete",
@@ -157,15 +172,69 @@ def load_study(file: Path) -> optuna.study.Study:
     try:
         storage = _storage(file)
         found = storage.get_all_studies()
-    # RuntimeError: the file is of another version of Optuna.
-    except (OptunaError, SQLAlchemyError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        raise StudyError(f"{file}: is not a study: {getattr(cause, 'orig', cause)}") from error
-    if [study.user_attrs.get(_FORMAT_KEY) for study in found] != [_FORMAT]:
+        if [study.user_attrs.get(_FORMAT_KEY) for study in found] != [_FORMAT]:
+            raise StudyError(
+                f"{file}: is not a study that `python -m determined_amp search` of this version "
+                "made"
+            )
+        study = optuna.load_study(study_name=found[0].study_name, storage=storage)
+        wrong = next(_foreign(study), None)
+    # RuntimeError: the file is of another version of Optuna. The others: a changed byte, for which
+    # a database has no checksum.
+    except (OptunaError, SQLAlchemyError, RuntimeError, LookupError, ValueError, TypeError) as e:
+        cause = e.__cause__ or e
+        raise StudyError(f"{file}: is not a study: {getattr(cause, 'orig', cause)}") from e
+    if wrong is not None:
         raise StudyError(
-            f"{file}: is not a study that `python -m determined_amp search` of this version made"
+            f"{file}: is damaged, or another program has changed it: {wrong}; start a new search"
         )
-    return optuna.load_study(study_name=found[0].study_name, storage=storage)
+    return study
+
+
+def _foreign(study: optuna.study.Study) -> Iterator[str]:
+    """A sentence for each attribute that no search of ours writes."""
+    search, workers = study.user_attrs.get("search"), study.user_attrs.get(WORKERS_KEY, 1)
+    problems: list[str] = []
+    if not isinstance(search, dict) or not isinstance(search.get("hyperparameters", {}), dict):
+        yield "its attribute search is no configuration"
+    elif read(Searcher, search.get("searcher"), "searcher", problems, strict=False) is None:
+        yield f"its attribute search: {problems[0]}"
+    if not isinstance(workers, int):
+        yield f"its attribute {WORKERS_KEY} is {workers!r}"
+    for trial in study.get_trials(deepcopy=False):
+        given = {**trial.user_attrs, **trial.system_attrs}
+        for name in given.keys() & _OF_A_TRIAL.keys():
+            if not isinstance(given[name], _OF_A_TRIAL[name]):
+                yield f"attribute {name} of trial {trial.number} is {given[name]!r}"
+        if trial.value is not None and not trial.user_attrs.get("history"):
+            yield f"trial {trial.number} has a result and no history"
+        for validation in trial.user_attrs.get("history", []):
+            if not _is_validation(validation):
+                yield f"attribute history of trial {trial.number} has {validation!r}"
+
+
+def _is_validation(stored: object) -> bool:
+    match stored:
+        case [int(), dict(metrics)]:
+            return all(isinstance(value, (int, float)) for value in metrics.values())
+    return False
+
+
+@contextmanager
+def storing(folder: Path) -> Iterator[None]:
+    """Inside this block an error of the disk under the study of `folder` is a `StudyError`.
+
+    The trials that have not ended stay open, and continue with the search.
+    """
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError) as error:
+        cause = error.__cause__ or error
+        raise StudyError(
+            f"{folder / FILE_NAME}: cannot be read or written: {getattr(cause, 'orig', cause)}; "
+            "free some space, or let this user write there, and go on with: python -m "
+            f"determined_amp search --resume {folder}"
+        ) from error
 
 
 def _storage(file: Path, *, create: bool = False) -> optuna.storages.RDBStorage:
