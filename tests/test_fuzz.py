@@ -151,10 +151,11 @@ class Example:
     @staticmethod
     def read(text: str) -> Example:
         """The opposite of `json.dumps(dataclasses.asdict(example))`."""
-        raw = json.loads(text)
+        raw: dict[str, Any] = json.loads(text)
         raw["changes"] = tuple(Change(**change) for change in raw["changes"])
         raw["damages"] = tuple(Damage(**damage) for damage in raw["damages"])
-        return Example(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        raw = {key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()}
+        return Example(**raw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,7 +384,8 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
     output = f"exit {ending.status}, {ending.seconds:.2f} s\n{ending.output}"
     traced = "Traceback (most recent call last)" in ending.output
     if ending.status is None:
-        kind = "hang"
+        # A run that reports is only longer than anybody waits here.
+        kind = "long" if any(folder.glob("run/metrics.jsonl")) else "hang"
     elif traced or (ending.status not in (0, 2) and not example.signals):
         kind = "traceback"
     elif ending.status == 2:
@@ -453,7 +455,7 @@ def _continued(example: Example, ending: Ending, folder: Path, output: str) -> t
     return "stopped", output
 
 
-RIGHT = {"clear", "trained", "done", "stopped", "diverged"}
+RIGHT = {"clear", "trained", "done", "stopped", "diverged", "long"}
 
 TRAIN = ("train", "config.yaml", "--run-folder", "run")
 RESUME = ("train", "--resume", "run")

@@ -28,6 +28,16 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (GRID, "hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
         (GRID, "hyperparameters.amp.init_scal=3", "did you mean init_scale?"),
         (GRID, "hyperparameters.amp.init_scale.count=null", "count: missing"),
+        (
+            GRID,
+            "hyperparameters.amp.init_scale.count=1000000000",
+            "count: got 1000000000; allowed: an integer >= 1 and <= 2000",
+        ),
+        (
+            GRID,
+            "hyperparameters.learning_rate={type: double, minval: 1, maxval: 2, count: 2000}",
+            "points; allowed: at most 2000, by a smaller count",
+        ),
         (GRID, "hyperparameters.amp.precision=amp_bf16", "amp_bf16 does not scale the loss"),
         (GRID, "hyperparameters.training.max_length={epochs: 1}", "got epochs; allowed where"),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
@@ -61,6 +71,8 @@ def test_mistake_in_a_search_is_one_message_and_no_trial(
         (["a.yaml", "--resume", "b"], "give either a search YAML, or --resume FOLDER"),
         (["--resume", "b", "--config", "a=1"], "leave --config out"),
         (["a", "--workers", "0"], "got 0; allowed: an integer >= 1"),
+        (["a", "--workers", "100000"], "got 100000; allowed: an integer >= 1 and <= "),
+        (["a", "--workers", "9" * 5000], "99; allowed: an integer >= 1 and <= "),
     ],
 )
 def test_mistake_in_the_command_is_one_message(

@@ -56,6 +56,14 @@ class SafeController(pytorch._PyTorchTrialController):
 
     _metric_problem: str | None = None
 
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
+        if not self.context._epoch_len:  # Determined asserts it, at the first batch
+            raise UserError(
+                "the training data loader has no batch: the data is empty, or smaller than the one "
+                "batch that drop_last drops; allowed: more data, or a smaller batch"
+            )
+
     def _run(self) -> None:
         try:
             super()._run()

@@ -11,6 +11,7 @@ from typing import Any
 
 from determined import pytorch
 
+from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
@@ -68,7 +69,8 @@ def _audit(
 
     has_tf32 = DeviceSupport.of(context.device).tf32
     audited(trial, context.device, asked, stop, has_tf32=has_tf32, time_kernels=True)
-    pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
+    with controlled_by(SafeController):
+        pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
     return done[0]
 
 

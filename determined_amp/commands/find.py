@@ -79,6 +79,13 @@ def _check_targets(options: argparse.Namespace) -> None:
         for target in (options.json, options.write, options.plot)
         if target is not None and not target.parent.is_dir()
     ]
+    problems += [
+        f"got {target}, which is a folder; allowed: a file"
+        for target in (options.json, options.plot)
+        if target is not None and target.is_dir()
+    ]
+    if options.plot is not None and options.plot.suffix != ".png":
+        problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
     if options.write is not None and options.write.exists():
         problems.append(f"--write: {options.write} exists; allowed: a new file")
     if options.write is not None and options.overrides:

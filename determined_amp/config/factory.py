@@ -31,7 +31,7 @@ def load_factory(import_path: str) -> Factory:
     try:
         module = importlib.import_module(module_name)
         found: Any = functools.reduce(getattr, name.split("."), module)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
     if isinstance(found, type) and any(base.__name__ == "DeepSpeedTrial" for base in found.__mro__):
         raise ValueError(

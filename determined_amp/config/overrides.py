@@ -35,12 +35,13 @@ def add_trial_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The `type` of an option that takes an integer of at least `least`."""
+def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """The `type` of an option that takes an integer from `least` to `most`."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= {least}")
+        if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
+            limit = f" and <= {most}" if most < 10**9 else ""
+            raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= {least}{limit}")
         return int(text)
 
     return number

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from determined_amp.amp.precision import DeviceSupport
@@ -178,7 +179,7 @@ class FoundScale:
         """Print the tables, the verdict and the lines to paste."""
         run = self.run
         console.print(
-            f"{run.name}: {run.batches} batches, {run.samples} samples, on {run.device}\n"
+            f"{escape(run.name)}: {run.batches} batches, {run.samples} samples, on {run.device}\n"
         )
         console.print(_scale_table(self.finding))
         console.print(_module_table(self.finding))
@@ -226,7 +227,7 @@ def _module_table(finding: Finding) -> Table:
     listed = (*large[:_MODULES_PER_SIDE], *small[:_MODULES_PER_SIDE])
     for module in {module.name: module for module in listed}.values():
         powers = (module.largest_log2, module.first_overflow_log2, module.low_log2)
-        table.add_row(module.name, *(f"2^{power}" for power in powers))
+        table.add_row(escape(module.name), *(f"2^{power}" for power in powers))
     return table
 
 

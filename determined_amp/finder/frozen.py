@@ -18,6 +18,7 @@ import determined as det
 import torch
 from determined import pytorch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
 from determined_amp.amp.diagnosis import find_cause, undisturbed, without_steps
@@ -101,7 +102,7 @@ class FrozenBatch(ABC):
             # Copied before the trial clips them or sets them to 0.
             gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
 
-        with undisturbed(*self._models), float16_as(dtype):
+        with undisturbed(*self._models), _restored(parameters), float16_as(dtype):
             self._pass(2.0**scale_log2, keep)
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
         return Gradients(finite, tuple(gradients.values()))
@@ -114,10 +115,22 @@ class FrozenBatch(ABC):
         """
 
         def train() -> None:
-            with undisturbed(*self._models):
+            parameters = [p for model in self._models for p in model.parameters()]
+            with undisturbed(*self._models), _restored(parameters):
                 self._pass(1.0, lambda loss: None)
 
         return find_cause(self._models, self.batch, train)
+
+
+@contextmanager
+def _restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Some trials change parameters in `train_batch` themselves: to clip them, or to average."""
+    before = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
+    try:
+        yield
+    finally:
+        for parameter, value in before:
+            parameter.data.copy_(value)
 
 
 class TrialBatch(FrozenBatch):
@@ -203,6 +216,11 @@ def in_training(
         determined.InvalidHP: if `work` raises it.
     """
     wrapped_scaler(context)
+    if not any(p.requires_grad for model in context.models for p in model.parameters()):
+        raise LossScaleError(
+            "no parameter of this trial requires a gradient: there is nothing to train, or to "
+            "scale; leave out requires_grad_(False) for what is to be trained"
+        )
     amp = MixedPrecision.of(context)
     if amp is not None:
         amp.watched = False  # audit and guard would end the loop: here overflows are expected

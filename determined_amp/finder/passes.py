@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, one_line
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
 from determined_amp.finder.recorder import BackwardRecorder, Source
@@ -204,7 +204,7 @@ def observe(
     Raises:
         LossScaleError: if the backward made no float16 tensor.
     """
-    passes = _in_float16(context, batches, scale_log2)
+    passes = _in_float16(context, batches, scale_log2, known=not prediction.reason)
     lost = {
         source: max(0, histogram.zeros - prediction.tensors[source].zeros)
         for source, histogram in passes.tensors.items()
@@ -289,8 +289,19 @@ def _is_finite(passes: _Passes) -> bool:
     return passes.loss_is_finite and passes.gradients_are_finite and math.isfinite(passes.largest)
 
 
-def _in_float16(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> _Passes:
-    here = _here(context, batches, torch.float16, scale_log2)
+def _in_float16(
+    context: Place, batches: Sequence[FrozenBatch], scale_log2: float, *, known: bool = False
+) -> _Passes:
+    """The passes of all slots; `known` is whether the trial can run in another dtype."""
+    try:
+        here = _here(context, batches, torch.float16, scale_log2)
+    except RuntimeError as error:
+        if not known or isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        raise LossScaleError(
+            f"this trial runs in bfloat16, but not in float16 on this device: {one_line(error)}; "
+            "find the loss scale on a GPU, or train in bfloat16, which needs none"
+        ) from error
     passes = _sum(context.distributed.allgather(here))
     if torch.float16 not in passes.dtypes:
         seen = "bfloat16" if passes.dtypes else "no 16-bit"

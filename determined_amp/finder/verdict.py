@@ -25,6 +25,9 @@ _MOST_ROWS = 24
 # Predictions cover these log2 scales at least, which a search may have tried.
 _SEARCHED = (-16, 48)
 
+# A loss scale is a float32.
+_LARGEST_LOG2 = 127
+
 # With more float32 modules than this, the model hardly computes in float16.
 _MOST_ISLANDS = 3
 
@@ -178,7 +181,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         LossScaleError: if there is nothing to scale.
     """
     prediction = predict(context, batches)
-    top = prediction.first_overflow_log2 - 1
+    top = min(prediction.first_overflow_log2 - 1, _LARGEST_LOG2)
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
     choice = top if low == top else top - 1
     verified = [observe(context, batches, choice, prediction)]
@@ -194,10 +197,11 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)
     if sweep:
         done = [int(seen.scale_log2) for seen in verified]
-        more = sorted({*_shown_scales(low, top, done)} - {*done})
+        shown = {*_shown_scales(low, top, done)} - {*done}
+        more = sorted(at for at in shown if at <= _LARGEST_LOG2)
         verified = [*(observe(context, batches, at, prediction) for at in more), *verified]
-    shown = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
-    scales = range(min(shown[0], _SEARCHED[0]), max(shown[-1], _SEARCHED[1]) + 1)
+    rows = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
+    scales = range(min(rows[0], _SEARCHED[0]), max(rows[-1], _SEARCHED[1]) + 1)
     overflow, flushed = prediction.total.overflow_share, prediction.flushed_share
     return Finding(
         low_log2=low,

@@ -117,7 +117,9 @@ class Display(RunListener):
             self._show_table("stopped, can be resumed" if stopped else "completed")
 
     def _show_table(self, state: str) -> None:
-        table = Table(title=f"{self._title}: {state}", title_justify="left", show_header=False)
+        table = Table(
+            title=escape(f"{self._title}: {state}"), title_justify="left", show_header=False
+        )
         table.add_column(style="bold")
         table.add_column(justify="right")
         numbers = self._latest
@@ -127,7 +129,8 @@ class Display(RunListener):
         for name in self._others(numbers, [name for _, name, _ in _CLOSING]):
             table.add_row(escape(name), f"{numbers[name]:.4g}")
         self._console.print(table)
-        self._console.print(f"run folder: {self._folder}", soft_wrap=True, highlight=False)
+        text = f"run folder: {self._folder}"
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
         """The other metrics to show: the searcher's; all, if the trial reports no known one."""

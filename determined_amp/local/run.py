@@ -193,6 +193,16 @@ class LocalController(SafeController):
         self._length = length
         self._listeners = listeners
 
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
+        loader: Any = self.validation_loader
+        # Determined looks at the first validation, when a period has been trained.
+        if self._evaluate_batch_defined() and hasattr(loader, "__len__") and not len(loader):
+            raise UserError(
+                "the validation data loader has no batch on this slot; allowed: at least one batch "
+                "for every slot"
+            )
+
     def _run(self) -> None:
         assert self.context._epoch_len is not None
         total = self._length.in_batches(self.context._epoch_len)

@@ -35,6 +35,9 @@ from pathlib import Path
 
 from determined_amp.config.overrides import add_override_option, at_least
 
+# Each is a process with a torch of its own. A larger machine may have one per processor.
+_MOST_WORKERS = 16
+
 # The server of the workers imports these. The first optimizer needs `_dynamo`, the first report
 # tensorboard, the default data scikit-learn.
 _PRELOADED = [
@@ -87,7 +90,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("search", nargs="?", help="search YAML")
     parser.add_argument("--resume", metavar="FOLDER", type=Path, help="continue this search")
     parser.add_argument(
-        "--workers", metavar="N", type=at_least(1), default=1, help="number of concurrent trials"
+        "--workers",
+        metavar="N",
+        type=at_least(1, max(_MOST_WORKERS, os.cpu_count() or 1)),
+        default=1,
+        help="number of concurrent trials",
     )
     add_override_option(parser)
     options = parser.parse_args(arguments)

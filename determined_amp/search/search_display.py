@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
@@ -142,14 +143,16 @@ class SearchDisplay:
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(
+            title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         titles = [name.rpartition(".")[2] for name in params]
         for column in ("trial", *titles, self._metric, *(title for _, title, _ in shown), "after"):
             table.add_column(column, justify="right", overflow="fold")
         for trial, found in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
             table.add_row(
                 str(trial.number),
-                *(_short(trial.params.get(name)) for name in params),
+                *(escape(_short(trial.params.get(name))) for name in params),
                 _short(trial.value),
                 *(text.format(found[name]) if name in found else "" for name, _, text in shown),
                 _after(trial),

@@ -17,7 +17,7 @@ from determined_amp.search.searcher_settings import (
     brackets,
     read_searcher,
 )
-from determined_amp.search.space import Space, read_space
+from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 
 _KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
@@ -38,6 +38,11 @@ class SearchPlan:
         settings = read_searcher(search.get("searcher"), problems)
         grid = settings is not None and settings.name is Method.GRID
         self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
+        if grid and self.space.grid_size > MOST_TRIALS:
+            problems.append(
+                f"hyperparameters: this grid has {self.space.grid_size} points; allowed: at most "
+                f"{MOST_TRIALS}, by a smaller count of each range, or searcher.name: random"
+            )
         seed = (search.get("reproducibility") or {}).get("experiment_seed")
         if not isinstance(seed, int) or seed < 0:
             problems.append(

@@ -20,6 +20,9 @@ from optuna import distributions
 from determined_amp.config.dotted import put
 from determined_amp.config.settings import read, setting
 
+# The platform's own limit (`MaxAllowedTrials`). A grid is made as a whole before its first trial.
+MOST_TRIALS = 2000
+
 Scalar = bool | int | float | str | None
 
 
@@ -63,6 +66,11 @@ class Space:
 
     axes: tuple[Axis, ...]
     constants: Mapping[str, Any]
+
+    @property
+    def grid_size(self) -> int:
+        """The number of points of the grid."""
+        return math.prod(len(axis.grid) for axis in self.axes)
 
     def grid(self) -> list[dict[str, Scalar]]:
         """Every point, by dotted name, in the order in which the platform starts its trials.
@@ -137,7 +145,7 @@ class _Range:
     type: str = setting()
     minval: float = setting()
     maxval: float = setting()
-    count: int | None = setting(None, at_least=1)
+    count: int | None = setting(None, at_least=1, at_most=MOST_TRIALS)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.minval >= self.maxval:
