@@ -134,6 +134,33 @@ class WithMarkers(Stranger):
         path: str = "nowhere"
 
 
+class WithoutData(Stranger):
+    """Its filter has left nothing."""
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
+
+
+class WithoutValidationData(Stranger):
+    """Holds nothing back."""
+
+    evaluate_full_dataset = pytorch.PyTorchTrial.evaluate_full_dataset
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"val_loss": 0.0}
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
+
+
+class WithoutParameters(Stranger):
+    """Forgot to thaw its model."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.model.requires_grad_(False)
+
+
 def make(context: pytorch.PyTorchTrialContext, hparams: dict[str, Any]) -> Stranger:
     """A trial from a function, as one writes it for a constructor that wants more."""
     assert "lr" in hparams

@@ -167,3 +167,43 @@ class TestErrors:
 
         with pytest.raises(LossScaleError, match="the backward makes bfloat16 tensors, none in"):
             find_loss_scale(net, loss, batches())
+
+
+class TestOddModels:
+    def test_parameters_that_the_loss_function_changes_are_restored(self) -> None:
+        net = model()
+        before = digest(net.state_dict())
+
+        def loss(batch: Batch) -> torch.Tensor:
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(1.5)
+            return loss_of(net)(batch)
+
+        find_loss_scale(net, loss, batches())
+        assert digest(net.state_dict()) == before
+
+    def test_scale_beyond_float32_is_not_tried(self) -> None:
+        """Gradients of this loss would need 2^128 and more."""
+        net = model(gain=1e-34)
+        found = find_loss_scale(net, loss_of(net), batches()).finding
+        assert found.top_log2 == 127
+        assert max(seen.scale_log2 for seen in found.verified) <= 127
+
+    def test_operation_without_float16_is_named_with_a_way_out(self) -> None:
+        """An LSTM on a CPU is one; which others are depends on torch."""
+        net = model()
+
+        def loss(batch: Batch) -> torch.Tensor:
+            if torch.get_autocast_dtype("cpu") is torch.float16:
+                raise RuntimeError("could not create a primitive descriptor")
+            return loss_of(net)(batch)
+
+        said = "not in float16 on this device: could not create a primitive descriptor; find"
+        with pytest.raises(LossScaleError, match=said):
+            find_loss_scale(net, loss, batches())
+
+    def test_parameter_that_is_made_in_the_first_forward(self) -> None:
+        net = Classifier()
+        net.layers = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4))
+        find_loss_scale(net, loss_of(net), batches(), device="cpu")

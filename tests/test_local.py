@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import determined as det
 import pytest
 import yaml
 from determined import core
+from rich.console import Console
 
 from determined_amp import UserError, train
 from determined_amp import __main__ as door
@@ -343,3 +345,13 @@ class TestOutputThatVanishes:
     def test_closed_terminal_changes_nothing(self) -> None:
         with on_stop_signals(lambda number, frame: None):
             os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_name_with_markup_is_shown_as_it_is() -> None:
+    """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
+    text = io.StringIO()
+    display = Display("x [/b] [red]", Console(file=text, width=100))
+    display.on_start(Mock(path="runs/[/b]"), Mock())
+    display.on_end(None, stopped=False)
+    assert "x [/b] [red]: completed" in text.getvalue()
+    assert "run folder: runs/[/b]" in text.getvalue()

@@ -163,6 +163,22 @@ def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture
     assert "folder does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--plot", "got ., which is a folder; allowed: a file"),
+        ("--json", "got ., which is a folder; allowed: a file"),
+    ],
+)
+def test_finder_refuses_a_folder_before_it_works(
+    option: str, said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert door.main(["find", "experiment.yaml", option, "."]) == 2
+    assert said in capsys.readouterr().err
+    assert door.main(["find", "experiment.yaml", "--plot", "found.foo"]) == 2
+    assert "--plot: got found.foo; allowed: a name in .png" in capsys.readouterr().err
+
+
 class TestPage:
     def made(self, svg: str | None = None, found: FoundScale | None = None) -> str:
         search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")

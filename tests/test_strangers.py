@@ -552,3 +552,45 @@ def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     assert one == two
     saved = tmp_path / "two/checkpoints/batch-00000012/metadata.json"
     assert json.loads(saved.read_text())
+
+
+class TestTrialsThatCannotTrain:
+    """Each is one sentence of every command that needs what is missing, and leaves no folder."""
+
+    @pytest.fixture(autouse=True)
+    def _there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        text = "hyperparameters: {global_batch_size: 4}\nsearcher: {max_length: {batches: 2}}\n"
+        (tmp_path / "config.yaml").write_text(text)
+
+    @pytest.mark.parametrize(
+        ("command", "trial", "said"),
+        [
+            ("train", "WithoutData", "the training data loader has no batch"),
+            ("find", "WithoutData", "the training data loader has no batch"),
+            ("audit", "WithoutData", "the training data loader has no batch"),
+            ("train", "WithoutValidationData", "the validation data loader has no batch"),
+            ("find", "WithoutParameters", "no parameter of this trial requires a gradient"),
+        ],
+    )
+    def test_say_what_is_missing(
+        self,
+        command: str,
+        trial: str,
+        said: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
+        assert door.main([command, "config.yaml", *names]) == 2
+        assert said in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+    def test_module_with_a_syntax_error_is_named_with_its_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "half_written.py").write_text("import torch\ndef f(:\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        for command in ("train", "find", "audit"):
+            assert door.main([command, "config.yaml", "--trial", "half_written:Trial"]) == 2
+            assert "(half_written.py, line 2)" in capsys.readouterr().err
