@@ -182,6 +182,10 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
 
 
 PATHS = tuple(dotted(TINY))
+SEARCH = with_overrides(
+    read_yaml(str(training.ROOT / "hp_search/loss_scale_grid.yaml")),
+    ["hyperparameters.experiment=experiment.yaml", *searching.THREE_SCALES],
+)
 
 
 def written(config: Mapping[str, Any], changes: Sequence[Change]) -> str:
@@ -293,6 +297,7 @@ def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
 def run(example: Example, arguments: Sequence[str], folder: Path) -> Ending:
     """Run a command, and send it its signals."""
     output = folder.parent / "output.txt"
+    output.touch()
     child = fork(arguments, folder, output)
     began = time.monotonic()
     due = [began + example.delay * (i + 1) for i in range(len(example.signals))]
@@ -373,9 +378,11 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
     """
     folder = work / "here"
     shutil.copytree(bases() / example.base, folder, symlinks=True)
-    config = {"yaml": "config.yaml", "run": "run/config.yaml"}.get(example.base)
-    if example.changes and config is not None:
-        (folder / config).write_text(written(TINY, example.changes))
+    if example.changes:
+        file, config = (
+            ("search.yaml", SEARCH) if example.base == "search" else ("config.yaml", TINY)
+        )
+        (folder / file).write_text(written(config, example.changes))
     for damage in example.damages:
         spoil(folder, damage)
     before = content(folder)
@@ -469,12 +476,8 @@ DAMAGES = (
     *("folder", "link"),
 )
 
-CHANGES = st.builds(
-    Change,
-    st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12]),
-    st.sampled_from(PATHS),
-    st.sampled_from(VALUES),
-)
+HOW = st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12])
+CHANGES = st.builds(Change, HOW, st.sampled_from(PATHS), st.sampled_from(VALUES))
 SHARES = st.integers(0, 1000).map(lambda thousandths: thousandths / 1000)
 PLACES = st.sampled_from(
     [f"run/checkpoints/*/{f}" if f in OF_CHECKPOINTS else f"run/{f}" for f in FILES]
@@ -497,6 +500,10 @@ EXAMPLES = st.one_of(
         st.lists(CHANGES, min_size=1, max_size=2, unique_by=lambda change: change.path),
     ),
     st.builds(lambda damage: Example(TRAIN, "yaml", damages=(damage,)), OF_YAML),
+    st.builds(
+        lambda change: Example(("search", "search.yaml"), "search", changes=(change,)),
+        st.builds(Change, HOW, st.sampled_from(tuple(dotted(SEARCH))), st.sampled_from(VALUES)),
+    ),
     st.builds(
         lambda command, damages: Example(command, "run", damages=(*damages,)),
         st.sampled_from(
