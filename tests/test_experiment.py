@@ -148,6 +148,31 @@ def test_value_outside_the_hyperparameters_is_not_guessed(path: str, value: obje
     assert all(problem.startswith(path) for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("checkpoint_polcy", "checkpoint_policy"),
+        ("nae", "name"),
+        ("searcher.nme", "name"),
+        ("resources.slot_per_trial", "slots_per_trial"),
+        ("profiling.enable", "enabled"),
+    ],
+)
+def test_key_that_is_nearly_one_of_determineds_is_no_other(path: str, right: str) -> None:
+    config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])
+    with pytest.raises(ConfigError) as caught:
+        experiment.parse(config, "test")
+    assert caught.value.problems == (f"{path}: unknown key; did you mean {right}?",)
+
+
+@pytest.mark.parametrize(
+    "path", ["labels", "environment", "searcher.max_trials", "searcher.time_metric", "note"]
+)
+def test_key_that_is_only_determineds_is_its_own_business(path: str) -> None:
+    config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])
+    assert experiment.parse(config, "test").config
+
+
 def test_mistakes_of_all_sections_are_reported_together() -> None:
     wrong = {"hp.warmup_steps": -1, "data.classes": 1, "scheduling_unit": 5, "searcher.metric": ...}
     with pytest.raises(ConfigError, match=r"\Atest: .* \(1 of 4 problems\)\n") as caught:

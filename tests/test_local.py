@@ -351,7 +351,7 @@ def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()
     display = Display("x [/b] [red]", Console(file=text, width=100))
-    display.on_start(Mock(path="runs/[/b]"), Mock())
+    display.on_start(Mock(path="runs/[/b]"), Mock(answer=None))
     display.on_end(None, stopped=False)
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()

@@ -7,12 +7,15 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from determined import core
+from rich.console import Console
 from torch import distributed
 
+from determined_amp.local.display import Display
 from determined_amp.local.folder import End, read_end
 from determined_amp.local.processes import StopOnSignal, _free_ports, process_group
 from tests import training
@@ -137,6 +140,19 @@ class TestStop:
             except KeyboardInterrupt:  # which would end the whole session of pytest
                 pytest.fail("interrupted")
             assert stop.requested
+
+    def test_is_acknowledged_once_where_there_is_a_terminal(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The next report may be minutes away."""
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert not capfd.readouterr().err
+        with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
+            Display("x", Console()).on_start(Mock(), stop)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert capfd.readouterr().err.count("stopping at the next report") == 1
 
     def test_is_at_once_at_the_second_interrupt(self) -> None:
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:

@@ -177,6 +177,37 @@ class TestSource:
         shutil.copytree(run, tmp_path / "run")
         (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
         weights = checkpoint / "state_dict.pth"
-        weights.write_bytes(weights.read_bytes()[:-1000])
+        whole = weights.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for damaged in (whole[:-1000], flipped):
+            weights.write_bytes(damaged)
+            assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+            assert f"{checkpoint}: no checkpoint of a Latte" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("experiment_config", []), ("experiment_config", 5), ("hparams", [1])]
+    )
+    def test_with_settings_of_another_type_is_named(
+        self,
+        run: Path,
+        tmp_path: Path,
+        key: str,
+        value: object,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        shutil.copytree(run, tmp_path / "run")
+        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+        file = checkpoint / "load_data.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
         assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
-        assert f"{checkpoint}: no checkpoint of a Latte" in capsys.readouterr().err
+        assert f"{checkpoint}: " in capsys.readouterr().err
+
+    def test_with_an_average_of_another_type_is_named(
+        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shutil.copytree(run, tmp_path / "run")
+        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+        torch.save({"callbacks": {"ema": [1]}}, checkpoint / "state_dict.pth")
+        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+        assert "its weights do not fit its settings" in capsys.readouterr().err

@@ -43,6 +43,8 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
         (GRID, "searcher.metrics=x", "searcher.metrics: unknown key"),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
+        (GRID, "reproducibility=2", "experiment_seed: got None; allowed: an integer >= 0"),
+        (GRID, "max_restarts=often", "max_restarts: got 'often'; allowed: an integer >= 0"),
         (GRID, "entrypoint=python3 -m determined_amp train", "entrypoint: got"),
         ("find_loss_scale.yaml", "a=1", "use python -m determined_amp find CONFIG"),
         (

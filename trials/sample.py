@@ -24,9 +24,9 @@ from rich.progress import track
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from determined_amp.amp.checkpoint import CheckpointError
+from determined_amp.amp.checkpoint import CheckpointError, check_bytes
 from determined_amp.config import experiment
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import UserError, one_line
 from determined_amp.config.overrides import at_least
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from trials.data.clips import ClipDataset
@@ -76,11 +76,13 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     checkpoints = complete_checkpoints(source / "checkpoints")
     folder = checkpoints[-1] if checkpoints else source
     try:
-        data: dict[str, Any] = json.loads((folder / "load_data.json").read_text())
+        data: dict[str, Any] = json.loads((folder / "load_data.json").read_bytes())
+        check_bytes(folder)
         state = torch.load(folder / "state_dict.pth", map_location="cpu", weights_only=True)
         weights = state["callbacks"]["ema"]
-        raw, hyperparameters = data["experiment_config"], data["hparams"]
+        raw, hyperparameters = dict(data["experiment_config"]), dict(data["hparams"])
     except (
+        CheckpointError,
         OSError,
         ValueError,
         LookupError,
@@ -90,7 +92,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
         pickle.UnpicklingError,
     ) as error:
         raise CheckpointError(
-            f"{folder}: no checkpoint of a Latte can be read here: {error!r}; "
+            f"{folder}: no checkpoint of a Latte can be read here: {one_line(repr(error))}; "
             "give a run folder or a checkpoint of trials.latte"
         ) from error
     config = experiment.parse(
@@ -102,7 +104,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     denoiser = Denoiser(latte.hparams.model, latte.data, gradient_checkpointing=False)
     try:
         denoiser.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
     return latte, denoiser.eval()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import enum
 import math
 import re
@@ -41,6 +42,19 @@ from determined_amp.config.yaml_text import load_yaml, read_text
 
 H_co = TypeVar("H_co", covariant=True)
 T = TypeVar("T")
+
+# The top level of an experiment configuration (`schemas/expconf/v0/experiment.json`).
+_SECTIONS = frozenset(
+    [
+        *("bind_mounts", "checkpoint_policy", "checkpoint_storage", "data", "debug", "description"),
+        *("entrypoint", "environment", "hyperparameters", "integrations", "internal", "labels"),
+        *("log_policies", "max_restarts", "min_checkpoint_period", "min_validation_period", "name"),
+        *("optimizations", "pachyderm", "pbs", "perform_initial_validation", "preemption_timeout"),
+        *("profiling", "project", "records_per_epoch", "reproducibility", "resources"),
+        *("retention_policy", "scheduling_unit", "searcher", "security", "slurm", "unmanaged"),
+        *("tensorboard_storage", "workspace"),
+    ]
+)
 
 # The form of an entrypoint that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
@@ -113,6 +127,13 @@ class Platform:
     profiling: Profiling = setting(Profiling())
     checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
 
+
+_READ_IN_PART: Mapping[str, type] = {
+    "searcher": Searcher,
+    "reproducibility": Reproducibility,
+    "resources": Resources,
+    "profiling": Profiling,
+}
 
 # The YAML of a trial with `Hparams` requires these: (name, allowed values).
 _REQUIRED = (
@@ -347,6 +368,20 @@ def _named_trial(
     return _Named(path, factory, in_hyperparameters)
 
 
+def _misspelt(config: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each key that is nearly one of Determined's, which would have no effect.
+
+    The master knows no key besides its own. In sections that we read in part, any other may be.
+    """
+    known = {"": _SECTIONS}
+    known |= {name: frozenset(cls.__annotations__) for name, cls in _READ_IN_PART.items()}
+    for name, keys in known.items():
+        section = config.get(name) if name else config
+        for key in section.keys() - keys if isinstance(section, Mapping) else ():
+            for near in difflib.get_close_matches(str(key), keys, n=1, cutoff=0.8):
+                yield f"{name}.{key}".lstrip(".") + f": unknown key; did you mean {near}?"
+
+
 def _own_class(factory: Factory | None, name: str) -> type[Any] | None:
     """A settings class that a trial class has as an attribute."""
     found = getattr(factory, name, None) if isinstance(factory, type) else None
@@ -385,6 +420,7 @@ class _Parts:
         amp = self._amp(problems) if sound else None
         data = self._data(problems)
         platform = self._platform(problems)
+        problems.extend(_misspelt(self.config))
         if strict or has_our_form(self.hyperparameters):
             problems.extend(keys_without_effect(self.config, self.completed))
         plan = read_plan(self.config, self.hyperparameters, problems) if sound else None

@@ -85,6 +85,10 @@ class Display(RunListener):
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder = folder.path
+        if not self._console.quiet:
+            stop.answer = (
+                "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
+            )
 
     def on_training(self, first_batch: int, total_batches: int) -> None:
         """Show a bar until the run ends."""

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -83,6 +83,7 @@ class StopOnSignal(core.DummyPreemptContext):
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
         reason: Why it stopped, for the record of the end.
+        answer: What the terminal says to the first signal; None says nothing.
     """
 
     def __init__(self, processes: core.DistributedContext) -> None:
@@ -91,6 +92,7 @@ class StopOnSignal(core.DummyPreemptContext):
         self.requested = False
         self.obeyed = False
         self.reason = "asked to stop"
+        self.answer: str | None = None
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -106,6 +108,10 @@ class StopOnSignal(core.DummyPreemptContext):
         self.reason = f"stopped by {signal.Signals(number).name}"
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.requested and self.answer is not None:
+            # Not by print: the signal may have come in the middle of another one.
+            with suppress(OSError):
+                os.write(2, f"\n{self.answer}\n".encode())
         self.requested = True
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from determined_amp.config.dotted import value_at
 from determined_amp.config.settings import ConfigError
 from determined_amp.search.compose import compose
 from determined_amp.search.searcher_settings import (
@@ -43,11 +44,14 @@ class SearchPlan:
                 f"hyperparameters: this grid has {self.space.grid_size} points; allowed: at most "
                 f"{MOST_TRIALS}, by a smaller count of each range, or searcher.name: random"
             )
-        seed = (search.get("reproducibility") or {}).get("experiment_seed")
+        seed = value_at(search, "reproducibility.experiment_seed")
         if not isinstance(seed, int) or seed < 0:
             problems.append(
                 f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
             )
+        restarts = search.get("max_restarts", 0)
+        if not isinstance(restarts, int) or restarts < 0:
+            problems.append(f"max_restarts: got {restarts!r}; allowed: an integer >= 0")
         kind = _kind_here(search, problems)
         if settings is None or kind is None or problems:
             raise ConfigError("search", problems)
