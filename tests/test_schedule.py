@@ -185,6 +185,25 @@ def test_every_step_uses_what_torchs_own_loop_of_the_applied_steps_uses(
     assert applied < attempted - 100
 
 
+def test_rates_that_stay_take_no_memory_and_are_right_when_they_move_again() -> None:
+    """A warm-up, then 3000 steps at one rate, then another."""
+    rate = {0: 0.25, 3000: 0.5}
+
+    def factor(step: int) -> float:
+        return rate.get(step // 3000 * 3000, 0.125) if step > 1 else 1.0
+
+    optimizer = make_optimizer(groups=1, says_fused=True)
+    schedule = AppliedStepSchedule(lr_scheduler.LambdaLR(optimizer, factor), CPU, skips=True)
+    used = {}
+    for step in (0, 1, 2, 2500, 2999, 3000, 3500):
+        schedule.move(step, torch.tensor(step))
+        used[step] = float(optimizer.param_groups[0]["lr"]) / RATES[0]
+        if step == 2500:
+            assert schedule._table is not None
+            assert len(schedule._table._table) < 300
+    assert used == {0: 1.0, 1: 1.0, 2: 0.25, 2500: 0.25, 2999: 0.25, 3000: 0.5, 3500: 0.5}
+
+
 @EVERY_SCHEDULER
 def test_schedule_by_attempted_steps_would_differ(
     kind: MakeOptimizer, make_scheduler: MakeScheduler

@@ -329,6 +329,8 @@ class _RateTable:
         self._device = device
         # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self._last: list[float] | None = None  # the rates of the last step, and of how many more
+        self._held = 0
         self._table = torch.empty((0, groups), dtype=self._dtype, device=device)
         # Kernels write to whole tensors; their elements, the same memory, are the numbers in them.
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -336,8 +338,19 @@ class _RateTable:
         self._index_number, self._rates = self._index[0], self._row[0].unbind()
 
     def append(self, rates: list[list[float]]) -> None:
-        """Add the rates of every group, for every step. No synchronisation."""
+        """Add the rates of every group, for every step. No synchronisation.
+
+        A schedule may stay where it is for the rest of a long run. `look_up` keeps the last rates
+        past the end, so equal ones are only counted until others follow.
+        """
+        if self._last is not None and all(row == self._last for row in rates):
+            self._held += len(rates)
+            return
         chunk = torch.tensor(rates, dtype=self._dtype)
+        if self._held:
+            held = torch.tensor([self._last], dtype=self._dtype).expand(self._held, -1)
+            chunk = torch.cat([held, chunk])
+        self._held, self._last = 0, rates[-1]
         if self._device.type == "cuda":
             chunk = chunk.pin_memory().to(self._device, non_blocking=True)
         self._table = torch.cat([self._table, chunk])
