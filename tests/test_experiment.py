@@ -110,6 +110,15 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path: s
             {"reproducibility": ...},
             "reproducibility.experiment_seed: missing; allowed: an integer >= 0",
         ),
+        (
+            {"data.workers": 10**6},
+            "data.workers: got 1000000; allowed: an integer >= 0 and <= 256",
+        ),
+        (
+            {"reproducibility.experiment_seed": 2**32},
+            "reproducibility.experiment_seed: got 4294967296; allowed: an integer >= 0 and <= "
+            "4294967295",
+        ),
         ({"hp": None}, "hp: got None; allowed: a mapping of keys to values"),
         ({"hp.hiden_features": 1}, "hp.hiden_features: unknown key; did you mean hidden_features?"),
         ({"hp.training.max_length": {}}, "hp.training.max_length.batches: got 0 units; "),

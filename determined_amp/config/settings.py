@@ -254,7 +254,10 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
         text = "a list of strings"
     else:
         text = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
-    bounds = " and ".join(f"{_BOUNDS[name][0]} {bound:g}" for name, bound in _bounds(field))
+    bounds = " and ".join(
+        f"{_BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
+        for name, bound in _bounds(field)
+    )
     return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
 
 

@@ -19,7 +19,14 @@ from determined_amp.config.settings import setting
 from trials.data.augment import uniform_numbers
 from trials.data.images import digit_scans
 from trials.data.latents import LatentFolder
-from trials.data.loading import Batch, DatasetSettings, Labelled, Sample, check_same_classes
+from trials.data.loading import (
+    MOST_WORKERS,
+    Batch,
+    DatasetSettings,
+    Labelled,
+    Sample,
+    check_same_classes,
+)
 
 # All trials have the same validation clips.
 VALIDATION_SEED = 20240105
@@ -59,7 +66,7 @@ class ClipSettings(DatasetSettings):
     frames: int = setting(6, at_least=1)
     classes: int = setting(10, at_least=1)
     directory: str | None = setting(None)
-    workers: int = setting(0, at_least=0)
+    workers: int = setting(0, at_least=0, at_most=MOST_WORKERS)
     samples: int = setting(1280, at_least=10)
 
     @property

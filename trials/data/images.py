@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from determined_amp.config.settings import setting
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.loading import (
+    MOST_WORKERS,
     Batch,
     DataError,
     DatasetSettings,
@@ -64,7 +65,7 @@ class DataSettings(DatasetSettings):
     channels: int = setting(1, at_least=1, at_most=3)
     classes: int = setting(10, at_least=2)
     directory: str | None = setting(None)
-    workers: int = setting(0, at_least=0)
+    workers: int = setting(0, at_least=0, at_most=MOST_WORKERS)
     samples: int = setting(1280, at_least=10)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:

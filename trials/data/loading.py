@@ -23,6 +23,9 @@ from torchvision import datasets
 
 from determined_amp import UserError
 
+# Loader processes of a slot. Hundreds of thousands would take the whole machine down.
+MOST_WORKERS = 256
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
