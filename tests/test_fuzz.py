@@ -14,6 +14,7 @@ The long run prints how often each came, and writes every example of another kin
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -51,6 +52,13 @@ from determined_amp.config.overrides import with_overrides
 from determined_amp.search import command as search_command
 from determined_amp.search import workers
 from tests import searching, training
+
+# What commands import when they need it.
+_IMPORTED = (
+    *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo", "trials.mlp"),
+    *("determined_amp.train", "determined_amp.commands.find", "determined_amp.search.engine"),
+    "determined_amp.reports.any_report",
+)
 
 # Seconds until an example counts as one that hangs; a fork that trains takes one or two.
 PATIENCE = 40.0
@@ -333,7 +341,10 @@ def content(folder: Path) -> dict[str, str]:
 @cache
 def bases() -> Path:
     """A folder with what the examples start from, and the ends that they have to reach."""
+    for name in _IMPORTED:
+        importlib.import_module(name)  # here, and not in every fork
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     for name in ("yaml", "run", "search"):
         (root / name).mkdir()
     (root / "yaml" / "config.yaml").write_text(written(TINY, []))
@@ -543,13 +554,46 @@ def try_out(example: Example) -> tuple[str, str]:
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=30,
+    max_examples=16,
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(example=EXAMPLES)
 def test_a_mistake_is_told_at_once_or_what_was_asked_is_trained(example: Example) -> None:
     kind, output = try_out(example)
     assert kind in RIGHT, f"{kind}: {example}\n{output}"
+
+
+def _careless(arguments: Sequence[str]) -> int:
+    return door_main([*arguments, "--config", "hyperparameters.learning_rate=0.5"])
+
+
+def _untidy(arguments: Sequence[str]) -> int:
+    Path("left.txt").touch()
+    print("config.yaml: is wrong")
+    return 2
+
+
+door_main = door.main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process cannot use its GPU")
+@pytest.mark.parametrize(
+    ("planted", "kind"),
+    [
+        (lambda arguments: 1 // 0, "traceback"),
+        (lambda arguments: 2, "unclear"),
+        (lambda arguments: time.sleep(60), "hang"),
+        (_untidy, "changed"),
+        (_careless, "wrong"),
+    ],
+)
+def test_a_command_that_does_anything_else_is_seen(
+    planted: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases()
+    monkeypatch.setattr(door, "main", planted)
+    monkeypatch.setitem(globals(), "PATIENCE", 0.5 if kind == "hang" else PATIENCE)
+    assert try_out(Example(TRAIN, "yaml"))[0] == kind
 
 
 def main() -> int:
@@ -559,10 +603,6 @@ def main() -> int:
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"))
     parser.add_argument("--repeat", type=Path)
     options = parser.parse_args()
-    for module in ("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo", "trials.mlp"):
-        importlib.import_module(module)
-    for name in ("train", "search.engine", "reports.any_report", "commands.find"):
-        importlib.import_module(f"determined_amp.{name}")
     if options.repeat:
         kind, output = try_out(Example.read(options.repeat.read_text()))
         print(f"{kind}\n{output}")
@@ -587,7 +627,6 @@ def main() -> int:
     while time.monotonic() < ends:
         seed(random.randrange(2**32))(some)()
         print(f"{counts.total()} tried: {dict(counts)}", flush=True)
-    shutil.rmtree(bases())
     return int(any(kind not in RIGHT for kind in counts))
 
 
