@@ -146,9 +146,9 @@ SOUND_VALUES = {
     "hyperparameters.lr_schedule": st.sampled_from(["constant", "cosine"]),
     "hyperparameters.amp.init_scale": st.integers(0, 100).map(lambda power: 2.0**power),
     "hyperparameters.amp.growth_factor": st.floats(1, 1e30, exclude_min=True),
-    "hyperparameters.amp.backoff_factor": st.floats(1e-45, 1, exclude_max=True),
-    "hyperparameters.amp.min_scale": st.floats(1e-45, 1),
-    "hyperparameters.amp.max_skip_ratio": st.floats(1e-45, 1),
+    "hyperparameters.amp.backoff_factor": st.floats(1e-44, 1, exclude_max=True),
+    "hyperparameters.amp.min_scale": st.floats(1e-44, 1),
+    "hyperparameters.amp.max_skip_ratio": st.floats(1e-44, 1),
     "hyperparameters.training.max_length": st.integers(1, 10**6).map(lambda n: {"epochs": n}),
     "reproducibility.experiment_seed": st.integers(0, 2**31 - 1),
 }
