@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -74,6 +75,9 @@ class TestUnsafeContent:
             torch.save(content, path)
         else:
             path.write_bytes(pickle.dumps(content))
+            metadata = json.loads((path.parent / "metadata.json").read_text())
+            metadata["trial_state_crc32"] = zlib.crc32(path.read_bytes())  # whoever plants it can
+            (path.parent / "metadata.json").write_text(json.dumps(metadata))
         assert door.main(["train", "--resume", str(run_folder)]) == 2
         assert "cannot be restored" in capfd.readouterr().err
         assert not victim.exists()

@@ -103,11 +103,7 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_pat
 def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
     """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
     assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()
-    assert not (folder / "odd" / "metrics.jsonl").read_text()
-    end = read_end(folder / "odd")
-    assert end is not None
-    assert end.state == "failed"
-    assert end.reason in (folder / "output").read_text()
+    assert not (folder / "odd").exists()
 
 
 def test_end_of_a_run_of_two_ranks_is_recorded(folder: Path) -> None:

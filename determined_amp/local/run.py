@@ -272,6 +272,7 @@ def train(
         chosen = choose_folder() if chief else None
         path = processes.broadcast(chosen.path if chosen else None)
         folder = chosen or RunFolder(path)
+        processes.allgather(None)  # no rank makes the folder when another has discarded it
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
