@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -207,3 +208,10 @@ class TestOddModels:
         net = Classifier()
         net.layers = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4))
         find_loss_scale(net, loss_of(net), batches(), device="cpu")
+
+    def test_name_with_markup_is_shown_as_it_is(self) -> None:
+        """`[/b]` would close a tag of rich that nobody opened."""
+        net = model()
+        found = find_loss_scale(net, loss_of(net), batches())
+        named = dataclasses.replace(found, run=dataclasses.replace(found.run, name="x [/b]"))
+        assert str(named).startswith("x [/b]: 2 batches")

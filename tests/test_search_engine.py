@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optuna.exceptions import StorageInternalError
 
 from determined_amp import __main__ as door
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.reports.run_folders import read_search
-from determined_amp.search import command
+from determined_amp.search import command, engine
 from determined_amp.search.engine import SearchError, _kind
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.study_file import SearchStudy, StudyError, read_study
+from determined_amp.search.trial_queue import TrialQueue
 from tests import searching, training
 from tests.mortal import ORDER
 
@@ -92,6 +95,39 @@ class TestGrid:
         study = read_study(searching.only_folder(tmp_path))
         assert [(trial.state, trial.invalid) for trial in study.trials] == [("failed", True)] * 3
         assert all("no loss scale helps" in (trial.reason or "") for trial in study.trials)
+
+
+class TestFullDisk:
+    """Under the study, which SQLite reports through Optuna."""
+
+    def test_ends_the_search_with_one_sentence_and_its_trials_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(*given: object) -> None:
+            raise StorageInternalError("exception") from OSError("database or disk is full")
+
+        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+        with monkeypatch.context() as planted:
+            planted.setattr(TrialQueue, "validated", full)
+            assert door.main(["search", path.name]) == 2
+        folder = searching.only_folder(tmp_path)
+        said = capsys.readouterr().err
+        assert "study.db: cannot be read or written: database or disk is full; free" in said
+        assert {trial.state for trial in read_study(folder).trials} == {"running", "waiting"}
+        assert door.main(["search", "--resume", str(folder)]) == 0
+        assert {trial.state for trial in read_study(folder).trials} == {"complete"}
+
+    def test_before_the_first_trial_leaves_no_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(*given: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+        monkeypatch.setattr(engine, "create_study", full)
+        assert door.main(["search", path.name]) == 2
+        assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
+        assert not list(tmp_path.glob("runs/*/*"))
 
 
 class TestRandom:
