@@ -196,7 +196,7 @@ class TestOddModels:
         net = model()
 
         def loss(batch: Batch) -> torch.Tensor:
-            if torch.get_autocast_dtype("cpu") is torch.float16:
+            if (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is torch.float16:
                 raise RuntimeError("could not create a primitive descriptor")
             return loss_of(net)(batch)
 
