@@ -401,10 +401,12 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
     unchanged = content(folder) == before
     output = f"exit {ending.status}, {ending.seconds:.2f} s\n{ending.output}"
     traced = "Traceback (most recent call last)" in ending.output
+    # A search some of whose trials failed has told which, and has status 1.
+    statuses = (0, 1, 2) if example.command[0] == "search" else (0, 2)
     if ending.status is None:
         # A run that reports is only longer than anybody waits here.
         kind = "long" if any(folder.glob("run/metrics.jsonl")) else "hang"
-    elif traced or (ending.status not in (0, 2) and not example.signals):
+    elif traced or (ending.status not in statuses and not example.signals):
         kind = "traceback"
     elif ending.status == 2:
         kind = _refused(example, ending, folder, unchanged)
