@@ -132,6 +132,17 @@ def test_wrong_option_is_named(
     assert said in capsys.readouterr().err
 
 
+def test_clips_that_do_not_fit_in_memory_are_one_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*given: object, **settings: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 TB")
+
+    monkeypatch.setattr(sample, "sample", allocate)
+    assert sampled(run, tmp_path / "clip.npy", "--clips", "2") == 2
+    assert "not enough memory: DefaultCPUAllocator" in capsys.readouterr().err
+
+
 def test_model_without_classes_has_none_to_ask_for(
     latents_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (GRID, "hyperparameters.amp.precision=amp_bf16", "amp_bf16 does not scale the loss"),
         (GRID, "hyperparameters.training.max_length={epochs: 1}", "got epochs; allowed where"),
+        (GRID, "hyperparameters.training.max_length.batches=100000000", "not trained: 1 to 1000"),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
         (GRID, "searcher.metrics=x", "searcher.metrics: unknown key"),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),

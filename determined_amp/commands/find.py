@@ -23,6 +23,7 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FoundScale, yaml_changes
+from determined_amp.finder.frozen import MOST_BATCHES
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.yaml_copy import write_copy
 from determined_amp.local.open_trial import OpenTrial, open_trial
@@ -93,8 +94,8 @@ def _check_targets(options: argparse.Namespace) -> None:
             "--write: copies the YAML as it is, and what --config changes would be lost; allowed: "
             "one of the two"
         )
-    if options.batches < 1:
-        problems.append(f"--batches: got {options.batches}; allowed: 1 or more")
+    if not 1 <= options.batches <= MOST_BATCHES:
+        problems.append(f"--batches: got {options.batches}; allowed: 1 to {MOST_BATCHES}")
     if problems:
         raise ConfigError("command line", problems)
 

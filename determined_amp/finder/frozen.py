@@ -31,6 +31,10 @@ T = TypeVar("T")
 _NEVER = pytorch.Batch(2**40)
 
 
+# Batches that are looked at are in memory all at once; a few are enough.
+MOST_BATCHES = 1000
+
+
 class LossScaleError(UserError):
     """No loss scale can be found. The message says why, and what to do."""
 

@@ -20,7 +20,7 @@ from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.amp_settings import Precision
 from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError
-from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.frozen import MOST_BATCHES, LossScaleError
 from determined_amp.finder.score import score
 from determined_amp.local.context import make_context
 
@@ -53,6 +53,8 @@ def batches_to_score(experiment: Experiment[Any]) -> int:
             "hyperparameters.training.max_length: got epochs; allowed where trials are scored, "
             "not trained: the number of batches to score, such as {batches: 4}"
         )
+    elif batches > MOST_BATCHES:
+        problems.append(_too_many(batches))
     if slots > 1:
         problems.append(
             f"resources.slots_per_trial: got {slots}; allowed where trials are scored: 1 (set "
@@ -61,6 +63,13 @@ def batches_to_score(experiment: Experiment[Any]) -> int:
     if problems or batches is None:
         raise ConfigError(experiment.name, problems)
     return batches
+
+
+def _too_many(batches: int) -> str:
+    return (
+        f"hyperparameters.training.max_length.batches: got {batches}; allowed where batches are "
+        f"looked at, not trained: 1 to {MOST_BATCHES}, such as 4"
+    )
 
 
 def batches_to_use(experiment: Experiment[Any]) -> int:
@@ -79,6 +88,8 @@ def batches_to_use(experiment: Experiment[Any]) -> int:
                 "number of training batches to use, such as 4"
             ],
         )
+    if batches > MOST_BATCHES:
+        raise ConfigError("search", [_too_many(batches)])
     return batches
 
 
