@@ -82,7 +82,7 @@ class TestRealRuns:
         assert run["best"] == max(accuracies)
         assert run["peak_memory_mib"] == training[-1]["watch_peak_memory_mib"]
         assert run["audit_share"] == training[0]["watch_audit_share"]
-        assert run["watch_applied_steps"] == training[-1]["watch_applied_steps"]
+        assert run["applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
         assert run["device"].startswith("cpu (")
         assert found["torch"] == run["torch"]
