@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Before torch is imported: it is inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 

@@ -50,7 +50,7 @@ def test_shape_trains_in_every_precision(folder: Path, shape: Any) -> None:
         made = run(shape, folder, amp, batches=4, batch_size=8)
         assert made.reports.training[0]["watch_audit_share"] > 0.5
         skipped = [v for n, v in made.reports.training[-1].items() if n.startswith("skipped")]
-        assert skipped == [0] * len(made.context.optimizers)
+        assert set(skipped) == ({0} if precision == "amp_fp16" else set())
         losses[precision] = made.reports.validation[-1]["validation_loss"]
     assert losses["tf32"] == losses["fp32"]  # on a CPU
     for precision in PRECISIONS:
@@ -130,7 +130,7 @@ class TestAnswer:
 
     def test_was_audited(self, images: Path) -> None:
         found = json.loads((images / "precision.json").read_text())
-        assert {run["watch_audit_share"] for run in found["runs"]} == {1.0}
+        assert {run["audit_share"] for run in found["runs"]} == {1.0}
 
     def test_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
         sentences = json.loads((images / "precision.json").read_text())["sentences"]

@@ -133,7 +133,7 @@ def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(traine
     (accuracy,) = (line["accuracy"] for line in lines[-1:] if line["group"] == "validation")
     assert accuracy > 0.9
     assert lines[0]["watch_audit_share"] == 1.0
-    assert "amp_fp16" in trained.printed
+    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in (trained.run / "log.txt").read_text()
 
 
 def test_checkpoint_holds_the_code_of_the_stranger_and_nothing_else(trained: Trained) -> None:

@@ -108,7 +108,8 @@ def own_trainer() -> str:
 # Trains by the program of the page with each module, one after the other: to start a process
 # takes longer than to train.
 TRAIN_EACH = """
-import os, sys, traceback
+import logging, os, sys, traceback
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 page = open("script.txt").read()
 for name in sys.argv[1:]:
     print(f"=== {name}", flush=True)
@@ -202,7 +203,7 @@ def test_the_trial_with_amp_is_trained_and_audited_by_determineds_own_trainer(
     trained: dict[str, str],
 ) -> None:
     assert trained["model_def"].endswith("TRAINED\n"), trained["model_def"]
-    assert "amp_fp16" in trained["model_def"]
+    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in trained["model_def"]
 
 
 @pytest.mark.parametrize("name", ["clipping", "gradient_penalty", "two_optimizers"])

@@ -137,4 +137,6 @@ def _reports(path: Path) -> tuple[tuple[Report, ...], tuple[Report, ...]]:
     for line in read_metrics(path):
         numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}
         found.setdefault(line["group"], []).append(Report(int(numbers.pop("batches")), numbers))
+    if not any(found.values()) and path.exists() and path.read_bytes().count(b"\n"):
+        raise ValueError("metrics.jsonl has no report in it")
     return tuple(found["training"]), tuple(found["validation"])
