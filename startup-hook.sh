@@ -19,9 +19,10 @@ from os import environ, path
 needed = {"yaml": "pyyaml", "tensorboard": "tensorboard", "rich": "rich"}
 if path.isdir("trials/data"):
     needed["sklearn"] = "scikit-learn"
-if "\"minutes\"" in environ.get("DET_HPARAMS", ""):  # hp_search/compare.yaml
+if "determined_amp compare" in environ.get("DET_EXPERIMENT_CONFIG", ""):
     needed |= {name: name for name in ("optuna", "matplotlib", "scipy")}
-if "trials.latte" in environ.get("DET_HPARAMS", ""):
+hparams = environ.get("DET_HPARAMS", "")
+if "trials.latte" in hparams or "/latte/" in hparams:  # or in the experiment of a search
     torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
     newest = path.exists(path.join(torch, "accelerator"))
     needed["diffusers"] = "diffusers" if newest else "diffusers<0.36"

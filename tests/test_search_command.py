@@ -43,6 +43,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (GRID, "hyperparameters.training.max_length.batches=100000000", "not trained: 1 to 1000"),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
         (GRID, "searcher.metrics=x", "searcher.metrics: unknown key"),
+        (GRID, "searcher.metric=f1", "searcher.metric: got f1, which no score has; allowed: init"),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
         (GRID, "reproducibility=2", "experiment_seed: got None; allowed: an integer >= 0"),
         (GRID, "max_restarts=often", "max_restarts: got 'often'; allowed: an integer >= 0"),

@@ -203,6 +203,24 @@ def test_diffusers_is_added_in_a_version_that_the_torch_of_the_image_can_import(
     assert added == [["diffusers<0.36"], ["diffusers"]]
 
 
+def test_diffusers_is_added_for_a_search_over_an_experiment_of_latte(image: Image) -> None:
+    search = json.dumps({"experiment": "experiment_configs/latte/amp.yaml"})
+    assert trained(image.start(DET_HPARAMS=search))
+    ((arguments, _),) = image.pip_calls
+    assert packages(arguments) == ["diffusers<0.36"]
+
+
+@pytest.mark.parametrize("entrypoint", ["determined_amp compare", "determined_amp train"])
+def test_packages_of_a_comparison_are_added_for_its_task_alone(
+    image: Image, entrypoint: str
+) -> None:
+    config = json.dumps({"entrypoint": f"python3 -m {entrypoint}"})
+    assert trained(image.start(DET_EXPERIMENT_CONFIG=config))
+    added = [name for arguments, _ in image.pip_calls for name in packages(arguments)]
+    compared = entrypoint == "determined_amp compare"
+    assert added == (["optuna", "matplotlib", "scipy"] if compared else [])
+
+
 def test_diffusers_is_not_added_for_another_trial(image: Image) -> None:
     assert trained(image.start(DET_HPARAMS=LATTE.replace("latte", "mlp")))
     assert image.pip_calls == []

@@ -158,7 +158,7 @@ def compare_on_cluster() -> None:
     options.seeds, options.minutes, options.batches = read.seeds, read.minutes, read.batches
     with core.init() as core_context:
         folder = compare(options)
-        files = [path for path in folder.iterdir() if path.is_file()]
+        files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
         batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
         with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
@@ -287,7 +287,10 @@ class _Trials:
         hyperparameters: dict[str, Any] = {
             "experiment": str(self._path),
             "seed": {"type": "categorical", "vals": self._seeds},
-            "amp": {"precision": {"type": "categorical", "vals": [p.value for p in precisions]}},
+            # A grid begins with its last value, and fp32 is what the others are compared with.
+            "amp": {
+                "precision": {"type": "categorical", "vals": [p.value for p in precisions[::-1]]}
+            },
         }
         if plan is not None:
             hyperparameters["training"] = _lengths(plan.batches, plan.reporting_period)

@@ -28,7 +28,7 @@ from determined_amp.reports.precision_comparison import Comparison, Summary
 from determined_amp.reports.precision_figure import draw
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, advise, claims, find
 from determined_amp.reports.run_settings import TRIAL
-from determined_amp.reports.runs import Run, Source
+from determined_amp.reports.runs import ReportError, Run, Source
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
@@ -93,6 +93,11 @@ def _report(options: argparse.Namespace) -> None:
     if not others and report_command.is_experiment(source):
         folder = options.output or report_command.folder_beside(source)
         fetched = fetch_comparison(int(source), folder)
+        if fetched is not None and (options.metric or options.better or options.margin):
+            raise ReportError(
+                f"experiment {source}: its task has written the report; allowed: no --metric, "
+                "--better and --margin"
+            )
         if fetched is not None:
             print(f"{fetched}\nwritten: {folder}")
             return

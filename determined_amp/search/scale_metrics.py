@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import random
@@ -21,10 +22,13 @@ from determined_amp.config.amp_settings import Precision
 from determined_amp.config.experiment import Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.frozen import MOST_BATCHES, LossScaleError
-from determined_amp.finder.score import score
+from determined_amp.finder.score import Score, score
 from determined_amp.local.context import make_context
 
 logger = logging.getLogger(__name__)
+
+# The metrics of `scored`.
+_SCORED = ("init_scale_log2", *(field.name for field in dataclasses.fields(Score)))
 
 # How many batches measure a trial before it trains.
 MEASURED_BATCHES = 2
@@ -55,6 +59,11 @@ def batches_to_score(experiment: Experiment[Any]) -> int:
         )
     elif batches > MOST_BATCHES:
         problems.append(_too_many(batches))
+    metric = experiment.platform.searcher.metric
+    if metric not in (None, *_SCORED):
+        problems.append(
+            f"searcher.metric: got {metric}, which no score has; allowed: {', '.join(_SCORED)}"
+        )
     if slots > 1:
         problems.append(
             f"resources.slots_per_trial: got {slots}; allowed where trials are scored: 1 (set "
