@@ -123,7 +123,7 @@ def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
 
 
 def test_scoring_needs_a_section_amp() -> None:
-    config = search("loss_scale_grid.yaml")
+    config = search("loss_scale_grid.yaml", "searcher.metric=loss_scale_score")
     lengths = {"training": config["hyperparameters"]["training"]}
     with pytest.raises(ConfigError, match=r"hyperparameters\.amp: missing"):
         batches_to_score(composed(config, **lengths))
