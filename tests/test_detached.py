@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -138,6 +139,18 @@ class TestResume:
         assert listed(master) == lines(folder)
         (checkpoint,) = master.checkpoints.values()
         assert checkpoint["metadata"]["steps_completed"] == LENGTH
+
+    def test_damaged_checkpoint_is_not_listed_and_costs_nothing_else(
+        self, master: FakeMaster, tmp_path: Path
+    ) -> None:
+        folder = training.run_small("mlp/amp.yaml", tmp_path / "run")
+        saved = folder / "checkpoints"
+        shutil.copytree(saved / "batch-00000012", saved / "batch-00000008")
+        (saved / "batch-00000008" / "metadata.json").write_text("{")
+        training.resume(folder, "--report-to", master.address)
+        (listed,) = master.checkpoints.values()
+        assert listed["metadata"]["steps_completed"] == LENGTH
+        assert "the master does not list it" in (folder / "log.txt").read_text()
 
 
 class TestMasterThatFails:

@@ -23,6 +23,7 @@ import yaml
 from determined.common import api
 from determined.common.api import bindings, errors
 
+from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import RunFolder, write_whole
 from determined_amp.local.master import (
@@ -182,10 +183,16 @@ class DetachedTrial(RunListener):
 
     def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
         # Read now, because the checkpoint may be deleted before the outbox sends this.
-        present = {str(uuid.uuid5(self._id, path.name)): _described(path) for path in checkpoints}
-        self._link(
-            {storage_id: path.name for storage_id, path in zip(present, checkpoints, strict=True)}
-        )
+        present, names = {}, {}
+        for path in checkpoints:
+            storage_id = str(uuid.uuid5(self._id, path.name))
+            try:
+                present[storage_id] = _described(path)
+            except CheckpointError as error:
+                logger.warning("%s; the master does not list it", error)
+                continue
+            names[storage_id] = path.name
+        self._link(names)
         self._outbox.put(lambda: self._send_checkpoints(present))
 
     def _link(self, names: Mapping[str, str]) -> None:
@@ -295,7 +302,11 @@ def _id_of(folder: RunFolder) -> uuid.UUID:
 
 
 def _described(checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The metadata of a checkpoint, and its files with their sizes in bytes."""
+    """The metadata of a checkpoint, and its files with their sizes in bytes.
+
+    Raises:
+        CheckpointError: if its metadata are damaged.
+    """
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(checkpoint)): str(path.stat().st_size) for path in files}
     return read_metadata(checkpoint), sizes
