@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.compiled import as_written
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.metrics import FLOAT16_MAX
 
@@ -155,6 +156,7 @@ def undisturbed(
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     ours, numpys = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
+        stack.enter_context(as_written())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=list(devices)))
         for model in models:

@@ -14,8 +14,8 @@ island casts its 16-bit inputs up and runs its `forward` with autocast off, as t
   exception, and autocast must come back then too.
 * Only a module that is called can be an island. `nn.MultiheadAttention` reads the weights of its
   `out_proj` itself: name the attention.
-* Under `torch.compile` the backward of an island multiplies in 16 bits, seen with torch 2.3 and
-  2.15: its autocast is the surrounding one (pytorch issue 179804).
+* `torch.compile` leaves an island out. Compiled, its backward would multiply in 16 bits, seen with
+  torch 2.3 and 2.15: its autocast is the surrounding one (pytorch issue 179804).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class IslandError(UserError):
     """The patterns of `fp32_modules` name no module, or leave nothing to autocast."""
 
 
-def keep_in_float32(model: nn.Module, patterns: Sequence[str], device_type: str) -> list[str]:
+def keep_in_float32(
+    model: nn.Module, patterns: Sequence[str], device_type: str, *, compiled: bool = False
+) -> list[str]:
     """Turn the matching modules into islands; where autocast is off they compute as before.
 
     Args:
@@ -46,6 +48,7 @@ def keep_in_float32(model: nn.Module, patterns: Sequence[str], device_type: str)
         patterns: Regular expressions, searched for in the names of `model.named_modules()`. A
             container without a `forward` (`nn.ModuleList`) stands for its members.
         device_type: Where the model computes: "cpu" or "cuda".
+        compiled: Whether the model around the islands is compiled.
 
     Returns:
         The names of the islands, in the order of `named_modules()`.
@@ -55,9 +58,13 @@ def keep_in_float32(model: nn.Module, patterns: Sequence[str], device_type: str)
             every parameter is in an island.
     """
     names = _chosen(model, patterns)
+    # Asked only where it is needed: it imports the compiler.
+    in_float32 = _in_float32
+    if compiled and names:
+        in_float32 = torch.compiler.disable(_in_float32)  # type: ignore[no-untyped-call]  # torch
     for name in names:
         module = model.get_submodule(name)
-        module.forward = partial(_in_float32, module.forward, device_type)
+        module.forward = partial(in_float32, module.forward, device_type)
     return names
 
 

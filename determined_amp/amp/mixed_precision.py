@@ -28,6 +28,7 @@ from determined_amp.amp.checkpoint import (
     settle_groups,
     use_safe_controller,
 )
+from determined_amp.amp.compiled import compile_forward
 from determined_amp.amp.diagnosis import without_steps
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
@@ -38,6 +39,7 @@ from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.config.amp_settings import (
     AmpSettings,
+    Compile,
     EvalPrecision,
     without_unused_scaler,
 )
@@ -94,6 +96,13 @@ class MixedPrecision(pytorch.PyTorchCallback):
         prepare_backend(
             self.settings.precision, self.device, set_switches=self.settings.set_backends
         )
+        if self.settings.compile.replays_graphs and self._aggregation_frequency > 1:
+            raise _wrong(
+                "compile",
+                f"got {self.settings.compile.value} and aggregation_frequency "
+                f"{self._aggregation_frequency}: torch's CUDA graphs write the gradients of a "
+                "batch over those of the one before (pytorch issue 96693); allowed: default",
+            )
         self.scaler = ObservedScaler(self.settings, self.device.type)
         # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
         if self.scaler.is_enabled():
@@ -132,15 +141,18 @@ class MixedPrecision(pytorch.PyTorchCallback):
     # What a trial's constructor calls.
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model, with the modules of `fp32_modules` kept in float32; before `wrap_model`.
+        """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
 
+        Call it before `wrap_model`. Without `compile` in the settings nothing is compiled.
         A pattern that matches in none of the trial's models is refused when the training starts.
 
         Raises:
             IslandError: if a pattern is no regular expression, or the patterns match all of it.
         """
+        mode = self.settings.compile
         here = matching(model, self.settings.fp32_modules)
-        keep_in_float32(model, here, self.device.type)
+        keep_in_float32(model, here, self.device.type, compiled=mode is not Compile.OFF)
+        compile_forward(model, mode)
         self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
         self._prepared = self._prepared or model
         return model
@@ -254,6 +266,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
             scaler.stepped.clear()
         if not self._started:
             raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
+        if loss is not None and self.settings.compile.replays_graphs:
+            loss = loss.detach().clone()  # kept until the report
         return self.metrics.add(loss, self._batch_length() if samples is None else samples)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
@@ -467,8 +481,13 @@ class MixedPrecision(pytorch.PyTorchCallback):
             self._constructed = [plain_groups(optimizer) for optimizer in self._context.optimizers]
 
     def _check_models_and_schedules(self) -> None:
-        if self._unmatched and self._prepared is None:
-            raise _wrong("fp32_modules", "given, but no model was given to amp.prepare(model)")
+        asked = {
+            "fp32_modules": bool(self._unmatched),
+            "compile": self.settings.compile is not Compile.OFF,
+        }
+        for name, is_asked in asked.items():
+            if is_asked and self._prepared is None:
+                raise _wrong(name, "given, but no model was given to amp.prepare(model)")
         if self._unmatched and self._prepared is not None:
             keep_in_float32(self._prepared, self._unmatched, self.device.type)  # raises, with names
         ours = {*self._schedules, *(plateau.optimizer for plateau in self._plateaus)}

@@ -49,6 +49,23 @@ class EvalPrecision(enum.Enum):
     SAME = "same"
 
 
+class Compile(enum.Enum):
+    """The mode of `torch.compile` for forward and backward of training; `false` runs them eagerly.
+
+    `default` fuses kernels. `reduce-overhead` and `max-autotune` also replay CUDA graphs.
+    """
+
+    OFF = False
+    DEFAULT = "default"
+    REDUCE_OVERHEAD = "reduce-overhead"
+    MAX_AUTOTUNE = "max-autotune"
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether results are in memory that the next batch writes to."""
+        return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
+
+
 # Settings that have an effect only if the loss is scaled.
 SCALER_KEYS = (
     "init_scale",
@@ -81,6 +98,7 @@ class AmpSettings:
         audit: Stop if the first batch is not computed in `precision`; see `determined_amp.audit`.
         set_backends: Set torch's switches for TF32, which are global to the process, to fit
             `precision`.
+        compile: Mode of `torch.compile` for the models given to `prepare`.
     """
 
     precision: Precision = setting()
@@ -96,6 +114,7 @@ class AmpSettings:
     fp32_modules: tuple[str, ...] = setting(())
     audit: bool = setting(True)
     set_backends: bool = setting(True)
+    compile: Compile = setting(Compile.OFF)
 
     @property
     def scales_the_loss(self) -> bool:

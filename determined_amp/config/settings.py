@@ -203,7 +203,9 @@ def _value(
 def _converted(kind: Any, raw: object) -> object:
     """`raw` as a `kind`, or None if it is no such value."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return next((member for member in kind if member.value == raw), None)
+        # A member may be a bool, which equals a number.
+        same = (m for m in kind if m.value == raw and isinstance(raw, type(m.value)))
+        return next(same, None)
     if kind in (int, float) and isinstance(raw, bool):
         return None
     if kind is float:
@@ -247,7 +249,8 @@ def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
     kind, optional = _unwrap_optional(hint)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        text = ", ".join(str(member.value) for member in kind)
+        values = (member.value for member in kind)
+        text = ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
     elif dataclasses.is_dataclass(kind):
         text = "a mapping of keys to values"
     elif typing.get_origin(kind) is tuple:

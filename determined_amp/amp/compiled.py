@@ -1,0 +1,95 @@
+"""`torch.compile` for the forward and backward of training, and for nothing else.
+
+What looks into a batch needs the modules themselves: the audit and the finder count what passes
+torch's dispatch, and the guard's replay hooks into modules, which compiled code does not notice.
+They and everything without gradients, such as a validation, call the forward as it was written. So
+a training compiles one graph for each shape of its batches, and its validation has the numbers that
+it would have without compiling.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from determined_amp.config.amp_settings import Compile
+from determined_amp.config.errors import UserError, one_line
+
+# Inside `as_written`. Not by thread: autograd's threads call a checkpointed forward again.
+_as_written = 0
+
+
+class CompileError(UserError):
+    """torch cannot compile the model's forward, or not on this machine."""
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside this block no model runs compiled code."""
+    global _as_written  # noqa: PLW0603
+    _as_written += 1
+    try:
+        yield
+    finally:
+        _as_written -= 1
+
+
+def compile_forward(model: nn.Module, mode: Compile) -> None:
+    """Compile the forward of a model where it trains; the compiler starts with the first batch.
+
+    `forward` is replaced on the instance, so names, `state_dict` keys, types and hooks stay.
+
+    Args:
+        model: The model, before `context.wrap_model`; changed in place.
+        mode: That of `torch.compile`; `OFF` changes nothing.
+    """
+    if mode is not Compile.OFF and not isinstance(model.forward, _Compiled):
+        model.forward = _Compiled(model.forward, mode)
+
+
+class _Compiled:
+    """A forward that is compiled where gradients are recorded and nobody looks.
+
+    A copy of the model, such as a frozen teacher, compiles its own.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mode: Compile) -> None:
+        self._forward = forward
+        self._mode = mode
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # another model calls this one
+            return self._forward(*args, **kwargs)
+        if _as_written or not torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+            return self._forward(*args, **kwargs)
+        try:
+            if self._compiled is None:
+                self._compiled = torch.compile(self._forward, mode=self._mode.value)
+            return self._compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if not _is_from_compiler(error):
+                raise
+            raise CompileError(
+                f"amp.compile: got {self._mode.value}, and torch.compile failed with "
+                f"{type(error).__name__}: {one_line(error)}; allowed: compile: false"
+            ) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        return _Compiled(copy.deepcopy(self._forward, memo), self._mode)
+
+    def __reduce__(self) -> tuple[type[_Compiled], tuple[Callable[..., Any], Compile]]:
+        return _Compiled, (self._forward, self._mode)
+
+
+def _is_from_compiler(error: RuntimeError) -> bool:
+    """Whether torch raised it in place of compiled code, and not the model."""
+    exc = torch._dynamo.exc
+    if isinstance(error, exc.TorchRuntimeError):  # what the forward itself would raise
+        return False
+    return isinstance(error, exc.TorchDynamoException) or "Dynamo is not supported" in str(error)

@@ -1,0 +1,303 @@
+"""`amp.compile`: compiled code trains as the model does, and whoever looks sees the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from determined_amp import __main__ as door
+from determined_amp.amp.compiled import CompileError, as_written, compile_forward
+from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.fp32_modules import keep_in_float32
+from determined_amp.audit import ProductCount
+from determined_amp.config.amp_settings import AmpSettings, Compile
+from determined_amp.config.settings import ConfigError, plain, read_section
+from tests import test_unmodified, training
+from tests.loops import content
+from tests.test_latte import run_tiny
+
+pytestmark = [
+    # torch looks at gradients where a float32 module interrupts the graph.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # A scheduler that Determined moves is moved by a skipped first step, too.
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+]
+
+ON = "hyperparameters.amp.compile=default"
+INDUCTOR = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Captures graphs as Inductor does, forward and backward, and runs torch's own kernels."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    without_mode: Callable[..., Any] = lambda forward, mode: INDUCTOR(  # noqa: E731
+        forward, backend="aot_eager"
+    )
+    monkeypatch.setattr(torch, "compile", without_mode)
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """How many graphs have been captured since the test began."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+class Block(nn.Module):
+    """Two layers around one that may be kept in float32; checkpointed on request."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            y: torch.Tensor = checkpoint(self.layers, x, use_reentrant=False)
+            return y
+        return self.layers(x)
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.middle(self.first(x).relu()).relu())
+        return y
+
+
+def gradients(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Of one batch under autocast."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+class TestForward:
+    def test_is_compiled_in_training_alone(self) -> None:
+        """A validation, a batch that is counted and one that is replayed capture no graph."""
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        with ProductCount() as count:
+            model(torch.ones(4, 8))
+        with as_written():
+            model(torch.ones(4, 8))
+        assert graphs() == 0
+        assert sum(count.flops.values()) == 3 * 2 * 4 * 8 * 8
+        assert same(gradients(model), gradients(Block()))
+        assert graphs() == 1
+
+    def test_is_compiled_once_for_each_shape(self) -> None:
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        for _ in range(5):
+            gradients(model)
+            with torch.no_grad():
+                model(torch.ones(3, 8))
+        assert graphs() == 1
+
+    def test_leaves_names_and_weights_as_they_are(self) -> None:
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        assert list(model.state_dict()) == list(Block().state_dict())
+        assert isinstance(model, Block)
+
+    def test_is_left_alone_without_a_mode(self) -> None:
+        model = Block()
+        compile_forward(model, Compile.OFF)
+        assert "forward" not in vars(model)
+
+    def test_of_a_copy_computes_with_the_weights_of_the_copy(self) -> None:
+        """A teacher is a copy of its student; a pickled model goes to another process."""
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        gradients(model)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                other.last.weight.zero_()
+                other.last.bias.zero_()
+            assert not other(torch.ones(4, 8)).any()
+            assert model(torch.ones(4, 8)).any()
+
+    @pytest.mark.parametrize("checkpointed", [False, True])
+    def test_with_float32_modules_has_the_gradients_of_the_model(self, checkpointed: bool) -> None:
+        def kept(*, compiled: bool) -> nn.Module:
+            model = Block(checkpointed=checkpointed)
+            keep_in_float32(model, ["middle"], "cpu", compiled=compiled)
+            return model
+
+        model = kept(compiled=True)
+        compile_forward(model, Compile.DEFAULT)
+        assert same(gradients(model), gradients(kept(compiled=False)))
+        assert graphs() > 0 or checkpointed
+
+    def test_with_compiled_float32_modules_would_have_other_gradients(self) -> None:
+        """Their backward would multiply in 16 bits."""
+        model, right = Block(), Block()
+        for each in (model, right):
+            keep_in_float32(each, ["middle"], "cpu", compiled=False)
+        compile_forward(model, Compile.DEFAULT)
+        assert not same(gradients(model), gradients(right))
+
+    def test_that_checkpoints_has_the_gradients_of_the_model(self) -> None:
+        model = Block(checkpointed=True)
+        compile_forward(model, Compile.DEFAULT)
+        assert same(gradients(model), gradients(Block()))
+        assert graphs() > 0
+
+    def test_that_raises_raises_what_it_raised(self) -> None:
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        with pytest.raises(RuntimeError):  # and no `CompileError`, which is no RuntimeError
+            model(torch.ones(4, 5))
+
+    def test_that_cannot_be_compiled_says_what_to_write(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def backend(graph: object, inputs: object) -> object:
+            raise RuntimeError("no C++ compiler here")
+
+        make = partial(INDUCTOR, backend=backend)
+        monkeypatch.setattr(torch, "compile", lambda forward, mode: make(forward))
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        with pytest.raises(CompileError, match=r"no C\+\+ compiler here.*allowed: compile: false"):
+            gradients(model)
+
+    def test_of_a_replay_names_the_module_that_overflows(self) -> None:
+        """Hooks that come after the compilation are not called by what was compiled."""
+        model = Block()
+        compile_forward(model, Compile.DEFAULT)
+        gradients(model, torch.float16)
+        with torch.no_grad():
+            model.middle.weight.fill_(1.0e5)
+        cause = find_cause([model], torch.ones(4, 8), lambda: gradients(model, torch.float16))
+        assert cause is not None
+        assert "forward overflow in module middle" in cause
+
+
+class TestSetting:
+    @pytest.mark.parametrize("mode", Compile, ids=str)
+    def test_is_a_mode_of_torch_or_false(self, mode: Compile) -> None:
+        section = {"precision": "fp32", "compile": mode.value}
+        settings = read_section(AmpSettings, section, "amp")
+        assert settings.compile is mode
+        assert plain(settings)["compile"] is mode.value
+
+    @pytest.mark.parametrize("given", [True, 0, "fast", None])
+    def test_of_another_kind_is_refused(self, given: object) -> None:
+        section = {"precision": "fp32", "compile": given}
+        allowed = "allowed: false, default, reduce-overhead, max-autotune"
+        with pytest.raises(ConfigError, match=allowed):
+            read_section(AmpSettings, section, "amp")
+
+    def test_that_replays_cuda_graphs_is_refused_with_accumulation(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
+        words = training.arguments(
+            "mlp/fp32.yaml",
+            "hyperparameters.amp.compile=reduce-overhead",
+            "hyperparameters.aggregation_frequency=2",
+        )
+        assert door.main(["train", *words, "--run-folder", str(tmp_path / "run")]) == 2
+        said = capsys.readouterr().err
+        assert "reduce-overhead and aggregation_frequency 2" in said
+
+    def test_needs_a_model_that_was_prepared(self, folder: Path) -> None:
+        amp = {"precision": "fp32", "compile": "default"}
+        with pytest.raises(ConfigError, match=r"compile: given, .*amp\.prepare\(model\)"):
+            test_unmodified.run(Unprepared, folder, amp, batches=1)
+
+
+class Unprepared(test_unmodified.Converted):
+    """Leaves `amp.prepare` out."""
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class TestRun:
+    def test_trains_as_the_model_itself_and_captures_one_graph(self, tmp_path: Path) -> None:
+        eager = training.run_small("mlp/amp.yaml", tmp_path / "eager")
+        assert graphs() == 0
+        compiled = training.run_small("mlp/amp.yaml", tmp_path / "compiled", ON)
+        assert graphs() == 1  # with validations, checkpoints and the audit in between
+        assert weights(compiled) == weights(eager)
+
+    def test_resumes_to_the_bit(self, tmp_path: Path) -> None:
+        whole = training.run_small("mlp/amp.yaml", tmp_path / "whole", ON)
+        folder = tmp_path / "killed"
+        with training.killed_in_batch(9):
+            training.run_small("mlp/amp.yaml", folder, ON)
+        training.resume(folder)
+        assert weights(folder) == weights(whole)
+
+    def test_of_latte_with_checkpointing_and_averages_is_that_of_the_model(
+        self, tmp_path: Path
+    ) -> None:
+        checkpointing = "hyperparameters.gradient_checkpointing=true"
+        eager = run_tiny("amp.yaml", tmp_path / "eager", checkpointing)
+        compiled = run_tiny("amp.yaml", tmp_path / "compiled", checkpointing, ON)
+        assert graphs() > 0
+        assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-3)
+
+    def test_of_an_unmodified_trial_is_that_of_the_converted_one(self, folder: Path) -> None:
+        amp = {**test_unmodified.FP16, "compile": "default"}
+        seen = []
+        for trial in (test_unmodified.Plain, test_unmodified.Converted):
+            before = graphs()
+            made = test_unmodified.run(trial, folder, amp, batches=4)
+            seen.append(content(folder, made.checkpoint)["models_state_dict"])
+            assert graphs() > before
+            torch._dynamo.reset()
+        assert training.digest(seen[0]) == training.digest(seen[1])
+
+    def test_finds_the_loss_scale_of_the_model_itself(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        answers = []
+        for words in ([], ["--config", ON]):
+            small = training.arguments("mlp/amp.yaml")
+            assert door.main(["find", *small, *words]) == 0
+            answers.append([line for line in capsys.readouterr().out.splitlines() if "2^" in line])
+        assert answers[0] == answers[1] != []
+        assert graphs() == 0
+
+    def test_with_torchs_own_compiler_has_the_same_loss(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        eager = training.run_small("mlp/bf16.yaml", tmp_path / "eager")
+        monkeypatch.setattr(torch, "compile", INDUCTOR)
+        compiled = training.run_small("mlp/bf16.yaml", tmp_path / "compiled", ON)
+        assert graphs() == 1
+        assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-2)
+
+
+def weights(folder: Path) -> str:
+    return training.digest(training.checkpoint(folder, 12)["models_state_dict"])
+
+
+def validation_loss(folder: Path) -> float:
+    """The newest one."""
+    losses = [
+        line["validation_loss"] for line in training.metrics(folder) if "validation_loss" in line
+    ]
+    return float(losses[-1])
