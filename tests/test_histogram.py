@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from determined_amp.finder.histogram import BINS, Histogram, exponent_counts
+from tests.fake_cuda import LACKING, fake_cuda
 
 
 def histogram(values: torch.Tensor) -> Histogram:
@@ -51,6 +52,24 @@ class TestAgainstTorch:
         assert counted.zeros == (values == 0).sum()
         assert counted.nonzero + counted.zeros == values.numel()
         assert sum(counted.by_power().values()) == counted.nonzero
+
+    def test_counted_in_parts_is_what_it_is_as_a_whole(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = wide_values(torch.bfloat16).view(100, 200).t()
+        whole = exponent_counts(values)
+        monkeypatch.setattr("determined_amp.finder.histogram._PART", 777)
+        assert torch.equal(exponent_counts(values), whole)
+        assert int(whole.sum()) == 20000
+
+    def test_is_counted_on_a_gpu_without_waiting_for_it(self) -> None:
+        if LACKING:
+            pytest.skip(LACKING)
+        with fake_cuda() as syncs, syncs.during("counting"):
+            counts = exponent_counts(torch.ones(100, device="cuda", dtype=torch.bfloat16))
+            assert (counts.shape, counts.dtype) == ((BINS,), torch.int64)
+        assert not syncs.waits["counting"]
+        assert syncs.calls["counting"]["histc"] == 1
 
     def test_float16_subnormals_keep_their_exponent(self) -> None:
         assert histogram(torch.tensor([2.0**-24], dtype=torch.float16)).largest_log2 == -24

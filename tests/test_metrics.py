@@ -16,6 +16,7 @@ from torch import nn
 from determined_amp.amp.metrics import (
     HEADROOM_PERIOD,
     WARMUP_BATCHES,
+    DataWait,
     DeviceSum,
     Gradients,
     Report,
@@ -613,3 +614,76 @@ class TestDeviceSum:
         total.reset()
         total.add(torch.tensor(4.0))
         assert total.total().item() == 4
+
+
+class Gpu:
+    """Runs what is queued, one after the other; a stand-in for its events and its clock.
+
+    Attributes:
+        host: The host's time in seconds.
+        busy_until: When the device is done with all that was queued so far.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = self
+        self.host = self.busy_until = 0.0
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = max(gpu.host, gpu.busy_until)
+
+            def query(self) -> bool:
+                return self.at <= gpu.host
+
+            def synchronize(self) -> None:
+                gpu.host = max(gpu.host, self.at)
+
+            def elapsed_time(self, later: Event) -> float:
+                assert later.query(), "the device has not come there yet"
+                return 1000.0 * (later.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def compute(self, seconds: float) -> None:
+        self.busy_until = max(self.host, self.busy_until) + seconds
+
+
+def test_wait_of_a_gpu_is_the_time_that_it_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits 2 s while the device computes, then 7 s, of which it computes for 2."""
+    gpu, wait = Gpu(monkeypatch), DataWait(torch.device("cuda"))
+    assert wait.seconds() is None
+    wait.end(1e9)  # before the first batch there is nothing to be counted
+    assert wait.seconds() is None
+    gpu.compute(3.0)
+    wait.begin()
+    gpu.host = 2.0
+    wait.end(2.0)
+    gpu.compute(1.0)
+    wait.begin()
+    gpu.host = 9.0
+    wait.end(7.0)
+    assert wait.seconds() == pytest.approx(5.0)
+    wait.reset()
+    assert wait.seconds() is None
+
+
+def test_wait_of_a_gpu_is_no_time_that_the_host_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device was idle for 5 s, and the loop waited for data in one of them."""
+    gpu, wait = Gpu(monkeypatch), DataWait(torch.device("cuda"))
+    wait.begin()
+    gpu.host = 5.0
+    wait.end(1.0)
+    assert wait.seconds() == 1.0
+
+
+def test_wait_of_a_gpu_keeps_only_the_events_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, wait = Gpu(monkeypatch), DataWait(torch.device("cuda"))
+    for batch in range(100):
+        gpu.host = float(batch)
+        wait.end(0.25)
+        wait.begin()
+    assert len(wait._open) == 0
+    assert wait.seconds() == pytest.approx(99 * 0.25)

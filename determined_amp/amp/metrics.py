@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,8 @@ class MetricName:
     HEADROOM_BITS = "watch_headroom_bits"
     # Over all slots, first batches of the process excluded.
     SAMPLES_PER_SECOND = "samples_per_second"
-    # Share of that time that the loop waited for data; the largest over slots. Of a
-    # `determined.pytorch.DataLoader` only.
+    # Share of that time that the device was idle because the loop waited for data; the largest
+    # over slots. Of a `determined.pytorch.DataLoader` only.
     DATA_WAIT_SHARE = "watch_data_wait_share"
     # Largest over slots; on a GPU allocated by torch in training batches, the first ones of the
     # process excluded; on a CPU resident, of the whole process.
@@ -204,7 +205,7 @@ class TrainingMetrics(pytorch.MetricReducer):
         self._losses = 0
         self._samples = 0
         self._timed_samples = 0
-        self._waited: float | None = None
+        self._wait = DataWait(context.device)
         self._stopwatch = Stopwatch(context.device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
@@ -258,12 +259,14 @@ class TrainingMetrics(pytorch.MetricReducer):
             self._timed_samples += samples or 0
         elif self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
+        if self._stopwatch.running:
+            self._wait.begin()
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def waited(self, seconds: float) -> None:
-        """Count the time that the loop waited for one batch."""
+        """Count the time that the loop waited for one batch, which is there now."""
         if self._stopwatch.running:
-            self._waited = (self._waited or 0.0) + seconds
+            self._wait.end(seconds)
 
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
@@ -271,12 +274,13 @@ class TrainingMetrics(pytorch.MetricReducer):
         for gradients in self.all():
             gradients.reset()
         self._losses = 0
-        self._waited = None
+        self._wait.reset()
         self._samples = 0
         self._timed_samples = 0
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
+            self._wait.begin()
             forget_peak_memory(self._device)  # that of a validation
 
     def per_slot_reduce(self) -> dict[str, Any]:
@@ -333,7 +337,8 @@ class TrainingMetrics(pytorch.MetricReducer):
         return metrics
 
     def _wait_share(self, seconds: float) -> float | None:
-        return None if self._waited is None or not seconds else self._waited / seconds
+        waited = self._wait.seconds()
+        return None if waited is None or not seconds else waited / seconds
 
     def _step_report(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[float]
@@ -445,11 +450,64 @@ class Stopwatch:
         return float(now - self._started)
 
     def _now(self) -> Any:
+        return _event() if self._cuda else time.perf_counter()
+
+
+class DataWait:
+    """Seconds that the device had nothing to do because the loop waited for a batch.
+
+    On a GPU the host runs ahead: while it waits for a batch, the device may still compute the one
+    before. So there an event is recorded behind each batch and another one when the next batch has
+    come, and what counts of the host's wait is what lies between the two.
+
+    Args:
+        device: Whose idle time is counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: float | None = None
+        self._begun: Any = None
+        # The host's seconds, and the events before and after; of batches not known to be over.
+        self._open: deque[tuple[float, Any, Any]] = deque()
+
+    def begin(self) -> None:
+        """A batch has been queued. No synchronisation."""
+        if self._cuda:
+            self._begun = _event()
+
+    def end(self, seconds: float) -> None:
+        """The next batch has come, after the host waited that long. No synchronisation."""
         if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
-        event.record()
-        return event
+            self._seconds = (self._seconds or 0.0) + seconds
+        elif self._begun is not None:
+            self._open.append((seconds, self._begun, _event()))
+            while self._open and self._open[0][2].query():
+                self._close()
+
+    def seconds(self) -> float | None:
+        """In all since `reset`; None before the first batch. Waits for the device."""
+        while self._open:
+            self._open[-1][2].synchronize()
+            self._close()
+        return self._seconds
+
+    def reset(self) -> None:
+        self._seconds = None
+        self._begun = None
+        self._open.clear()
+
+    def _close(self) -> None:
+        seconds, begun, ended = self._open.popleft()
+        idle = begun.elapsed_time(ended) / 1000.0
+        self._seconds = (self._seconds or 0.0) + min(seconds, idle)
+
+
+def _event() -> Any:
+    """An event that the device comes to behind all that has been queued."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+    event.record()
+    return event
 
 
 def timed(loader: Any, waited: Callable[[float], None]) -> Any:

@@ -13,6 +13,11 @@ import torch
 # The limit of the flush to zero lies between the two: 2^-25 becomes 0, anything larger 2^-24.
 BINS = 512
 _BIAS = 127
+
+# Values counted at a time. Counting takes several times the memory of what is counted, and the
+# gradient of a large activation may be all that fits beside a model.
+_PART = 2**24
+
 _NOT_FINITE = 2 * 255
 
 # The smallest power of two that float16 rounds to infinity. The exact limit is 65520, but bfloat16
@@ -41,10 +46,17 @@ def exponent_counts(values: torch.Tensor) -> torch.Tensor:
         (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the next
         bin those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and NaNs.
     """
-    bits = values.detach().float().contiguous().view(torch.int32).flatten()
-    exponent = (bits >> 23) & 0xFF
-    between = (bits & 0x7FFFFF) != 0
-    return torch.bincount(exponent * 2 + between, minlength=BINS)
+    flat = values.detach().contiguous().flatten()
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    for part in flat.split(_PART):
+        bits = part.float().view(torch.int32)
+        between = (bits & 0x7FFFFF) != 0
+        bins = ((bits >> 23) & 0xFF) * 2 + between
+        if values.device.type == "cuda":  # where bincount reads the largest bin on the host
+            counts += torch.histc(bins, bins=BINS, min=0, max=BINS)
+        else:
+            counts += torch.bincount(bins, minlength=BINS)
+    return counts
 
 
 @dataclass(frozen=True)
