@@ -28,6 +28,8 @@ from tests.test_latte import run_tiny
 pytestmark = [
     # torch looks at gradients where a float32 module interrupts the graph.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # torch 2.3 loads what it has compiled in an old way.
+    pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
     # A scheduler that Determined moves is moved by a skipped first step, too.
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
 ]

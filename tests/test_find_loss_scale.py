@@ -204,6 +204,7 @@ class TestOddModels:
         with pytest.raises(LossScaleError, match=said):
             find_loss_scale(net, loss, batches())
 
+    @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
     def test_parameter_that_is_made_in_the_first_forward(self) -> None:
         net = Classifier()
         net.layers = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4))

@@ -189,8 +189,9 @@ class TestSource:
         (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
         weights = checkpoint / "state_dict.pth"
         whole = weights.read_bytes()
-        middle = len(whole) // 2
-        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        # Longer than the padding between two tensors, which nothing reads.
+        middle, end = len(whole) // 2, len(whole) // 2 + 256
+        flipped = whole[:middle] + bytes(b ^ 1 for b in whole[middle:end]) + whole[end:]
         for damaged in (whole[:-1000], flipped):
             weights.write_bytes(damaged)
             assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
