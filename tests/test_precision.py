@@ -5,15 +5,22 @@ GPUs of other generations are stood in for by the answers torch would give on th
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from determined_amp.amp import precision as module
-from determined_amp.amp.precision import DeviceSupport, PrecisionError, prepare_backend
+from determined_amp.amp.precision import (
+    DeviceSupport,
+    PrecisionError,
+    prepare_backend,
+    warn_of_slow_operations,
+)
 from determined_amp.config.amp_settings import Precision
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -85,31 +92,11 @@ def test_ampere_switches_are_tf32_for_tf32_alone(
     assert switches() == ("high" if tf32 else "highest", tf32)
 
 
-@pytest.mark.parametrize(
-    ("precision", "instructions", "warns"),
-    [
-        (Precision.FP32, (), False),
-        (Precision.TF32, ("fp16", "bf16"), True),
-        (Precision.AMP_FP16, ("bf16",), True),
-        (Precision.AMP_FP16, ("fp16",), False),
-        (Precision.AMP_BF16, ("fp16",), True),
-        (Precision.AMP_BF16, ("bf16",), False),
-    ],
-)
-def test_precision_that_a_cpu_lacks_is_a_warning(
-    precision: Precision,
-    instructions: tuple[str, ...],
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pretend_cpu(monkeypatch, *instructions)
-    with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
+def test_tf32_on_a_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for precision in Precision:
         prepare_backend(precision, _CPU, set_switches=True)
-    messages = [record.getMessage() for record in caplog.records]
-    assert [message.startswith(f"amp.precision is {precision.value}") for message in messages] == (
-        [True] if warns else []
-    )
+    (record,) = caplog.records
+    assert record.getMessage().startswith("amp.precision is tf32, but cpu has no TF32")
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch has no such switches")
@@ -198,21 +185,77 @@ def test_devices_are_listed_with_what_they_compute(
     ]
 
 
-@pytest.mark.parametrize(
-    ("instructions", "advice"),
-    [
-        (("bf16",), "this CPU has them for amp_bf16: use that"),
-        ((), "it has none for amp_bf16 either: use fp32 or a GPU"),
-    ],
-)
-def test_float16_on_a_cpu_is_pointed_to_what_is_faster(
-    instructions: tuple[str, ...],
-    advice: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    pretend_cpu(monkeypatch, *instructions)
-    with caplog.at_level(logging.WARNING, logger="determined_amp.amp.precision"):
-        prepare_backend(Precision.AMP_FP16, _CPU, set_switches=True)
-    (record,) = caplog.records
-    assert record.getMessage().endswith(advice)
+LAYERS = {"matrix products": nn.Linear(2, 2), "convolutions": nn.Conv1d(2, 2, 1)}
+
+
+class TestSlowOperations:
+    """Of a CPU, where they are measured."""
+
+    def said(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        times: Mapping[tuple[str, torch.dtype], float],
+        *,
+        precision: Precision = Precision.AMP_FP16,
+        device: torch.device = _CPU,
+        models: Sequence[nn.Module] = tuple(LAYERS.values()),
+    ) -> list[str]:
+        """What is said where the operations of `times` take that many times as long."""
+
+        def times_as_long(kind: Any, dtype: torch.dtype) -> float:
+            return times.get((kind.name, dtype), 1.0)
+
+        monkeypatch.setattr(module, "_times_as_long", times_as_long)
+        warn_of_slow_operations(precision, device, models)
+        return [record.getMessage() for record in caplog.records]
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_are_named_one_kind_at_a_time(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert self.said(monkeypatch, caplog, {(kind, torch.float16): 104.2}) == [
+            f"amp.precision is amp_fp16, and on this CPU {kind} take 104 times as long in float16 "
+            "as in float32, forward and backward: train in fp32 or amp_bf16 here, in amp_fp16 on a "
+            "GPU"
+        ]
+
+    def test_advice_is_float32_where_bfloat16_is_slow_too(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        times = {("convolutions", dtype): 3.0 for dtype in (torch.float16, torch.bfloat16)}
+        for precision in (Precision.AMP_FP16, Precision.AMP_BF16):
+            (said,) = self.said(monkeypatch, caplog, times, precision=precision)
+            assert f"train in fp32 here, in {precision.value} on a GPU" in said
+            caplog.clear()
+
+    def test_that_the_models_do_not_have_are_not_named(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        times = {("convolutions", torch.float16): 100.0}
+        nested = nn.Sequential(nn.Sequential(LAYERS["matrix products"]))
+        assert not self.said(monkeypatch, caplog, times, models=[nested])
+
+    def test_are_not_looked_for_on_a_gpu_or_in_float32(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        times = {("convolutions", torch.float16): 100.0}
+        assert not self.said(monkeypatch, caplog, times, precision=Precision.FP32)
+        assert not self.said(monkeypatch, caplog, times, device=_GPU)
+
+    @pytest.mark.parametrize("kind", module._KINDS, ids=lambda kind: kind.name)
+    def test_are_measured_against_float32_without_a_random_number(
+        self, kind: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now, takes = 0.0, {torch.float32: 0.5, torch.bfloat16: 1.5}
+
+        def run(left: torch.Tensor, right: torch.Tensor) -> Any:
+            nonlocal now
+            now += takes[left.dtype]
+            return kind.run(left, right)
+
+        monkeypatch.setattr(time, "perf_counter", lambda: now)
+        state = torch.random.get_rng_state()
+        slowed = dataclasses.replace(kind, run=run)
+        assert module._times_as_long(slowed, torch.bfloat16) == 3.0
+        assert torch.equal(torch.random.get_rng_state(), state)

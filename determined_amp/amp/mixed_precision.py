@@ -33,7 +33,11 @@ from determined_amp.amp.diagnosis import without_steps
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
-from determined_amp.amp.precision import DeviceSupport, prepare_backend
+from determined_amp.amp.precision import (
+    DeviceSupport,
+    prepare_backend,
+    warn_of_slow_operations,
+)
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
@@ -395,6 +399,9 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._started = True
         self._check_models_and_schedules()
         self._remember_constructed()
+        if self._context.distributed.rank == 0:
+            precision = self.settings.precision
+            warn_of_slow_operations(precision, self.device, self._context.models)
         if self._aggregation_frequency > 1:
             self._check_averaging()
             average_at_once(self._context)

@@ -48,7 +48,7 @@ def exponent_counts(values: torch.Tensor) -> torch.Tensor:
     """
     flat = values.detach().contiguous().flatten()
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
-    for part in flat.split(_PART):
+    for part in torch.split(flat, _PART):
         bits = part.float().view(torch.int32)
         between = (bits & 0x7FFFFF) != 0
         bins = ((bits >> 23) & 0xFF) * 2 + between
