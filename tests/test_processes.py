@@ -100,6 +100,14 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_pat
             assert together[name] == pytest.approx(alone[name], abs=1e-5)
 
 
+def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
+    assert [rank["graphs"] for rank in said(folder, "compiled")] == [1, 1]
+    two, compiled = (training.checkpoint(folder / name, 12) for name in ("two", "compiled"))
+    assert training.digest(two["models_state_dict"]) == training.digest(
+        compiled["models_state_dict"]
+    )
+
+
 def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
     """The YAML asks for one slot and torchrun started two: Determined would shrink the batch."""
     assert "got 33, which does not divide among 2 slots" in (folder / "output").read_text()

@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import start_processes
@@ -165,6 +167,12 @@ def main(rank: int, folder: Path) -> None:
     say(two_weights(checkpoints))
     say(unmodified(checkpoints))
     training.run_small("mlp/fp32.yaml", folder / "two")
+    compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does
+    with patched(torch, "compile", lambda forward, mode: compiler(forward)):
+        compiled = "hyperparameters.amp.compile=default"
+        training.run_small("mlp/fp32.yaml", folder / "compiled", compiled)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    say({"compiled": processes.rank, "graphs": graphs})
     odd = training.arguments("mlp/fp32.yaml", "hyperparameters.global_batch_size=33")
     assert door.main(["train", *odd, "--run-folder", str(folder / "odd")]) == 2
     distributed.destroy_process_group()
