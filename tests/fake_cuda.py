@@ -138,6 +138,7 @@ def fake_cuda() -> Iterator[Syncs]:
         patch.setattr(nn.Module, "to", _to)
         # Otherwise torch concludes from `is_available` that it may initialise the device.
         patch.setattr(fake_tensor.FakeTensorMode, "avoid_device_init", True)
+        patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
         patch.setattr(fake_tensor.FakeTensor, "tolist", _tolist)
         patch.setattr(fake_tensor.FakeTensor, "numpy", _numpy, raising=False)
         for module in (_foreach_utils, optimizer):
