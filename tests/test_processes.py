@@ -17,7 +17,7 @@ from torch import distributed
 
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, read_end
-from determined_amp.local.processes import StopOnSignal, _free_ports, process_group
+from determined_amp.local.processes import StopOnSignal, _free_ports, _Processes, process_group
 from tests import training
 
 
@@ -172,13 +172,22 @@ def test_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.Mo
         assert isinstance(processes, core.DummyDistributedContext)
 
 
-@pytest.mark.parametrize(("gpus", "rank", "chosen"), [(2, 0, 0), (2, 1, 1), (1, 1, 0)])
-def test_each_process_takes_a_gpu_of_its_own_before_the_group(
-    gpus: int, rank: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gpus", "rank", "chosen", "backend"),
+    [
+        (2, 0, 0, "cpu:gloo,cuda:nccl"),
+        (2, 1, 1, "cpu:gloo,cuda:nccl"),
+        (1, 0, 0, "gloo"),  # NCCL refuses two processes on one GPU
+        (1, 1, 0, "gloo"),
+    ],
+)
+def test_each_process_takes_its_gpu_before_the_group(
+    gpus: int, rank: int, chosen: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL and Determined would otherwise put every process onto the first GPU."""
     done: list[Any] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")  # put back afterwards: it is set in there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -192,7 +201,18 @@ def test_each_process_takes_a_gpu_of_its_own_before_the_group(
     monkeypatch.setattr(distributed, "init_process_group", begin)
     with pytest.raises(ConnectionError), process_group():
         pass
-    assert done == [chosen, "cpu:gloo,cuda:nccl"]
+    assert done == [chosen, backend]
+
+
+@pytest.mark.parametrize(("gpu", "local_rank"), [(None, 1), (0, 0), (3, 3)])
+def test_determined_is_told_the_gpu_of_a_process_and_which_of_them_it_is(
+    gpu: int | None, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes `cuda:local_rank`, and gathers by `get_local_rank`."""
+    monkeypatch.setattr(core.DistributedContext, "_init_ipc", lambda *given: None)
+    ranks = {"rank": 1, "size": 2, "local_rank": 1, "local_size": 2}
+    made = _Processes(gpu, **ranks, cross_rank=0, cross_size=1, chief_ip="127.0.0.1")
+    assert (made.local_rank, made.get_local_rank()) == (local_rank, 1)
 
 
 def test_free_ports_differ() -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import torch
 from determined import core
@@ -30,7 +31,8 @@ def process_group() -> Iterator[core.DistributedContext]:
         # Determined's default ports are fixed, so a second run on this machine would collide.
         ports = _free_ports(2)
         distributed.broadcast_object_list(ports, src=0)
-        yield core.DistributedContext(
+        yield _Processes(
+            _gpu(),
             rank=int(os.environ["RANK"]),
             size=int(os.environ["WORLD_SIZE"]),
             local_rank=int(os.environ["LOCAL_RANK"]),
@@ -46,12 +48,41 @@ def process_group() -> Iterator[core.DistributedContext]:
             distributed.destroy_process_group()
 
 
+class _Processes(core.DistributedContext):
+    """The processes of a run, of which several may share a GPU.
+
+    Args:
+        gpu: That of this process: Determined takes the GPU whose number is `local_rank`.
+        ranks: The arguments of `DistributedContext`.
+    """
+
+    def __init__(self, gpu: int | None, **ranks: Any) -> None:
+        self._local_rank: int = ranks["local_rank"]
+        super().__init__(**ranks)
+        if gpu is not None:
+            self.local_rank = gpu
+
+    def get_local_rank(self) -> int:
+        """Called where processes are told apart, and not their GPUs."""
+        return self._local_rank
+
+
+def _gpu() -> int | None:
+    """The GPU of this process; None without any."""
+    if not torch.cuda.is_available():
+        return None
+    return int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+
+
 def _backend() -> str:
     """The backend of torch.distributed; also selects the GPU of this process."""
-    if not torch.cuda.is_available():
+    gpu = _gpu()
+    if gpu is None:
         return "gloo"
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    return "cpu:gloo,cuda:nccl"
+    torch.cuda.set_device(gpu)
+    # NCCL refuses two processes on one GPU.
+    shared = int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
+    return "gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
 @contextmanager
