@@ -11,9 +11,11 @@ WORKERS ?= 1
 STUDY ?= $(patsubst %/study.db,%,$(firstword $(shell ls -t runs/*/*/study.db 2>/dev/null)))
 RUN = $(ENV)/bin/python
 
+given_python = $(if $(filter command% environment,$(origin PYTHON)),$(PYTHON))
+
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard report compare test test-oldest test-cluster mutants lint format tensorboard clean
+.PHONY: help run search dashboard report compare test test-oldest test-gpu test-cluster mutants lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,7 +44,12 @@ test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
-	    PYTHON=$(if $(filter command% environment,$(origin PYTHON)),$(PYTHON),$(call works,python3.10 python3.11))
+	    PYTHON=$(or $(given_python),$(call works,python3.10 python3.11))
+
+# A Python that is given is used as it is: GPU machines have their own torch, and often no network.
+# Warnings are errors in all other tests; what CUDA warns of is not known before it does.
+test-gpu: $(if $(given_python),,$(ENV)/ready) ## what only a GPU shows, with a Python that has it all: make test-gpu PYTHON=python3
+	@$(or $(given_python),$(RUN)) -m pytest -m gpu -W default -rs tests/test_gpu.py
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
 	@$(RUN) -m pytest -m cluster -vv -rs tests/test_cluster.py

@@ -17,6 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from a run of anything but the GPU tests, and from the processes that it starts.
+
+    Otherwise tests of the CPU would train on them, since a run takes the device that is there. A
+    process that has started CUDA cannot hide them any more, so it is all or nothing.
+    """
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random numbers whichever tests ran before; one thread sums in one order."""
@@ -49,6 +59,7 @@ def _workers_import_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
+    "test_gpu_dry_run.py",
     *("test_search_engine.py", "test_hostile.py", "test_finder.py", "test_contract.py"),
     *("test_package.py", "test_strangers.py", "test_processes.py", "test_schedule.py"),
     *("test_your_trial.py", "test_local.py", "test_reports_precision.py", "test_lr_schedulers.py"),
@@ -58,8 +69,9 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or "GPU_TESTS_ON_CPU" in os.environ:  # see tests/gpu.py
         return
+    reason = "needs a CUDA device, and `-m gpu`, without which it is hidden: make test-gpu"
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,28 +1,103 @@
-"""What only a CUDA device can show: real synchronisations, its kernels, its memory."""
+"""What only a CUDA device can show: real synchronisations, its kernels, its memory.
+
+`make test-gpu` runs these. `GPU_OUT=FOLDER` keeps what a person may want to look at: the names of
+the kernels, and speeds. `gpu.py` runs them without a GPU, to see that they run.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import itertools
+import json
 import math
-from collections.abc import Iterator
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
 
-from determined_amp.amp.precision import DeviceSupport
-from determined_amp.config.amp_settings import Precision
-from tests.test_no_sync import BATCHES, ReadsTheLoss, Run, train
+from benchmarks.small_trials import SummedLoss
+from determined_amp import __main__ as door
+from determined_amp.amp.fp32_modules import keep_in_float32
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.precision import DeviceSupport, prepare_backend
+from determined_amp.audit import Audit, tensor_core_share
+from determined_amp.commands.audit import audit_here
+from determined_amp.config.amp_settings import AmpSettings, Precision
+from determined_amp.config.errors import GuardError
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.finder.histogram import exponent_counts
+from determined_amp.finder.passes import observe, predict
+from determined_amp.local.checkpoint_storage import complete_checkpoints
+from tests import gpu, searching, test_no_sync, training
+from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
+from tests.loss_scale import looked_at, skipped_steps
+from tests.test_finder import MLP, trained
+from tests.test_islands import Products, three_layers
+from tests.test_metrics import Context
+from tests.test_no_sync import BATCHES, ReadsTheLoss, Run
 from trials.mlp import MLPTrial
+from trials.resnet50 import ResNet50Trial
 
 pytestmark = [
     pytest.mark.gpu,
     # torch says so whenever it is told to refuse them.
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
-DEVICE = torch.device("cuda", 0)
 EVERY_PRECISION = pytest.mark.parametrize("precision", Precision, ids=lambda value: value.value)
+SIXTEEN_BITS = pytest.mark.parametrize(
+    "precision", [Precision.AMP_FP16, Precision.AMP_BF16], ids=lambda value: value.value
+)
+train = partial(test_no_sync.train, gpus=gpu.GPUS)
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What one test sets for its process is not there in the next."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    with gpu.stand_ins():
+        yield
+    prepare_backend(Precision.FP32, DEVICE, set_switches=True)
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    """This also fills fresh memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where files for a person go."""
+    folder = Path(os.environ.get("GPU_OUT", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def note(out: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Shows a line to a person, and keeps it."""
+
+    def write(line: str) -> None:
+        with (out / "notes.txt").open("a") as file:
+            print(line, file=file)
+        with capsys.disabled():
+            print(f"\n{line}")
+
+    return write
 
 
 @contextmanager
@@ -43,7 +118,7 @@ def waiting(phase: str) -> Iterator[None]:
 
 def skip_if_emulated(precision: Precision) -> None:
     support = DeviceSupport.of(DEVICE)
-    if support.lacks(precision):
+    if not gpu.DRY_RUN and support.lacks(precision):
         pytest.skip(f"{support.name} has no {precision.value}")
 
 
@@ -81,15 +156,15 @@ def test_batches_of_convolutions_never_wait(precision: Precision) -> None:
         refusing_to_wait,
         "resnet50/fp32.yaml",
         "data.image_size=32",
-        "hyperparameters.training.cudnn_benchmark=false",
         *amp(precision=precision.value),
+        length(sized(BATCHES, 1)),
     )
     assert run.dtypes == {precision.autocast_dtype or torch.float32}
 
 
 def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("determined_amp.amp.mixed_precision.TrainingMetrics", ReadsTheLoss)
-    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+    with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
 
 
@@ -131,9 +206,7 @@ def test_overflow_skips_exactly_one_step_of_fused_adam() -> None:
         length(7),
     ).trial
     assert trial.scales == [4, 8, 8, 4, 4, 8, 8]
-    changed = [
-        not torch.equal(a, b) for a, b in zip(trial.weights, trial.weights[1:], strict=False)
-    ]
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(trial.weights)]
     assert changed == [True, True, False, True, True, True]
     assert bool(torch.isfinite(trial.weights[-1]).all())
     assert int(trial.amp.applied_steps) == 6
@@ -172,17 +245,15 @@ def train_resnet(precision: Precision) -> tuple[Run, float]:
         waiting,
         "resnet50/fp32.yaml",
         "data.samples=256",
-        "data.image_size=64",
-        "hyperparameters.global_batch_size=64",
-        # Its trials of algorithms allocate work space that the run does not need.
-        "hyperparameters.training.cudnn_benchmark=false",
+        f"data.image_size={sized(64, 32)}",
+        f"hyperparameters.global_batch_size={sized(64, 4)}",
         *amp(precision=precision.value),
         length(3),
     )
     return run, torch.cuda.max_memory_allocated(DEVICE) - before
 
 
-@pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.AMP_BF16])
+@SIXTEEN_BITS
 def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -> None:
     """Saved activations halve; weights, gradients and momentum stay, and 16-bit weights are added.
 
@@ -196,4 +267,519 @@ def test_autocast_saves_memory_and_keeps_float32_weights(precision: Precision) -
         assert parameter.dtype is torch.float32
         if parameter.dim() == 4:
             assert parameter.is_contiguous(memory_format=torch.channels_last)
-    assert mixed / full < 0.87
+    assert only_a_gpu_shows(mixed / full < 0.87)
+
+
+def momentum_after(gradients: list[torch.Tensor], *, fused: bool) -> list[torch.Tensor]:
+    """Weights and momentum after SGD on these gradients, which the library scales."""
+    context: Any = Context()
+    context.device = DEVICE
+    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
+    weight = nn.Parameter(torch.arange(1001, dtype=torch.float32, device=DEVICE) / 8)
+    sgd = torch.optim.SGD([weight], lr=0.5, momentum=0.5, fused=fused)
+    optimizer = context.wrap_optimizer(sgd)
+    amp.on_training_start()
+    for gradient in gradients:
+        weight.grad = amp.scaler.scale(gradient)
+        amp.scaler.step(optimizer)
+        amp.update()
+    return [weight.detach(), optimizer.state[weight]["momentum_buffer"]]
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_fused_sgd_is_the_unfused_one_after_a_first_step_that_overflows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All numbers are small multiples of 2^-7, so float32 has them whatever the order."""
+    good = (torch.arange(1001, device=DEVICE) % 17 - 8) / 8
+    overflowing = good.clone()
+    overflowing[7] = math.inf
+    gradients = [overflowing, good, overflowing, good, -good]
+    plain = momentum_after(gradients, fused=False)
+    torch.testing.assert_close(momentum_after(gradients, fused=True), plain, rtol=0, atol=0)
+    # Negative control: without the library's zeros its first momentum is what was in memory.
+    monkeypatch.setattr("determined_amp.amp.mixed_precision.fill_momentum", lambda _: None)
+    assert bool(momentum_after(gradients, fused=True)[0].isnan().any())
+
+
+# float16 and TF32 drop the last of its powers of two, bfloat16 the last two, float32 none.
+INEXACT = 1 + 2.0**-9 + 2.0**-12
+
+
+def matmul() -> tuple[torch.Tensor, float]:
+    factor = torch.full((sized(1024, 64),) * 2, INEXACT, device=DEVICE)
+    return factor @ factor, len(factor) * INEXACT**2
+
+
+def convolution() -> tuple[torch.Tensor, float]:
+    """Of 4 x 4 pixels: so many terms that their number is a power of two."""
+    channels = sized(128, 8)
+    images = torch.full((sized(32, 2), channels, sized(32, 8), sized(32, 8)), INEXACT)
+    kernel = torch.full((channels, channels, 4, 4), INEXACT)
+    layout = torch.channels_last
+    result = functional.conv2d(
+        images.to(DEVICE, memory_format=layout), kernel.to(DEVICE, memory_format=layout)
+    )
+    return result, channels * 16 * INEXACT**2
+
+
+def attention() -> tuple[torch.Tensor, float]:
+    """Equal scores, so the result is the mean of equal values."""
+    query = torch.zeros(2, 4, 128, 64, device=DEVICE)
+    value = torch.full_like(query, INEXACT)
+    return functional.scaled_dot_product_attention(query, query, value), INEXACT
+
+
+# The least and the largest relative error.
+ERRORS = {
+    Precision.FP32: (0.0, 2.0**-16),
+    Precision.TF32: (2.0**-13, 2.0**-10),
+    Precision.AMP_FP16: (2.0**-13, 2.0**-10),
+    Precision.AMP_BF16: (2.0**-10, 2.0**-7),
+}
+
+
+@EVERY_PRECISION
+@pytest.mark.parametrize("product", [matmul, convolution, attention])
+@pytest.mark.parametrize("before", [None, "tf32", "ieee"], ids=str)
+def test_error_of_a_product_is_that_of_its_precision(
+    precision: Precision, product: Callable[[], tuple[torch.Tensor, float]], before: str | None
+) -> None:
+    """Against float64, whatever the newest of torch's switches were before."""
+    skip_if_emulated(precision)
+    backends: Any = torch.backends
+    if before is not None and not hasattr(backends, "fp32_precision"):
+        pytest.skip("this torch has no such switch")
+    try:
+        if before is not None:
+            backends.fp32_precision = before
+        prepare_backend(precision, DEVICE, set_switches=True)
+        dtype = precision.autocast_dtype
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype is not None):
+            result, exact = product()
+    finally:
+        if before is not None:
+            backends.fp32_precision = "none"
+    assert result.dtype is (dtype or torch.float32)
+    error = float((result.double() / exact - 1).abs().max())
+    least, most = ERRORS[precision]
+    # Torch's attention in float32 splits each factor in two for TF32, and so loses nothing.
+    splits = precision is Precision.TF32 and product is attention
+    assert only_a_gpu_shows(error >= least or splits)
+    assert only_a_gpu_shows(error <= most)
+
+
+def audited(config: str, *overrides: str) -> tuple[Audit, str]:
+    """What the command `audit` finds, and a line for each kernel that it timed, longest first."""
+    timed: Counter[str] = Counter()
+
+    def share_of(kernels: Iterable[tuple[str, Any]]) -> float | None:
+        kernels = list(kernels)
+        for name, microseconds in kernels:
+            timed[name] += microseconds
+        return tensor_core_share(kernels)
+
+    raw = read_yaml(str(training.ROOT / "experiment_configs" / config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("determined_amp.audit.batch.tensor_core_share", share_of)
+        audit, _ = audit_here(with_overrides(raw, overrides), config)
+    lines = (
+        f"{microseconds:12.1f} us  tensor cores: {tensor_core_share([(name, 1.0)])}  {name}"
+        for name, microseconds in timed.most_common()
+    )
+    return audit, "\n".join(lines)
+
+
+@EVERY_PRECISION
+@pytest.mark.parametrize(
+    ("config", "sizes", "least"),
+    [
+        (
+            "mlp/fp32.yaml",
+            sized(
+                ("data.image_size=64", "hyperparameters.hidden_features=8192"),
+                ("data.image_size=8", "hyperparameters.hidden_features=16"),
+            ),
+            0.3,
+        ),
+        # A part of its time is in norms and activations, which no precision moves to tensor cores.
+        ("resnet50/fp32.yaml", (f"data.image_size={sized(224, 32)}",), 0.1),
+    ],
+    ids=["products", "convolutions"],
+)
+def test_tensor_cores_compute_in_every_precision_but_fp32(
+    precision: Precision,
+    config: str,
+    sizes: tuple[str, ...],
+    least: float,
+    *,
+    out: Path,
+    note: Callable[[str], None],
+) -> None:
+    skip_if_emulated(precision)
+    size = sized({"mlp/fp32.yaml": 4096, "resnet50/fp32.yaml": 128}[config], 4)
+    audit, kernels = audited(
+        config,
+        "data.dataset=synthetic",
+        f"data.samples={3 * size + 10}",
+        f"hyperparameters.global_batch_size={size}",
+        *sizes,
+        *amp(precision=precision.value),
+    )
+    with (out / "kernels.txt").open("a") as file:
+        print(f"{config} in {precision.value}\n{kernels}\n", file=file)
+    assert audit.share > 0.99
+    share = audit.tensor_core_share
+    assert share is not None
+    note(f"{config} {precision.value}: {share:.1%} of GPU time on tensor cores")
+    if precision is Precision.FP32:
+        assert only_a_gpu_shows(share < 0.01)
+    else:
+        assert only_a_gpu_shows(share > least)
+
+
+class TimedTrial(MLPTrial):
+    """Records an event before each batch."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.begun: list[Any] = []
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self.begun.append(event)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def milliseconds(self) -> float:
+        """The median of a batch, without the first ones."""
+        torch.cuda.synchronize()
+        late = self.begun[len(self.begun) // 3 :]
+        return float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(late)))
+
+
+def print_step_times() -> None:
+    """Of trainings without an audit, with one, and after the command that profiles kernels.
+
+    And whether each left a profiler on. To be called in a process that has not profiled before.
+    """
+    seen = []
+    with gpu.stand_ins():
+        for what in ("without", "with", "after profiling"):
+            if what == "after profiling":
+                audited("mlp/amp.yaml")
+            run = train(
+                waiting,
+                "mlp/amp.yaml",
+                f"hyperparameters.trial={__name__}:TimedTrial",
+                "data.samples=1280",
+                *amp(audit=str(what == "with").lower()),
+                length(sized(150, 12)),
+            )
+            profiling = torch._C._autograd._profiler_enabled()
+            seen.append((what, run.trial.milliseconds(), profiling))
+    print(json.dumps(seen))
+
+
+def test_audit_of_a_training_leaves_no_profiler_on(note: Callable[[str], None]) -> None:
+    process = training.start("-c", f"from {__name__} import print_step_times as p; p()")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    seen = json.loads(output.splitlines()[-1])
+    before = seen[0][1]
+    for what, milliseconds, profiling in seen:
+        ratio = milliseconds / before
+        note(f"step, audit: {what}: {milliseconds:.3f} ms, {ratio:.3f} of the first")
+        assert profiling is False
+
+
+def few_convolutions(**options: Any) -> nn.Module:
+    """In place of ResNet-50: a pooling adds up its gradients in any order."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(64, options["num_classes"])),  # of images of 8 x 8
+    )
+
+
+RESUMED = (
+    "data.dataset=synthetic",
+    "data.samples=160",
+    "data.image_size=8",
+    "hyperparameters.global_batch_size=8",
+    "hyperparameters.lr_schedule=cosine",
+    "hyperparameters.warmup_steps=2",
+    "hyperparameters.amp.growth_interval=3",
+    "hyperparameters.training={max_length: {batches: 12}, validation_period: {batches: 6}, "
+    "checkpoint_period: {batches: 4}, reporting_period: {batches: 2}, cudnn_benchmark: false}",
+)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize(
+    ("config", "trial"), [("mlp/amp.yaml", MLPTrial), ("resnet50/amp.yaml", ResNet50Trial)]
+)
+def test_resumed_run_ends_as_one_that_nothing_disturbed(
+    config: str, trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, where torch and cuDNN compute deterministically; lost in the 11th of 12 batches.
+
+    Weights, fused optimizer, scaler, schedule, counts, and the random state of the device.
+    """
+    monkeypatch.setattr("trials.resnet50.resnet50", few_convolutions)
+
+    def run(name: str, *overrides: str) -> Path:
+        words = [word for change in (*RESUMED, *overrides) for word in ("--config", change)]
+        path, folder = str(training.ROOT / "experiment_configs" / config), tmp_path / name
+        assert door.main(["train", path, *words, "--run-folder", str(folder)]) == 0
+        return folder
+
+    with training.killed_in_batch(10, trial):
+        run("resumed")
+    training.resume(tmp_path / "resumed")
+    whole, other = run("whole"), run("other", "reproducibility.experiment_seed=1")
+    ends = [training.checkpoint(folder, 12) for folder in (tmp_path / "resumed", whole, other)]
+    resumed, undisturbed, of_another_seed = map(training.digest, ends)
+    assert resumed == undisturbed
+    assert resumed != of_another_seed
+
+
+class LoudTrial(MLPTrial):
+    """Its hidden layer overflows in float16, in every batch."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        hidden = self.model.get_submodule("1")
+        nn.init.constant_(hidden.get_parameter("weight"), 2.0**16)
+
+
+class ForgetfulTrial(LoudTrial):
+    """Needs more memory than there is to train a batch again."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.trained: set[int] = set()
+
+    def train_batch(
+        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+    ) -> dict[str, float]:
+        if batch_idx in self.trained:
+            gpu.run_out_of_memory()
+        self.trained.add(batch_idx)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("trial", "cause"),
+    [
+        (LoudTrial, "forward overflow in module 1: largest"),
+        (ForgetfulTrial, "unknown: there was no memory to look for it"),
+    ],
+)
+def test_guard_says_the_cause_and_keeps_a_checkpoint(
+    trial: type[MLPTrial], cause: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GuardError, match=f"in a row were skipped.* Cause: {cause}"):
+        training.run_small(
+            "mlp/amp.yaml",
+            tmp_path / "run",
+            f"hyperparameters.trial={__name__}:{trial.__name__}",
+            *amp(max_consecutive_skips=1),
+        )
+    (saved,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    weights = training.checkpoint(tmp_path / "run", int(saved.name[-8:]))["models_state_dict"][0]
+    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+def latte(*overrides: str) -> tuple[str, ...]:
+    """What makes Latte small; skips the test without diffusers."""
+    pytest.importorskip("diffusers")
+    heads = sized("num_layers: 2, num_attention_heads: 4, attention_head_dim: 16", "")
+    tiny = "num_layers: 1, num_attention_heads: 2, attention_head_dim: 4"
+    return (
+        "data.frames=2",
+        f"hyperparameters.model={{{heads or tiny}}}",
+        "hyperparameters.clip_start_step=2",
+        *overrides,
+    )
+
+
+@EVERY_PRECISION
+def test_batches_of_latte_never_wait(precision: Precision) -> None:
+    skip_if_emulated(precision)
+    run = train(refusing_to_wait, "latte/fp32.yaml", *latte(), *amp(precision=precision.value))
+    assert run.dtypes == {precision.autocast_dtype or torch.float32}
+
+
+def test_average_stands_still_on_a_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth batch is infinite, as in `PoisonedTrial`."""
+    overrides = latte(*amp(init_scale=4.0, growth_interval=100), length(7))
+    trial_class: Any = importlib.import_module("trials.latte").LatteTrial
+    seen: list[list[torch.Tensor]] = []
+    train_batch = trial_class.train_batch
+
+    def poisoned(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        clips, *others = batch
+        clips = torch.full_like(clips, math.inf) if batch_idx == 3 else clips
+        reported = train_batch(trial, (clips, *others), epoch_idx, batch_idx)
+        seen.append([average.clone() for average in trial.ema.state_dict().values()])
+        return reported
+
+    monkeypatch.setattr(trial_class, "train_batch", poisoned)
+    train(waiting, "latte/amp.yaml", *overrides)
+    pairs = itertools.pairwise(seen)
+    moved = [any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairs]
+    assert moved == [True, True, False, True, True, True]
+    assert all(bool(torch.isfinite(average).all()) for average in seen[-1])
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16])
+def test_gradient_checkpointing_gives_the_same_gradients(
+    precision: Precision, note: Callable[[str], None]
+) -> None:
+    """Up to the order of sums: some kernels of attention add up in any order."""
+    pytest.importorskip("diffusers")
+    small = importlib.import_module("tests.test_denoiser")
+    found = []
+    dtype = precision.autocast_dtype
+    for checkpointed in (False, True):
+        model = small.make(gradient_checkpointing=checkpointed).to(DEVICE)
+        inputs = [tensor.to(DEVICE) for tensor in (small.CLIP, small.TIMESTEP, small.LABEL)]
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype is not None):
+            loss = functional.mse_loss(model(*inputs), torch.ones_like(inputs[0]))
+        torch.autograd.backward(loss * 1024.0)
+        found.append([parameter.grad for parameter in model.parameters()])
+    relative = 2.0**-16 if dtype is None else 4 * torch.finfo(dtype).eps
+    for plain, recomputed in zip(*found, strict=True):
+        assert plain is not None
+        assert recomputed is not None
+        largest = float(plain.abs().max())
+        assert largest > 0
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=relative * largest)
+    same = all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    note(f"checkpointing, {precision.value}: gradients equal to the bit: {same}")
+
+
+def test_batches_of_loader_processes_never_wait() -> None:
+    train(refusing_to_wait, "mlp/amp.yaml", "data.workers=2")
+
+
+@SIXTEEN_BITS
+def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precision) -> None:
+    """The backward has two products per layer; the first layer's input needs no gradient."""
+    skip_if_emulated(precision)
+    dtype = precision.autocast_dtype
+    model = three_layers().to(DEVICE)
+    keep_in_float32(model, ["^1$"], DEVICE.type)
+    with Products() as forward, torch.autocast(DEVICE.type, dtype=dtype):
+        result = model(torch.randn(3, 4, device=DEVICE))
+    with Products() as backward:
+        result.sum().backward()
+    assert forward.dtypes == [dtype, torch.float32, dtype]
+    assert backward.dtypes == [dtype, dtype, torch.float32, torch.float32, dtype]
+
+
+@pytest.mark.parametrize("steps", [0, 10])
+def test_finder_predicts_the_first_scale_that_overflows(steps: int) -> None:
+    def work(context: Any, batches: Any) -> None:
+        prediction = predict(context, batches)
+        first = prediction.first_overflow_log2
+        assert observe(context, batches, first, prediction).overflow
+        assert not observe(context, batches, first - 1, prediction).overflow
+
+    trained(*MLP, steps, work)
+
+
+def test_training_skips_its_first_step_from_the_predicted_scale_on() -> None:
+    first = looked_at(
+        SummedLoss,
+        lambda _, context, batches: predict(context, batches).first_overflow_log2,
+        batches=1,
+    )
+    assert skipped_steps(SummedLoss, 1, init_scale=2.0 ** (first - 1)) == 0
+    assert skipped_steps(SummedLoss, 1, init_scale=2.0**first) == 1
+
+
+def test_finder_counts_a_tensor_in_little_more_memory_than_it_has(
+    note: Callable[[str], None],
+) -> None:
+    values = torch.ones(sized(2**28, 2**10), dtype=torch.bfloat16, device=DEVICE)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    counts = exponent_counts(values)
+    peak = torch.cuda.max_memory_allocated(DEVICE) - before
+    assert int(counts[2 * 127]) == values.numel()
+    note(f"finder: counts {values.nbytes} bytes in {peak} more")
+    assert only_a_gpu_shows(peak < 2 * values.nbytes)
+
+
+@pytest.mark.usefixtures("_workers_import_once")
+def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes forked from a server: from one that has started CUDA they could not use it."""
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    study = searching.run(
+        tmp_path,
+        "compare_precisions.yaml",
+        "hyperparameters.amp.precision.vals=[fp32, amp_bf16]",
+        "hyperparameters.seed.vals=[1]",
+        *searching.SHORT,
+    )
+    assert {trial.params["amp.precision"] for trial in study.trials} == {"fp32", "amp_bf16"}
+    for trial in study.trials:
+        assert trial.state == "complete"
+        assert trial.value is not None
+        assert only_a_gpu_shows(was_on_a_gpu(trial.folder))
+
+
+def was_on_a_gpu(run: Path) -> bool:
+    """Whether it reports the memory that torch holds of one."""
+    return any("watch_peak_reserved_memory_mib" in line for line in training.metrics(run))
+
+
+def test_two_ranks_on_one_device_train_as_one(tmp_path: Path) -> None:
+    """Over gloo, because NCCL refuses two ranks on a GPU; sums are in another order."""
+    alone = training.run_small("mlp/fp32.yaml", tmp_path / "one")
+    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    command = ("determined_amp", "train", *training.arguments("mlp/fp32.yaml"))
+    process = training.start(
+        *("-m", *launcher, "--nproc-per-node", "2", "-m", *command),
+        *("--run-folder", str(tmp_path / "two")),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    together = training.metrics(tmp_path / "two")
+    for one, two in zip(training.metrics(alone), together, strict=True):
+        assert two["batches"] == one["batches"]
+        for name in {"loss", "validation_loss", "watch_grad_norm"} & one.keys():
+            assert two[name] == pytest.approx(one[name], abs=1e-4)
+    assert only_a_gpu_shows(was_on_a_gpu(tmp_path / "two"))
+
+
+@pytest.mark.skipif(
+    "compile" not in AmpSettings.__dataclass_fields__, reason="there is no setting amp.compile"
+)
+@pytest.mark.parametrize(
+    "precision",
+    [Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16],
+    ids=lambda value: value.value,
+)
+def test_compiled_training_has_the_losses_of_the_eager_one(
+    precision: Precision, tmp_path: Path
+) -> None:
+    runs = [
+        training.run_small(
+            "mlp/fp32.yaml",
+            tmp_path / str(mode),
+            *amp(precision=precision.value, compile=mode),
+        )
+        for mode in ("false", "default")
+    ]
+    eager, compiled = map(training.metrics, runs)
+    for one, other in zip(eager, compiled, strict=True):
+        for name in {"loss", "validation_loss"} & one.keys():
+            assert other[name] == pytest.approx(one[name], rel=2e-2)
+    states = [training.checkpoint(run, 12)["models_state_dict"][0] for run in runs]
+    assert states[0].keys() == states[1].keys()

@@ -56,13 +56,6 @@ def timeless(history: object) -> object:
     return json.loads(json.dumps(history))
 
 
-@pytest.mark.gpu
-def test_forked_workers_can_use_the_gpu(tmp_path: Path) -> None:
-    """No process forked from one that has initialised CUDA can."""
-    study = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, workers=2)
-    assert {trial.state for trial in study.trials} == {"complete"}
-
-
 class TestGrid:
     def test_scores_every_point_once_and_finds_the_best(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -128,7 +128,7 @@ def locked_by_another_process(folder: Path) -> Iterator[int]:
 def checkpoint(folder: Path, batches: int) -> dict[str, Any]:
     """The content of one checkpoint."""
     path = folder / "checkpoints" / f"batch-{batches:08d}" / "state_dict.pth"
-    content: dict[str, Any] = torch.load(path, weights_only=True)
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 

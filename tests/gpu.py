@@ -1,0 +1,147 @@
+"""The device of `test_gpu.py`: a GPU, or in a dry run the CPU with stand-ins for CUDA's own calls.
+
+A dry run executes every line of those tests, so that no mistake in them waits for a machine that
+has a GPU. `test_gpu_dry_run.py` starts one. What a stand-in cannot show is marked where it is
+asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `sized` makes it small.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+# cuBLAS is deterministic only with this, which it reads when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.audit import audited
+
+T = TypeVar("T")
+
+DRY_RUN = "GPU_TESTS_ON_CPU" in os.environ
+DEVICE = torch.device("cpu") if DRY_RUN else torch.device("cuda", 0)
+GPUS = 0 if DRY_RUN else 1
+
+
+def only_a_gpu_shows(fact: object) -> bool:
+    """Whether it is true; in a dry run it has been computed, and that is all."""
+    return DRY_RUN or bool(fact)
+
+
+def only_a_gpu_raises(error: type[Exception], match: str) -> AbstractContextManager[object]:
+    """`pytest.raises`; in a dry run the block just runs."""
+    return nullcontext() if DRY_RUN else pytest.raises(error, match=match)
+
+
+def sized(on_a_gpu: T, in_a_dry_run: T) -> T:
+    """The size of something."""
+    return in_a_dry_run if DRY_RUN else on_a_gpu
+
+
+def run_out_of_memory() -> None:
+    """Ask the device for a pebibyte."""
+    if DRY_RUN:
+        raise torch.cuda.OutOfMemoryError("a stand-in: there is no device")
+    torch.empty(2**50, dtype=torch.uint8, device=DEVICE)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """In a dry run, let what only CUDA has be answered by the host inside this block."""
+    if not DRY_RUN:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for name, answer in _CUDA.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(MixedPrecision, "__init__", _as_if_fused(MixedPrecision.__init__))
+        # Kernels are timed on CUDA alone.
+        on_cuda = partial(_audited_on, torch.device("cuda"))
+        patch.setattr("determined_amp.commands.audit.audited", on_cuda)
+        patch.setattr("determined_amp.audit.batch.profile", _Profile)
+        # A convolution's backward in float16 takes a CPU a hundred times as long as in float32.
+        patch.setattr("trials.resnet50.resnet50", _narrow_resnet)
+        # The compiler makes kernels for a minute; graphs are captured all the same.
+        patch.setattr(torch, "compile", partial(_without_kernels, torch.compile))
+        yield
+
+
+class _Event:
+    """The clock of the host."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1000 * (end._time - self._time)
+
+
+_CUDA: dict[str, Callable[..., Any]] = {
+    "set_sync_debug_mode": lambda mode: None,
+    "synchronize": lambda device=None: None,
+    "empty_cache": lambda: None,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 1,
+    "Event": _Event,
+}
+
+
+def _as_if_fused(make: Callable[..., None]) -> Callable[..., None]:
+    """Optimizers are fused, as on a GPU: other code steps them and finds the skips."""
+
+    @wraps(make)
+    def make_fused(amp: MixedPrecision, *given: Any, **named: Any) -> None:
+        make(amp, *given, **named)
+        amp.fused = True
+
+    return make_fused
+
+
+def _audited_on(cuda: torch.device, trial: Any, device: object, *given: Any, **named: Any) -> None:
+    audited(trial, cuda, *given, **named)
+
+
+class _Profile:
+    """As `torch.profiler.profile` on a GPU that ran two kernels and a copy."""
+
+    def __init__(self, activities: object) -> None:
+        self._of_gpu = SimpleNamespace(name="CUDA")
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was attached."""
+
+    def events(self) -> list[Any]:
+        names = ("nvjet_tst_128x128", "vectorized_elementwise_kernel", "Memcpy HtoD")
+        lasting = SimpleNamespace(elapsed_us=lambda: 1.0)
+        return [
+            SimpleNamespace(name=name, device_type=self._of_gpu, time_range=lasting)
+            for name in names
+        ]
+
+
+def _narrow_resnet(**options: Any) -> ResNet:
+    """A block a stage instead of 16, and narrow ones."""
+    return ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=8, **options)
+
+
+def _without_kernels(compiler: Callable[..., Any], model: Any, mode: object = None) -> Any:
+    return compiler(model, backend="aot_eager")
