@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def _seeded() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    """Kernels that give the same numbers every time, and NaN in memory that nothing has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

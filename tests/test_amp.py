@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from determined_amp import ConfigError
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, Precision
+from tests.loops import Fitted, fit
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context
 from trials.schedule import LRSchedule, warmup_then
@@ -283,13 +285,6 @@ def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class
     assert calls[2] == calls[1] != calls[0]
 
 
-@pytest.fixture
-def _fresh_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # fills what is not initialised
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def weights_after(gradients: list[float], **options: Any) -> list[float]:
     """The weights after each of these gradients, by SGD with momentum."""
     context: Any = Context()
@@ -307,7 +302,7 @@ def weights_after(gradients: list[float], **options: Any) -> list[float]:
 
 
 @pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizers on a CPU")
-@pytest.mark.usefixtures("_fresh_memory_is_nan")
+@pytest.mark.usefixtures("_deterministic")
 class TestMomentumOfFusedSGD:
     """Its first step writes the momentum, into memory that holds anything before."""
 
@@ -325,6 +320,25 @@ class TestMomentumOfFusedSGD:
         first, second = weights_after([math.inf, 1.0], fused=True)
         assert first == 1.0
         assert math.isnan(second)
+
+    @pytest.mark.parametrize("stops_after", [0, 1, 2])
+    def test_is_right_in_a_run_that_resumes_before_its_first_applied_step(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int
+    ) -> None:
+        """The first two of four steps are skipped; the momenta of the others are 1 and 1.5."""
+        fused = partial(torch.optim.SGD, momentum=0.5, fused=True)
+        monkeypatch.setattr(torch.optim, "SGD", fused)
+
+        def train(batches: int, **start: Any) -> Fitted:
+            def make(context: Any) -> OneWeightTrial:
+                return OneWeightTrial(context, Recipe([INF, INF, ONE, ONE]))
+
+            return fit(make, folder, None, batches=batches, batch_size=2, **start)
+
+        start: dict[str, Any] = {}
+        if stops_after:
+            start = {"first_batch": stops_after, "resume": train(stops_after).checkpoint}
+        assert train(4, **start).trial.weights[-2:] == [0.5, -0.25]
 
     def test_with_dampening_is_refused(self) -> None:
         assert weights_after([1.0], dampening=0.5, fused=False) == [0.5]

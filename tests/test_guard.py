@@ -292,6 +292,17 @@ class TestCause:
         with pytest.raises(GuardError, match=told):
             judge(watched, counted(100, 9, 9))
 
+    def test_without_memory_to_look_for_it_does_not_hide_the_failure(self) -> None:
+        """The run still ends with its error, which leaves a checkpoint."""
+
+        def replay() -> None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+        watched = guard(replay=lambda: ((), replay))
+        with pytest.raises(GuardError, match=r"in a row .* there was no memory") as ended:
+            judge(watched, counted(100, 9, 9))
+        assert ended.value.state_is_good
+
     def test_looks_at_parameters_of_optimizers_that_are_in_no_model(self) -> None:
         """Their gradients of the batch that is trained again do not stay."""
         watched = guard(optimizers=1)

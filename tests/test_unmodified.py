@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from determined_amp import AmpSettings, AuditError, ConfigError, MixedPrecision
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.unmodified import _autocast_is_on, fuse, make_with_amp
 from determined_amp.config.settings import read_section
-from tests.loops import Fitted, content, fit
+from tests.loops import Fitted, content, fit, loader
 from tests.test_amp import FUSED_ON_CPU
 from tests.training import digest
 
@@ -663,6 +664,39 @@ class TestRefused:
         assert torch.Tensor.backward is backward
 
 
+class WithMomentum(pytorch.PyTorchTrial):
+    """y = w x from w = 1, the loss is mean(y), and the first batch overflows.
+
+    Momenta of the applied steps are 1 and 1.5: w is 1 - 0.5, then 0.5 - 0.75.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        self.model = context.wrap_model(model)
+        amp = MixedPrecision.of(context)
+        assert amp is not None
+        amp.fused = True  # as on a GPU
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.optimizer = context.wrap_optimizer(sgd)
+        assert sgd.defaults["fused"] is True
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.model(batch[0]).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return loader([[math.inf], [1.0], [1.0]])
+
+    build_validation_data_loader = build_training_data_loader
+
+
 class TestFused:
     @pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizer on the CPU")
     @pytest.mark.parametrize(
@@ -687,6 +721,26 @@ class TestFused:
                 optimizer.zero_grad()
             weights.append(weight.detach())
         assert torch.equal(*weights)
+
+    @pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizer on the CPU")
+    @pytest.mark.usefixtures("_deterministic")
+    @pytest.mark.parametrize("stops_after", [0, 1])
+    def test_momentum_is_right_after_a_first_step_that_overflows(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int
+    ) -> None:
+        """Fresh memory is NaN, also where a run resumes before its first applied step."""
+
+        def last_weight() -> float:
+            amp = {"precision": "amp_fp16", "init_scale": 4.0}
+            first = run(WithMomentum, folder, amp, batches=1) if stops_after else None
+            checkpoint = None if first is None else first.checkpoint
+            there = {"batches": 3, "first_batch": stops_after, "resume": checkpoint}
+            made = run(WithMomentum, folder, amp, **there)
+            return next(made.trial.model.parameters()).item()  # type: ignore[no-any-return]
+
+        assert last_weight() == -0.25
+        monkeypatch.setattr("determined_amp.amp.mixed_precision.fill_momentum", lambda _: None)
+        assert math.isnan(last_weight())  # the negative control
 
     @pytest.mark.parametrize(
         "optimizer",
