@@ -1,8 +1,8 @@
 """The device of `test_gpu.py`: a GPU, or in a dry run the CPU with stand-ins for CUDA's own calls.
 
-A dry run executes every line of those tests, so that no mistake in them waits for a machine that
-has a GPU. `test_gpu_dry_run.py` starts one. What a stand-in cannot show is marked where it is
-asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `sized` makes it small.
+A dry run (`GPU_TESTS_ON_CPU=1 make test-gpu`) executes every line of those tests, so that no
+mistake in them waits for a machine that has a GPU. What a stand-in cannot show is marked where it
+is asserted: `only_a_gpu_shows`, `only_a_gpu_raises`; and `sized` makes it small.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ GPUs of other generations are stood in for by the answers torch would give on th
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -168,6 +169,12 @@ def test_support_of_a_cpu_is_what_onednn_says() -> None:
         fp16=mkldnn._is_mkldnn_fp16_supported(),
         bf16=mkldnn._is_mkldnn_bf16_supported(),
     )
+
+
+def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
+    """Otherwise they would train on it: a run takes the device that is there."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert torch.cuda.device_count() == 0
 
 
 def test_devices_are_listed_with_what_they_compute(
