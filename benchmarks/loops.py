@@ -125,13 +125,13 @@ def _train_bare(case: Case, turns: Turns, batches: Iterable[loading.Batch]) -> n
     model = case.model().to(case.device)
     optimizer, scaler = case.optimizer(model), case.scaler()
     scheduler, parameters = case.scheduler(optimizer), list(model.parameters())
-    for images, labels in batches:
+    for batch in batches:
         turns.batch_begins()
         if turns.over:
             break
+        images, labels = loading.to_device(batch, case.device)
         with case.autocast():
-            logits = model(images.to(case.device, non_blocking=True))
-            loss = functional.cross_entropy(logits, labels.to(case.device, non_blocking=True))
+            loss = functional.cross_entropy(model(images), labels)
         torch.autograd.backward(scaler.scale(loss))
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(parameters, case.max_grad_norm)
@@ -162,7 +162,7 @@ class StockTrial(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, torch.Tensor]:
-        images, labels = cast("loading.Batch", batch)
+        images, labels = loading.to_device(batch, self.case.device)  # there already, as pixels
         with self.case.autocast():
             loss = functional.cross_entropy(self.model(images), labels)
         self.context.backward(self.scaler.scale(loss))

@@ -24,6 +24,7 @@ from tests import training
 from tests.fake_cuda import fake_cuda
 from tests.test_no_sync import needs_fake_cuda
 from tests.test_no_sync import train as train_on_fake_cuda
+from trials.data.loading import to_device
 from trials.task import Task
 
 BATCHES = 8
@@ -265,8 +266,8 @@ def poison_batches_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def load_and_poison(samples: Any) -> Any:
             images, *others = load(samples)
             if next(batches) >= first:
-                images = images.clone()
-                images[2].view(-1)[0] = torch.nan
+                images = to_device((images,), torch.device("cpu"))[0].clone()  # no byte is NaN
+                images[2, 0, 0, 0] = torch.nan
             return (images, *others)
 
         dataset.__getitems__ = load_and_poison

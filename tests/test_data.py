@@ -22,15 +22,24 @@ from determined_amp.config.settings import read
 from trials.data import images as data
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.images import DatasetName, DataSettings, TensorImages, load
-from trials.data.loading import Batch, DataError, Labelled, Sample
+from trials.data.loading import Batch, DataError, Labelled, Sample, to_device
 
 
 def samples_of(images: Labelled, epoch: int = 0) -> list[Sample]:
     return [Sample(epoch, image) for image in range(len(images))]
 
 
+CPU = torch.device("cpu")
+
+
 def everything(images: Labelled, epoch: int = 0) -> Batch:
-    return images.__getitems__(samples_of(images, epoch))
+    """As the model gets it."""
+    return of(images, samples_of(images, epoch))
+
+
+def of(images: Labelled, samples: list[Sample]) -> Batch:
+    pixels, labels = to_device(images.__getitems__(samples), CPU)
+    return pixels, labels
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -47,6 +56,18 @@ def test_digits_are_1437_and_360_images_in_minus_one_to_one(channels: int, side:
         assert (pixels.dtype, labels.dtype) == (torch.float32, torch.int64)
         assert (pixels.min().item(), pixels.max().item()) == (-1.0, 1.0)
         assert set(labels.tolist()) == set(range(10))
+
+
+def test_digits_are_enlarged_to_what_a_resnet_is_made_for() -> None:
+    train, _ = load(DataSettings(image_size=224), seed=0)
+    pixels, _ = of(train, samples_of(train)[:4])
+    small, _ = of(load(DataSettings(image_size=8), seed=0)[0], samples_of(train)[:4])
+    assert pixels.shape == (4, 1, 224, 224)
+    # 28 x 28 of them make one of the scan, up to what interpolation blurs: of their neighbours.
+    blocks = torch.nn.functional.avg_pool2d(pixels, 28)
+    similar = torch.corrcoef(torch.stack([blocks, small]).flatten(2).transpose(0, 1).flatten(0, 1))
+    assert similar.diagonal(1)[::2].min() > 0.95
+    assert similar[0, 3] < 0.95  # negative control: another digit
 
 
 def test_digits_are_split_by_class_and_not_by_the_seed() -> None:
@@ -93,6 +114,26 @@ def test_synthetic_images_are_of_their_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_noise_of_a_device_is_made_once_and_is_of_its_seed_alone() -> None:
+    settings = DataSettings(
+        DatasetName.DEVICE_SYNTHETIC, image_size=8, channels=3, classes=4, samples=50
+    )
+    state = torch.get_rng_state()
+    train, validation = load(settings, 3, CPU)
+    assert (len(train), len(validation)) == (50, 5)
+    first, second = (train.__getitems__(samples_of(train)[at : at + 20]) for at in (0, 20))
+    pixels, labels = first
+    assert (pixels.shape, pixels.dtype) == ((20, 3, 8, 8), torch.float32)
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert [float(v) for v in (pixels.min(), pixels.max(), labels.max())] == [-1.0, 1.0, 3.0]
+    # The same memory, and nothing is left to do to it.
+    everywhere = [first, second, to_device(first, CPU)]
+    assert {batch[0].data_ptr() for batch in everywhere} == {pixels.data_ptr()}
+    assert equal(load(settings, 3)[0].__getitems__(samples_of(train)[:20]), first)
+    assert not equal(load(settings, 4)[0].__getitems__(samples_of(train)[:20]), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three images a class to train on and one to validate on: noise, but for a plain last dog."""
@@ -125,12 +166,19 @@ def test_folder_is_decoded_to_the_size_and_channels_asked_for(
     assert equal(everything(validation, epoch=1), (pixels, labels))  # no augmentation
 
 
+def test_bytes_leave_the_loader(folder: Path) -> None:
+    """A quarter of float32, on the way to the process, into pinned memory and across the bus."""
+    for settings in (of_folder(folder), of_folder(folder, 1), DataSettings(image_size=8)):
+        for images in load(settings, seed=3):
+            assert images.__getitems__([Sample(0, 0)])[0].dtype is torch.uint8
+
+
 def test_folder_augmentation_is_a_function_of_seed_epoch_and_image(folder: Path) -> None:
     train, _ = load(of_folder(folder), seed=3)
     pixels, _ = everything(train, epoch=5)
     torch.manual_seed(99)
     for index, sample in reversed(list(enumerate(samples_of(train, epoch=5)))):
-        assert torch.equal(train.__getitems__([sample])[0][0], pixels[index])
+        assert torch.equal(of(train, [sample])[0][0], pixels[index])
     assert torch.equal(everything(load(of_folder(folder), seed=3)[0], epoch=5)[0], pixels)
     for other in (everything(train, epoch=6), everything(load(of_folder(folder), seed=4)[0], 5)):
         assert not any(map(torch.equal, other[0], pixels))
@@ -278,6 +326,8 @@ def test_downloads_of_one_node_wait_for_each_other(monkeypatch: pytest.MonkeyPat
         ({"directory": "somewhere"}, "directory"),
         ({"dataset": "synthetic", "directory": "somewhere"}, "directory"),
         ({"samples": 100}, "samples"),
+        ({"dataset": "device_synthetic", "workers": 2}, "workers"),
+        ({"dataset": "device_synthetic", "samples": 100}, None),
         ({}, None),
         ({"dataset": "mnist", "directory": "somewhere"}, None),
         ({"dataset": "synthetic", "samples": 100}, None),

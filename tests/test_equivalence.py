@@ -117,7 +117,7 @@ class PlainLoop:
         frequency = self.hparams.aggregation_frequency
         for index, (images, labels) in enumerate(self.batches()):
             with autocast():
-                loss = functional.cross_entropy(self.model(images), labels)
+                loss = functional.cross_entropy(self.model(images / 127.5 - 1.0), labels)
             torch.autograd.backward(loss)
             if (index + 1) % frequency == 0:
                 self.average()
@@ -133,7 +133,7 @@ class PlainLoop:
         frequency = self.hparams.aggregation_frequency
         for index, (images, labels) in enumerate(self.batches()):
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = functional.cross_entropy(self.model(images), labels)
+                loss = functional.cross_entropy(self.model(images / 127.5 - 1.0), labels)
             torch.autograd.backward(scaler.scale(loss))
             if (index + 1) % frequency == 0:
                 self.average()

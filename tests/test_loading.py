@@ -178,6 +178,29 @@ def test_only_colour_images_become_channels_last(channels: int, channels_last: b
     assert moved.stride() == ((60, 1, 15, 3) if channels_last else (20, 20, 5, 1))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bytes_become_what_the_loader_used_to_make_of_them(channels: int) -> None:
+    """To the bit, for every byte: a run continues with the numbers that it began with."""
+    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, channels, 1, 1)
+    before = images.clone()
+    (moved,) = to_device((images,), torch.device("cpu"))
+    assert moved.dtype is torch.float32
+    assert torch.equal(moved, images.float().div_(127.5).sub_(1.0))
+    assert torch.equal(images, before)
+    assert not torch.equal(moved, images.float().mul_(1 / 127.5).sub_(1.0))  # negative control
+
+
+class OnDevice(Numbers):
+    on_device = True
+
+
+def test_only_batches_on_the_host_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a device cannot be."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pinned = [training_loader(s, _BATCH, 7, workers=0).pin_memory for s in (Numbers(), OnDevice())]
+    assert pinned == [True, False]
+
+
 def test_timed_loader_starts_before_its_first_batch_is_asked_for() -> None:
     """Its workers can load while a checkpoint is restored, as with a loader that is not timed."""
     started: list[str] = []

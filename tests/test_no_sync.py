@@ -165,6 +165,23 @@ def test_batches_never_wait_and_a_report_reads_once(
     assert run.trial.optimizer.defaults["fused"] is True
 
 
+@needs_fake_cuda
+def test_noise_of_the_device_is_neither_pinned_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a driver there is no generator of the device; fake kernels draw from none.
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+    with fake_cuda() as syncs:
+        train(syncs.during, "mlp/bf16.yaml", "data.dataset=device_synthetic")
+    calls = syncs.calls["batches"]
+    assert syncs.waits["batches"] == {}
+    assert calls["_fused_adam_"] == BATCHES
+    assert calls["randint"] == 2  # images and labels, once
+    assert calls["_pin_memory"] == 0
+    with fake_cuda() as syncs:  # negative control
+        train(syncs.during, "mlp/bf16.yaml")
+    assert syncs.calls["batches"]["_to_copy"] > calls["_to_copy"]
+
+
 class Unmodified(pytorch.PyTorchTrial):
     """A float32 trial whose code has nothing of AMP in it, and whose optimizer is not fused."""
 

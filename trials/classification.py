@@ -18,7 +18,7 @@ class ImageClassification(Task[images.DataSettings]):
     settings_class = images.DataSettings
 
     def load(self, seed: int) -> tuple[Labelled, Labelled]:
-        return images.load(self.settings, seed)
+        return images.load(self.settings, seed, self._amp.device)
 
     def validation_sums(self, model: Model, batch: Any) -> dict[str, torch.Tensor]:
         pictures, labels = batch

@@ -65,7 +65,7 @@ class ResNet50Trial(TaskTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
-        """Train on one batch: images (B, 3, S, S) float32, labels (B,) int64."""
+        """Train on one batch: images (B, 3, S, S) uint8, labels (B,) int64."""
         images, labels = loading.to_device(batch, self.amp.device)
         with self.amp.autocast():  # forward and loss, never the backward
             logits = self.model(images)  # (B, C), autocast dtype

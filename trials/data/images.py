@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from trials.data.loading import (
     Sample,
     check_same_classes,
     class_folders,
+    to_device,
 )
 
 
@@ -37,6 +39,8 @@ class DatasetName(enum.Enum):
     `mnist`, `cifar10`: torchvision downloads them into `directory`, once per node.
     `image_folder`: `directory/train/CLASS/*` and `directory/val/CLASS/*`.
     `synthetic`: noise, for throughput only: nothing can be learnt from it.
+    `device_synthetic`: one batch of noise, made on the device and trained on again and again: the
+    throughput that no loader can exceed.
     """
 
     DIGITS = "digits"
@@ -44,6 +48,7 @@ class DatasetName(enum.Enum):
     CIFAR10 = "cifar10"
     IMAGE_FOLDER = "image_folder"
     SYNTHETIC = "synthetic"
+    DEVICE_SYNTHETIC = "device_synthetic"
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class DataSettings(DatasetSettings):
         classes: Number of classes; checked against the dataset.
         directory: The folder of `mnist`, `cifar10` or `image_folder`.
         workers: Loader processes per slot; 0 loads in the training process.
-        samples: Number of training images of `synthetic`; it has a tenth as many for validation.
+        samples: Number of training images of `synthetic` and `device_synthetic`; they have a tenth
+            as many for validation.
     """
 
     dataset: DatasetName = setting(DatasetName.DIGITS)
@@ -75,16 +81,30 @@ class DataSettings(DatasetSettings):
         yield from self.dataset_contradictions(
             given,
             reads_directory=self.dataset in on_disk,
-            synthetic=self.dataset is DatasetName.SYNTHETIC,
+            synthetic=self.dataset in (DatasetName.SYNTHETIC, DatasetName.DEVICE_SYNTHETIC),
         )
+        if self.dataset is DatasetName.DEVICE_SYNTHETIC and self.workers:
+            yield "workers", f"got {self.workers}, but device_synthetic loads nothing; allowed: 0"
 
 
-def load(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
+def load(
+    settings: DataSettings, seed: int, device: torch.device | None = None
+) -> tuple[Labelled, Labelled]:
     """The training and the validation images; training photos are augmented.
+
+    Args:
+        settings: The `data` section.
+        seed: Seed of augmentation and noise.
+        device: Where the images of `device_synthetic` are; by default the CPU.
 
     Raises:
         DataError: if a directory is missing, or the number of classes differs from `settings`.
     """
+    if settings.dataset is DatasetName.DEVICE_SYNTHETIC:
+        where = device or torch.device("cpu")
+        counts = (settings.samples, settings.samples // 10)
+        on_device, few = (DeviceNoise(count, settings, seed, where) for count in counts)
+        return on_device, few
     train, validation = _LOADERS[settings.dataset](settings, seed)
     settings.check_classes(train)
     return train, validation
@@ -121,12 +141,12 @@ class TensorImages:
         return len(self._labels)
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
-        """A batch: images (B, C, H, W) float32 in [-1, 1], labels (B,) int64."""
+        """A batch: images (B, C, H, W) uint8, labels (B,) int64."""
         index = torch.tensor([sample.image for sample in samples])
         images = self._images[index]
         if self._augment_seed is not None:
             images = crop_and_flip(images, uniform_numbers(self._augment_seed, samples, draws=3))
-        return images.float().div_(127.5).sub_(1.0), self._labels[index]
+        return images, self._labels[index]
 
 
 class FolderImages:
@@ -160,10 +180,10 @@ class FolderImages:
         return len(self._folder)
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch:
-        """A batch: images (B, C, H, W) float32 in [-1, 1], labels (B,) int64."""
+        """A batch: images (B, C, H, W) uint8, labels (B,) int64."""
         decoded = [self._decode(sample) for sample in samples]
         images = _as_channels(torch.stack([image for image, _ in decoded]), self._channels)
-        return images.float().div_(127.5).sub_(1.0), torch.tensor([label for _, label in decoded])
+        return images, torch.tensor([label for _, label in decoded])
 
     def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
         try:
@@ -179,6 +199,43 @@ class FolderImages:
             # torch.manual_seed would seed the generators of the GPUs, too.
             torch.default_generator.manual_seed(int(draw * 2**53))
             return self._transform(image), label
+
+
+class DeviceNoise:
+    """One batch of noise on a device: nothing is loaded or copied. For throughput only.
+
+    Args:
+        count: Number of images that it says it has.
+        settings: Size, channels and classes.
+        seed: Seed of the noise.
+        device: Where the images are.
+    """
+
+    on_device = True
+
+    def __init__(self, count: int, settings: DataSettings, seed: int, device: torch.device) -> None:
+        self.classes = settings.classes
+        self._count = count
+        self._shape = (settings.channels, settings.image_size, settings.image_size)
+        self._seed = seed
+        self._device = device
+        self._made: Batch | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitems__(self, samples: Sequence[Sample]) -> Batch:
+        """A batch: images (B, C, S, S) float32 in [-1, 1], labels (B,) int64, on the device."""
+        size = len(samples)
+        if self._made is None or len(self._made[1]) < size:
+            draw: dict[str, Any] = {"device": self._device}
+            draw["generator"] = torch.Generator(self._device).manual_seed(self._seed)
+            images = torch.randint(0, 256, (size, *self._shape), dtype=torch.uint8, **draw)
+            labels = torch.randint(0, self.classes, (size,), **draw)
+            images, labels = to_device((images, labels), self._device)
+            self._made = images, labels
+        images, labels = self._made
+        return images[:size], labels[:size]
 
 
 def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:

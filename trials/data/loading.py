@@ -45,7 +45,10 @@ class Samples(Protocol):
 
 
 class Labelled(Protocol):
-    """`Samples` whose batches are (images or clips, labels in [0, classes))."""
+    """`Samples` whose batches are (images or clips, labels in [0, classes)).
+
+    With an attribute `on_device` that is true, the batches are on the device already.
+    """
 
     classes: int
 
@@ -158,7 +161,7 @@ def _loader(
         drop_last=drop_last,
         num_workers=workers,
         persistent_workers=workers > 0,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=torch.cuda.is_available() and not getattr(images, "on_device", False),
         collate_fn=_identity,
         # Without this, a loader draws the seed of its workers from the global generator.
         generator=torch.Generator().manual_seed(0),
@@ -173,16 +176,19 @@ def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
 def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
     """Copy the tensors of a batch without waiting: from pinned memory the copy is asynchronous.
 
-    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. Images with
-    three channels become channels_last, the layout of tensor cores for convolutions.
+    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. Pixels of 8
+    bits cross the bus as they are, a quarter of float32, and become float32 in [-1, 1] on the
+    device. Images with three channels become channels_last, the layout of tensor cores for
+    convolutions.
     """
     return tuple(_copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch)
 
 
 def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if value.dim() == 4 and value.shape[1] == 3:
-        return value.to(device, non_blocking=True, memory_format=torch.channels_last)
-    return value.to(device, non_blocking=True)
+    moved = value.to(device, non_blocking=True)
+    if moved.dim() == 4 and moved.shape[1] == 3:
+        moved = moved.contiguous(memory_format=torch.channels_last)
+    return moved.float().div_(127.5).sub_(1.0) if moved.dtype is torch.uint8 else moved
 
 
 def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> FolderT:
