@@ -210,7 +210,7 @@ def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.
     training = case.hparams.training
     with case.context() as context:
         trial = trial_class(context, case)
-        _take_turns(trial, turns)
+        take_turns(trial, turns)
         pytorch.Trainer(trial, context).fit(
             max_length=case.experiment.max_length.unit(),
             reporting_period=training.reporting_period.unit(),
@@ -224,12 +224,13 @@ def ours(case: Case, turns: Turns) -> nn.Module:
     with case.context() as context:
         trial = trial_of(case.experiment, context)
         assert isinstance(trial, MLPTrial)
-        _take_turns(trial, turns)
+        take_turns(trial, turns)
         fit(trial, context, checkpoint_policy="none")
         return trial.model
 
 
-def _take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
+def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
+    """Let the training of a trial go on by turns, and end with them."""
     train_batch = trial.train_batch
 
     def in_turn(*arguments: Any, **named: Any) -> Any:

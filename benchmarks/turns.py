@@ -11,20 +11,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 BATCHES_PER_TURN = 20
 
 
 class Turns:
     """The turns of one loop, which runs in a thread of its own.
 
+    Args:
+        batches: Length of a turn.
+
     Attributes:
-        times: Wall and CPU seconds of each turn of `BATCHES_PER_TURN` batches.
+        times: Wall and CPU seconds of each turn; a GPU has done its work by then.
         over: Whether the loop must end; to be checked after `batch_begins`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batches: int = BATCHES_PER_TURN) -> None:
         self.times: list[tuple[float, float]] = []
         self.over = False
+        self._batches = batches
         self._batch = 0
         self._started = (0.0, 0.0)
         self._error: BaseException | None = None
@@ -32,13 +38,16 @@ class Turns:
 
     def batch_begins(self) -> None:
         """Called by the loop at every batch: ends a turn, and waits for the next one."""
-        if self._batch % BATCHES_PER_TURN == 0:
+        if self._batch % self._batches == 0:
             if self._batch:
-                now = _now()
-                self.times.append((now[0] - self._started[0], now[1] - self._started[1]))
+                cpu = time.thread_time()  # before the wait, which may be a busy one
+                if torch.cuda.is_available():  # else the next loop's turn would do this one's work
+                    torch.cuda.synchronize()
+                wall = time.perf_counter()
+                self.times.append((wall - self._started[0], cpu - self._started[1]))
             self._done.release()
             self._go.acquire()
-            self._started = _now()
+            self._started = time.perf_counter(), time.thread_time()
         self._batch += 1
 
     @contextmanager
@@ -73,9 +82,11 @@ class Turns:
             self._done.release()
 
 
-def by_turns(loops: dict[str, Callable[[Turns], object]], rounds: int) -> dict[str, Turns]:
-    """Give each loop `rounds` turns; every round reverses the order."""
-    turns = {name: Turns() for name in loops}
+def by_turns(
+    loops: dict[str, Callable[[Turns], object]], rounds: int, batches: int = BATCHES_PER_TURN
+) -> dict[str, Turns]:
+    """Give each loop `rounds` turns of `batches` each; every round reverses the order."""
+    turns = {name: Turns(batches) for name in loops}
     with ExitStack() as running:
         for name, loop in loops.items():
             running.enter_context(turns[name].of(loop))
@@ -85,7 +96,3 @@ def by_turns(loops: dict[str, Callable[[Turns], object]], rounds: int) -> dict[s
                 turns[name].take()
             order.reverse()
     return turns
-
-
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.thread_time()

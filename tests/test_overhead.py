@@ -68,6 +68,34 @@ def test_loops_take_turns_and_all_of_them_end() -> None:
     assert all(cpu >= 0 for turns in found.values() for _, cpu in turns.times)
 
 
+def test_turn_ends_when_the_gpu_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of three seconds for every batch, by a clock that only `synchronize` moves."""
+    clock, queued, seen = 0.0, 0.0, []
+
+    def synchronize() -> None:
+        nonlocal clock, queued
+        clock, queued = clock + queued, 0.0
+
+    def loop(turns: Turns) -> None:
+        nonlocal queued
+        while True:
+            turns.batch_begins()
+            if turns.over:
+                return
+            seen.append(queued)
+            queued += 3.0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr("benchmarks.turns.time.perf_counter", lambda: clock)
+    found = by_turns({"a": loop, "b": loop}, 2, batches=2)
+    assert [[wall for wall, _ in turns.times] for turns in found.values()] == [[6.0, 6.0]] * 2
+    assert seen == [0.0, 3.0] * 4  # nobody's work is left for the next one
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # negative control
+    found = by_turns({"a": loop, "b": loop}, 2, batches=2)
+    assert [[wall for wall, _ in turns.times] for turns in found.values()] == [[0.0, 0.0]] * 2
+
+
 def test_error_of_a_loop_is_raised_and_ends_the_others() -> None:
     ended = []
 
