@@ -2,12 +2,16 @@
 
     python -m benchmarks.latte_memory
 
-It measures with and without checkpointing, and writes `benchmarks/results/latte_memory.json`, a
-table in `latte_memory.md` and the picture `docs/pictures/latte_memory.png`.
+It measures with and without checkpointing, and writes `benchmarks/results/latte_memory_cpu.json`,
+on a GPU `latte_memory_cuda.json`, after each row, then a table beside it and the picture
+`docs/pictures/latte_memory.png`.
 
 The bytes are counted on fake tensors, which have shapes but no values, so the paper's sizes need no
 memory. A real step of the small model keeps the same number of bytes, in BF16 within 0.02 %. On a
 CPU the times are those of the small model. Peak memory and largest batch need a GPU.
+
+Weights, clips and targets of a timed step are random. Latte's gates begin at 0, so that all but one
+product of its first backward have a factor of zeros, and hardware multiplies those faster.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from trials.models.denoiser import Denoiser
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "pictures" / "latte_memory.png"
+PICTURES = ROOT / "docs" / "pictures"
 
 PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 # By model, the batch sizes (per slot) to count; bytes are linear in the batch size.
@@ -61,7 +65,7 @@ class Row:
         step_seconds: Time of forward, backward and AdamW, the minimum of a few steps. On a CPU it
             is processor time of one thread, which other processes disturb least.
         peak_bytes: Largest allocation during a step, on a GPU.
-        largest_batch: Largest batch that fits on this GPU.
+        predicted_batch: Largest batch that should fit on this GPU, by the peaks of two batches.
     """
 
     model: str
@@ -71,7 +75,7 @@ class Row:
     saved_bytes: int
     step_seconds: float | None = None
     peak_bytes: int | None = None
-    largest_batch: int | None = None
+    predicted_batch: int | None = None
 
 
 class Step:
@@ -98,15 +102,19 @@ class Step:
             self.model = Denoiser(
                 config.hparams.model, config.data, gradient_checkpointing=checkpointing
             )
+        for parameter in self.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
         fused = device.type == "cuda"
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 
     def loss(self, batch: int) -> torch.Tensor:
         """Run forward and loss of a batch, as `trials.latte` does."""
-        clips = torch.zeros((batch, *self._data.clip_shape), device=self._device)
-        numbers = torch.zeros(batch, dtype=torch.int64, device=self._device)
+        clips = torch.randn((batch, *self._data.clip_shape), device=self._device)
+        timesteps = torch.randint(1000, (batch,), device=self._device)
+        labels = torch.zeros_like(timesteps)
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype is not None):
-            return functional.mse_loss(self.model(clips, numbers, numbers), torch.ones_like(clips))
+            noise = self.model(clips, timesteps, labels)
+            return functional.mse_loss(noise, torch.randn_like(clips))
 
     def saved_bytes(self, batch: int) -> int:
         """Bytes of the storages that autograd keeps after the forward, without parameters."""
@@ -142,19 +150,48 @@ def counted(name: str, batches: Sequence[int]) -> Iterator[Row]:
                 yield Row(name, precision.value, checkpointing, batch, saved)
 
 
-def timed(name: str, batches: Sequence[int], device: torch.device) -> Iterator[Row]:
-    """Measure bytes, step time and, on a GPU, memory of every variant of a model."""
-    for precision, checkpointing in variants():
+def timed(
+    name: str,
+    batches: Sequence[int],
+    device: torch.device,
+    precisions: Sequence[Precision] = PRECISIONS,
+) -> Iterator[Row]:
+    """Measure bytes, step time and, on a GPU, memory of every variant of a model.
+
+    A batch without memory for it has no row.
+    """
+    for precision, checkpointing in variants(precisions):
         prepare_backend(precision, device, set_switches=True)
         torch.backends.cudnn.benchmark = True
         step = Step(load(name), precision, checkpointing, device)
-        largest = largest_batch(step.run) if device.type == "cuda" else None
+        peaks: dict[int, int] = {}
         for batch in batches:
-            row = Row(name, precision.value, checkpointing, batch, step.saved_bytes(batch))
-            seconds, peak = measure(step, batch, device)
-            yield dataclasses.replace(
-                row, step_seconds=seconds, peak_bytes=peak, largest_batch=largest
-            )
+            try:
+                saved = step.saved_bytes(batch)
+                seconds, peak = measure(step, batch, device)
+            except torch.cuda.OutOfMemoryError:
+                break
+            if peak is not None:
+                peaks[batch] = peak
+            largest = predicted(peaks, _memory(device)) if len(peaks) > 1 else None
+            yield Row(name, precision.value, checkpointing, batch, saved, seconds, peak, largest)
+
+
+def predicted(peaks: dict[int, int], memory: int) -> int:
+    """The largest batch whose peak is at most `memory`: peaks grow by the same with every clip.
+
+    Args:
+        peaks: Bytes by batch, of two batches or more.
+        memory: Bytes that torch may have.
+    """
+    (small, low), (large, high) = min(peaks.items()), max(peaks.items())
+    of_a_clip = (high - low) / (large - small)
+    return int((memory - low) / of_a_clip + small)
+
+
+def _memory(device: torch.device) -> int:
+    """What is free, and what torch holds already."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | None]:
@@ -179,30 +216,8 @@ def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | 
     return min(times), torch.cuda.max_memory_allocated(device)
 
 
-def largest_batch(run: Callable[[int], None]) -> int:
-    """The largest batch that `run` has memory for: doubled until it has not, then bisected."""
-
-    def fits(batch: int) -> bool:
-        try:
-            run(batch)
-        except torch.cuda.OutOfMemoryError:
-            pass  # the error keeps the tensors of the step alive until it is handled
-        else:
-            return True
-        torch.cuda.empty_cache()
-        return False
-
-    good, bad = 0, 1
-    while fits(bad):
-        good, bad = bad, bad * 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
-
-
-def variants() -> list[tuple[Precision, bool]]:
-    return [(precision, on) for precision in PRECISIONS for on in (False, True)]
+def variants(precisions: Sequence[Precision] = PRECISIONS) -> list[tuple[Precision, bool]]:
+    return [(precision, on) for precision in precisions for on in (False, True)]
 
 
 def load(name: str) -> Experiment[Any]:
@@ -220,7 +235,7 @@ def table(rows: Sequence[Row]) -> str:
         "kept for the backward, MiB": lambda row: f"{row.saved_bytes / 2**20:,.1f}",
         "step, s": lambda row: f"{row.step_seconds:.3f}" if row.step_seconds else "",
         "peak, MiB": lambda row: f"{row.peak_bytes / 2**20:,.0f}" if row.peak_bytes else "",
-        "largest batch": lambda row: str(row.largest_batch or ""),
+        "largest batch, predicted": lambda row: str(row.predicted_batch or ""),
     }
     shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
     lines = [list(shown), ["---"] * len(shown)]
@@ -228,7 +243,7 @@ def table(rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def draw(rows: Sequence[Row], device: str) -> None:
+def draw(rows: Sequence[Row], device: str, path: Path) -> None:
     """Draw the bytes kept by the largest model, and step times, over the batch size."""
     mpl.use("Agg")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -253,32 +268,39 @@ def draw(rows: Sequence[Row], device: str) -> None:
     left.legend(fontsize="small")
     model = next(row.model for row in rows if row.step_seconds)
     right.set(xlabel="clips", ylabel="s", yscale="log", title=f"{model}.yaml: a step ({device})")
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.latte_memory", description="Memory and speed of Latte."
-    ).parse_args(arguments)
+    )
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the numbers go")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the picture goes")
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, batches = TIMED[device.type]
     torch.set_num_threads(1)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU thread"
+    stem = options.folder / f"latte_memory_{device.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
     with_bar = track(range(len(variants()) * sum(sizes)), "measuring")
-    sources = [counted(model, COUNTED[model]) for model in COUNTED]
-    for source in [*sources, timed(name, batches, device)]:
+    # First what needs the device: it may be lent for a while only.
+    sources = [
+        timed(name, batches, device),
+        *(counted(model, COUNTED[model]) for model in COUNTED),
+    ]
+    for source in sources:
         for row, _ in zip(source, with_bar, strict=False):
             rows.append(row)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU thread"
-    RESULTS.mkdir(exist_ok=True)
-    result = {"torch": torch.__version__, "device": where, "rows": [vars(row) for row in rows]}
-    (RESULTS / "latte_memory.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / "latte_memory.md").write_text(table(rows))
-    draw(rows, where)
+            result = {"torch": torch.__version__, "device": where, "rows": [*map(vars, rows)]}
+            stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(table(rows))
+    suffix = "" if device.type == "cpu" else "_cuda"
+    draw(rows, where, options.pictures / f"latte_memory{suffix}.png")
     print(table(rows))
     return 0
 
