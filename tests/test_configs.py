@@ -43,6 +43,12 @@ OWN = {
     ),
 }
 BASES = {f"{trial}/{name}": ("fp32.yaml", DIFFERS[name]) for trial in TRIALS for name in DIFFERS}
+# ImageNet at 224 px: the same four precisions, which differ in the same keys.
+BASES |= {
+    f"resnet50/imagenet_{name}": ("imagenet_fp32.yaml", DIFFERS[name])
+    for name in DIFFERS
+    if name != "amp_2slots.yaml"
+}
 BASES |= OWN
 FILES = [CONFIGS / name for name in BASES]
 
@@ -78,6 +84,13 @@ def test_files_are_exactly_those_declared() -> None:
 def test_sibling_differs_in_exactly_the_declared_keys(path: Path) -> None:
     base, keys = BASES[f"{path.parent.name}/{path.name}"]
     assert difference(load(path), load(path.parent / base)) == keys
+
+
+def test_imagenet_is_warmed_up_for_five_epochs_at_the_rate_of_its_batch() -> None:
+    hparams = load(CONFIGS / "resnet50" / "imagenet_fp32.yaml")["hyperparameters"]
+    batch = hparams["global_batch_size"]
+    assert hparams["warmup_steps"] == 5 * (1281167 // batch)
+    assert hparams["learning_rate"] == 0.1 * batch / 256
 
 
 def test_difference_sees_a_planted_key() -> None:
