@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import latte_memory
+from benchmarks.gpu import latte
+from benchmarks.gpu.box import Box
 from benchmarks.latte_memory import Row, Step
 from determined_amp.config.amp_settings import Precision
 from trials.models.denoiser import Denoiser
@@ -51,6 +54,13 @@ def test_rows_of_a_gpu_have_the_limit_once_there_are_two_peaks(
     monkeypatch.setattr(latte_memory, "_memory", lambda device: 1000)
     rows = list(latte_memory.timed("fp32", (1, 3, 5), CPU, (Precision.FP32,)))
     assert [(row.batch, row.predicted_batch) for row in rows] == [(1, None), (3, 90)] * 2
+
+
+def test_part_of_the_gpu_benchmark_has_the_same_rows() -> None:
+    box = Box(CPU, tiny=True, ends=time.monotonic() + 60)
+    rows = [Row(**row) for row in latte.measure(box)]
+    assert {row.precision for row in rows} == {"fp32", "amp_bf16"}
+    assert all(row.step_seconds for row in rows)
 
 
 def test_command_writes_each_row_at_once_and_nothing_of_another_device(

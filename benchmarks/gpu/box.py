@@ -1,0 +1,87 @@
+"""The time box of a part, and the one way in which parts time a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from determined_amp.config.amp_settings import Precision
+
+# A stretch shorter than this is not measured: clocks and caches need a while to settle.
+SECONDS = 0.6
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a part may use.
+
+    Args:
+        device: Where it measures.
+        tiny: Whether this is a rehearsal, at sizes of a second or less.
+        ends: When the part must have ended, by `time.monotonic`.
+    """
+
+    device: torch.device
+    tiny: bool
+    ends: float
+
+    @property
+    def amp(self) -> tuple[Precision, ...]:
+        """The AMP precisions to measure; the first one, where one is enough."""
+        if self.device.type == "cuda":
+            return Precision.AMP_FP16, Precision.AMP_BF16
+        return (Precision.AMP_BF16,)  # float16 convolutions take a hundred times as long there
+
+    def left(self) -> float:
+        """Seconds left."""
+        return self.ends - time.monotonic()
+
+
+def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
+    """Call `step` until the clock of the device has moved far enough.
+
+    Args:
+        step: What is measured; it is called at least once before, to warm up.
+        box: Where; a rehearsal measures one call.
+
+    Returns:
+        Mean seconds of a call, and the most bytes that tensors occupied meanwhile; None on a CPU.
+    """
+    alone = _timed(step, 1, box.device)
+    calls = 1 if box.tiny else max(3, math.ceil(SECONDS / max(alone, 1e-6)))
+    if box.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(box.device)
+    seconds = _timed(step, calls, box.device) / calls
+    peak = torch.cuda.max_memory_allocated(box.device) if box.device.type == "cuda" else None
+    return seconds, peak
+
+
+def _timed(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of so many calls, by events of the device or by the clock."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        return time.perf_counter() - start
+    start_event, end_event = (_event() for _ in range(2))
+    start_event.record()
+    for _ in range(calls):
+        step()
+    end_event.record()
+    end_event.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1000.0
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def problem_of(error: Exception) -> str:
+    """An error in one line, for a note."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,0 +1,172 @@
+"""ResNet-50 in Determined's loop with determined_amp, beside the bare loop, by turns.
+
+Then it counts what made the host wait for the device in training batches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from determined import pytorch
+
+from benchmarks.gpu.box import Box
+from benchmarks.gpu.resnet import BATCHES, TINY_BATCHES, Bare, batch_on
+from benchmarks.loops import NoReports, take_turns
+from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.unmodified import trial_of
+from determined_amp.config.amp_settings import Precision
+from determined_amp.config.experiment import Experiment, parse, read_yaml
+from determined_amp.config.overrides import with_overrides
+from determined_amp.fitting import fit
+from determined_amp.local.context import trial_context
+from determined_amp.local.open_trial import throwaway_core_context
+
+CONFIGS = Path(__file__).parents[2] / "experiment_configs" / "resnet50"
+YAMLS = {
+    Precision.FP32: "imagenet_fp32.yaml",
+    Precision.TF32: "imagenet_tf32.yaml",
+    Precision.AMP_FP16: "imagenet_amp.yaml",
+    Precision.AMP_BF16: "imagenet_bf16.yaml",
+}
+ROUNDS = 6
+# By then the audit has looked, and cuDNN has chosen.
+WARM = 20
+COUNTED = 40
+
+
+def measure(box: Box) -> Iterator[dict[str, Any]]:
+    """Rows of `loop`, `precision`, `batch`, `round` and `images_per_second`, then counts."""
+    if box.device.type == "cuda":
+        yield count_synchronisations(box, box.amp[0])
+    for precision in box.amp:
+        compared = {
+            "bare": partial(bare, box, precision),
+            "determined_amp": partial(ours, experiment_of(box, precision, noise_of(box))),
+        }
+        yield from in_turns(box, precision, compared)
+
+
+def in_turns(
+    box: Box, precision: Precision, loops: dict[str, Any], rounds: int = ROUNDS
+) -> Iterator[dict[str, Any]]:
+    """Rows of all rounds but the first, in which everything is warmed up."""
+    size, batches = batch_size(box), 2 if box.tiny else BATCHES_PER_TURN
+    with controlled_by(SafeController):
+        found = by_turns(loops, 1 + (2 if box.tiny else rounds), batches)
+    for name, turns in found.items():
+        for number, (wall, _) in enumerate(turns.times[1:]):
+            speed = size * batches / wall
+            where = {"loop": name, "precision": precision.value, "batch": size}
+            yield {**where, "round": number, "images_per_second": speed}
+
+
+def batch_size(box: Box) -> int:
+    return (TINY_BATCHES if box.tiny else BATCHES)[0]
+
+
+def noise_of(box: Box) -> dict[str, Any]:
+    """The `data` section of noise that is made on the device once."""
+    return {"dataset": "device_synthetic", "workers": 0, "samples": 100 * batch_size(box)}
+
+
+def experiment_of(
+    box: Box, precision: Precision, data: dict[str, Any], changes: Sequence[str] = ()
+) -> Experiment[Any]:
+    """The experiment of imagenet_*.yaml on other data, endless, with a report per turn."""
+    path = str(CONFIGS / YAMLS[precision])
+    raw = dict(read_yaml(path))
+    side, classes = (32, 10) if box.tiny else (224, 1000)
+    raw["data"] = {"image_size": side, "channels": 3, "classes": classes, **data}
+    lengths = ("max_length", "validation_period", "checkpoint_period")
+    overrides = [f"hyperparameters.training.{name}={{batches: 1000000}}" for name in lengths]
+    overrides += [
+        f"hyperparameters.training.reporting_period={{batches: {BATCHES_PER_TURN}}}",
+        f"hyperparameters.global_batch_size={batch_size(box)}",
+        *changes,
+    ]
+    return parse(with_overrides(raw, overrides), path)
+
+
+def bare(box: Box, precision: Precision, turns: Turns) -> None:
+    """The bare loop."""
+    loop, batch = Bare(box), batch_on(box, batch_size(box))
+    while True:
+        turns.batch_begins()
+        if turns.over:
+            return
+        loop.step(batch, precision)
+
+
+def ours(experiment: Experiment[Any], turns: Turns) -> None:
+    """The trial in Determined's loop, with audit, guard, counters and reports."""
+    with throwaway_core_context(reports=NoReports) as core_context:
+        context = trial_context(core_context, experiment)
+        trial = trial_of(experiment, context)
+        take_turns(trial, turns)
+        fit(trial, context, checkpoint_policy="none")
+
+
+class Counting(SafeController):
+    """Determined's loop; what waits between two reports is counted, from batch `WARM` on.
+
+    Args:
+        caught: Gets a warning for each.
+        fitted: What `Trainer.fit` hands over.
+    """
+
+    def __init__(self, caught: list[warnings.WarningMessage], **fitted: Any) -> None:
+        super().__init__(**fitted)
+        self._caught = caught
+
+    def _train_with_boundaries(self, *arguments: Any) -> Any:
+        assert self.state is not None
+        trained = self.state.batches_trained
+        if trained >= WARM + COUNTED:
+            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        if trained < WARM:
+            return super()._train_with_boundaries(*arguments)
+        with waits() as caught:
+            found = super()._train_with_boundaries(*arguments)
+        self._caught.extend(caught)
+        return found
+
+
+@contextmanager
+def waits() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect what makes the host wait for the device; torch warns of it on request."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield caught
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    caught[:] = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+
+
+def count_synchronisations(box: Box, precision: Precision) -> dict[str, Any]:
+    """Count them in so many training batches, and those of a planted `item()`."""
+    experiment = experiment_of(box, precision, noise_of(box))
+    caught: list[warnings.WarningMessage] = []
+    with (
+        throwaway_core_context(reports=NoReports) as core_context,
+        controlled_by(partial(Counting, caught)),
+    ):
+        context = trial_context(core_context, experiment)
+        fit(trial_of(experiment, context), context, checkpoint_policy="none")
+    planted = torch.ones((), device=box.device)
+    with waits() as control:
+        planted.item()
+    return {
+        "synchronisations": len(caught),
+        "batches": COUNTED,
+        "of_a_planted_one": len(control),
+        "precision": precision.value,
+    }

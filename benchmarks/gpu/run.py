@@ -1,0 +1,191 @@
+"""Measures what one GPU reaches, part by part, each in a process and a time box of its own.
+
+    python -m benchmarks.gpu --folder OUT               # less than nine minutes
+    python -m benchmarks.gpu --folder OUT --tiny        # a rehearsal; with --device cpu, too
+    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the rows that are there
+
+`OUT/rows.jsonl` gets a row as soon as it is measured. A part that fails, or that is not ready in
+time, leaves a note there, and the next one begins. At the end the rows are summed up in `gpu.json`,
+`gpu.md` and, where there is matplotlib, `gpu.png`. Copied to `benchmarks/results`, `gpu.json` is
+what `benchmarks.readme` writes into the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import pkgutil
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.box import Box, problem_of
+from benchmarks.gpu.goals import goals, words
+from benchmarks.gpu.report import draw, markdown
+
+# Modules of this package, and seconds; a part may use what those before it have left over.
+WHERE = "benchmarks.gpu.{}:measure"
+PARTS = {"ceilings": 20, "resnet": 155, "loops": 70, "loader": 75, "latte": 75, "compiled": 85}
+# A row that is being measured when the time is over may be finished.
+GRACE = 10
+# What a part needs to begin; without it the time left is not worth a process.
+LEAST = 5
+PACKAGES = ("torch", "torchvision", "determined", "diffusers", "numpy", "triton")
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+def measure(
+    folder: Path,
+    parts: Mapping[str, float],
+    device: str,
+    *,
+    tiny: bool,
+    grace: float = GRACE,
+    where: str = WHERE,
+) -> list[dict[str, Any]]:
+    """Run the parts one after the other; `folder/rows.jsonl` gets what they find.
+
+    Args:
+        folder: Where the results go.
+        parts: Seconds of each, by the name of its module.
+        device: `cuda` or `cpu`.
+        tiny: Whether this is a rehearsal.
+        grace: Seconds after its time at which a part is cut off.
+        where: The function of a part, with its name left open.
+
+    Returns:
+        All rows.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rows.jsonl"
+    path.write_text("")
+    imported = _processes.Process()  # does nothing, when all is imported
+    imported.start()
+    imported.join()
+    ends = time.monotonic()
+    for part, seconds in parts.items():
+        ends += seconds
+        began = time.monotonic()
+        if ends - began < LEAST:
+            _append(path, part, {"note": f"not begun: {ends - began:.0f} s are left"})
+            continue
+        # Not a daemon, because daemons may not start loader processes.
+        box = Box(torch.device(device), tiny, ends)
+        process = _processes.Process(target=_part, args=(part, where, path, box))
+        process.start()
+        process.join(ends + grace - time.monotonic())
+        if process.is_alive():
+            process.kill()
+            process.join()
+            _append(path, part, {"note": f"cut off after {time.monotonic() - began:.0f} s"})
+        elif process.exitcode:
+            _append(path, part, {"note": f"its process ended with {process.exitcode}"})
+        took = round(time.monotonic() - began, 1)
+        _append(path, part, {"seconds": took})
+        notes = [f"; {r['note']}" for r in rows_of(path) if r["part"] == part and "note" in r]
+        print(f"{part}: {took} s{''.join(notes)}", flush=True)
+    return rows_of(path)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows that were written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """Write JSON, Markdown and picture of the rows in a folder; returns the result."""
+    rows = rows_of(folder / "rows.jsonl")
+    on: dict[str, Any] = next((row["machine"] for row in rows if "machine" in row), {})
+    # The sizes of a rehearsal say nothing.
+    told = [] if on.get("rehearsal") else rows
+    result = {"machine": on, "goals": goals(told, on.get("device", "")), "rows": rows}
+    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "gpu.md").write_text(markdown(result))
+    draw(result, folder / "gpu.png")
+    return result
+
+
+def _append(path: Path, part: str, row: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"part": part, **row}) + "\n")
+
+
+def _part(part: str, where: str, path: Path, box: Box) -> None:
+    """A part, in a process of its own: a fault of the device ends with the process."""
+    # Loader processes are forks, as they are of a run; else each would import all, and get a copy
+    # of the dataset.
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        if box.device.type == "cpu":
+            torch.set_num_threads(1)
+        _append(path, part, {"machine": {**machine(box.device.type), "rehearsal": box.tiny}})
+        # Here, because a package may be missing that other parts do without.
+        for row in pkgutil.resolve_name(where.format(part))(box):
+            _append(path, part, row)
+            if box.left() <= 0:
+                _append(path, part, {"note": "the time was over before the end"})
+                return
+    except Exception as error:  # whatever it is, the other parts go on
+        _append(path, part, {"note": problem_of(error)})
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What was measured on, and with what."""
+    cuda = device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda,  # of torch
+        "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _driver() -> str:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.check_output(ask, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return problem_of(error)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status, 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="What one GPU reaches, in nine minutes."
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="where the results go")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal; always on a CPU")
+    parser.add_argument(
+        "--parts", nargs="*", choices=PARTS, default=list(PARTS), help="by default all"
+    )
+    options = parser.parse_args(arguments)
+    # Imported once, in the process that the others are forks of; it has no device. Only what is
+    # certain to work: a fault here would end all parts.
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "torchvision"])
+    parts = {name: PARTS[name] for name in options.parts}
+    tiny = options.tiny or options.device == "cpu"
+    if parts:
+        measure(options.folder, parts, options.device, tiny=tiny)
+    print(words(write(options.folder)["goals"]))
+    return 0

@@ -1,0 +1,36 @@
+"""Parts of `benchmarks.gpu` that go wrong in every way they can, and one that does not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.box import Box
+
+
+def fine(box: Box) -> Iterator[dict[str, Any]]:
+    yield {"value": 1.0}
+
+
+def raises(box: Box) -> Iterator[dict[str, Any]]:
+    yield {"value": 2.0}
+    raise ArithmeticError("planted\nin two lines")
+
+
+def dies(box: Box) -> Iterator[dict[str, Any]]:
+    yield {"value": 3.0}
+    os._exit(7)  # as after a fault of the driver
+
+
+def hangs(box: Box) -> Iterator[dict[str, Any]]:
+    yield {"value": 4.0}
+    time.sleep(3600)
+
+
+def never_ends(box: Box) -> Iterator[dict[str, Any]]:
+    for number in itertools.count():
+        time.sleep(0.1)
+        yield {"value": float(number)}
