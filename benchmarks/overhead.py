@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "precision": options.precision,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
@@ -165,7 +165,8 @@ def _show(result: dict[str, Any]) -> None:
         Console().print(table)
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The model of this processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
