@@ -1,11 +1,15 @@
-"""Draws the README's picture and writes its table, both from the results in `benchmarks/results`.
+"""Draws the README's picture and writes its tables, from the results in `benchmarks/results`.
 
-python -m benchmarks.readme
+    python -m benchmarks.readme
+
+The table of a GPU takes the place of the sentence that none has been measured, once there is the
+`gpu.json` of `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.gpu import report as gpu_report
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.reports.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, save_png
 
@@ -27,6 +32,8 @@ PRECISIONS = {
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
 }
 SCALES = RESULTS / "loss_scale_choice_cpu.json"
+GPU = RESULTS / "gpu.json"
+NO_GPU = "No GPU has been measured yet."
 
 _HEADS = (
     "| model | precision | validation accuracy, mean and sd | samples/s, median (range) | speed | "
@@ -136,6 +143,20 @@ def with_table(readme: str, rows: str) -> str:
     return f"{before}{rows}\n{after}"
 
 
+def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
+    """The text of the README with the table of a GPU.
+
+    Args:
+        readme: The text so far, with such a table or with the sentence that there is none.
+        result: The JSON of `benchmarks.gpu`.
+    """
+    on = result["machine"]
+    said = f"On one {on['device']}, torch {on['torch']}, {on['date']}, images on the device:"
+    table_there = rf"On one [^\n]*:\n\n{re.escape(gpu_report.HEADS)}(?:\n\|.*)+"
+    new = f"{said}\n\n{gpu_report.table(result)}".rstrip()
+    return re.sub(f"{re.escape(NO_GPU)}|{table_there}", lambda _: new, readme, count=1)
+
+
 def read_precisions() -> dict[str, Any]:
     """The committed reports on precisions, by the name of the model."""
     return {model: json.loads(path.read_text()) for model, path in PRECISIONS.items()}
@@ -144,7 +165,8 @@ def read_precisions() -> dict[str, Any]:
 def main() -> None:
     precisions = read_precisions()
     save_png(draw(precisions, json.loads(SCALES.read_text())), PICTURE)
-    README.write_text(with_table(README.read_text(), table(precisions)))
+    readme = with_table(README.read_text(), table(precisions))
+    README.write_text(with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 from matplotlib.patches import Rectangle
 
+from benchmarks.gpu import report as gpu_report
 from benchmarks.readme import (
+    GPU,
+    NO_GPU,
     PICTURE,
     README,
     SCALES,
     draw,
     read_precisions,
     table,
+    with_gpu,
     with_table,
 )
+from tests.test_benchmarks_gpu import of_a_gpu
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,23 @@ def test_picture_shows_every_speed_and_every_window(precisions: Any) -> None:
     bars = [bar for bar in scale.patches if isinstance(bar, Rectangle)]
     windows = [[bar.get_x(), bar.get_x() + bar.get_width()] for bar in bars]
     assert windows == [model["window_log2"] for model in scales["models"]]
+
+
+def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
+    readme = README.read_text()
+    if GPU.exists():
+        assert with_gpu(readme, json.loads(GPU.read_text())) == readme
+    else:
+        assert NO_GPU in readme
+    found, other = (
+        {"machine": {"device": device, "torch": "2.11", "date": "2026-12-01"}, "rows": of_a_gpu()}
+        for device in ("NVIDIA H200", "NVIDIA B200")
+    )
+    first = with_gpu(f"Before. {NO_GPU}\n\nAfter.\n", found)
+    said = "On one NVIDIA H200, torch 2.11, 2026-12-01, images on the device:"
+    assert first == f"Before. {said}\n\n{gpu_report.table(found)}\nAfter.\n"
+    assert with_gpu(first, found) == first
+    assert with_gpu(first, other) == first.replace("H200", "B200")
 
 
 def test_picture_is_in_the_readme() -> None:
