@@ -70,6 +70,20 @@ class WithHparams(Stranger):
         self.given = hparams
 
 
+class WithLoaderProcesses(WithHparams):
+    """Loads in a process of its own, with a function that only a fork of this process has."""
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(
+            samples(0),
+            batch_size=self.batch_size,
+            num_workers=1,
+            collate_fn=lambda rows: tuple(
+                torch.stack(column) for column in zip(*rows, strict=True)
+            ),
+        )
+
+
 class WithSecond(Stranger):
     """The second parameter is what the first caller passed, whatever it is called."""
 

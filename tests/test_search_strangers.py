@@ -132,7 +132,9 @@ def test_scoring_needs_a_section_amp() -> None:
 
 
 def test_comparison_trains_a_stranger_with_each_seed() -> None:
-    Path("stranger.yaml").write_text(yaml.safe_dump({**STRANGER, "optimizations": {}}))
+    """Its loader processes are forks, as in a training: they need no data that can be pickled."""
+    loading = {"entrypoint": "tests.strangers:WithLoaderProcesses", "optimizations": {}}
+    Path("stranger.yaml").write_text(yaml.safe_dump({**STRANGER, **loading}))
     config = search(
         "compare_precisions.yaml",
         "hyperparameters.seed.vals=[1, 2]",
@@ -146,4 +148,4 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
     one, two = (trial.value for trial in study.trials)
     assert one != two
     recorded = yaml.safe_load((study.trials[0].folder / "config.yaml").read_text())
-    assert recorded["entrypoint"] == "tests.strangers:WithHparams"
+    assert recorded["entrypoint"] == "tests.strangers:WithLoaderProcesses"

@@ -66,6 +66,9 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The comparison itself may be a task of a cluster, but its trials are not.
     det.get_cluster_info = lambda: None
+    # Loader processes are forks, as in a training. Those of a fork server's child would import all
+    # of it again, and need data that can be pickled.
+    multiprocessing.set_start_method("fork", force=True)
     os.chdir(directory)  # multiprocessing uses the directory of its own import
     _share_machine(slot, workers)
 
