@@ -37,10 +37,9 @@ SEARCH: dict[str, Any] = {
 def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
     """The metrics of a trial that was scored; nothing overflows up to `top`."""
     overflow = scale_log2 > top
-    score = 1.01 if overflow else 0.001 * (1 + top - scale_log2)
     return {
         "init_scale_log2": float(scale_log2),
-        "loss_scale_score": score,
+        "loss_scale_score": float(abs(scale_log2 - (top - 1))),
         "overflow": float(overflow),
         "flushed_share": 0.25 if scale_log2 < 0 else 0.0,
     }

@@ -89,9 +89,9 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert needs_the_network(document) == []
     # The small MLP, four batches of 32 samples in two passes.
     assert re.search(r"safe window: 2\^-?\d+ to 2\^\d+", said)
-    assert "samples passed forward and backward: 256 by the finder, 3072 by this search" in said
+    assert "samples passed forward and backward: 256 by the finder, 3840 by this search" in said
     assert "76800 by a grid of 12 trainings of 200 batches (300 times)" in said
-    assert "best trial: 2^18" in said
+    assert "best trial: 2^17 with loss_scale_score 0; the finder chose 2^16" in said
     shown = Page(document)
     for told in said.splitlines()[:-1]:
         assert told in shown.text

@@ -149,7 +149,16 @@ class TestMetric:
 
     def test_best_is_ringed(self) -> None:
         axes = panel(draw(None, observed(SCORES, "loss_scale_score")), "loss scale score")
-        assert texts(axes) == ["best 2¹⁸"]
+        assert texts(axes) == ["best 2¹⁶"]
+        assert axes.get_yscale() == "linear"
+
+    def test_scores_of_older_searches_keep_their_axis(self) -> None:
+        older: Rows = [
+            (scale, None, {**scored(int(scale)), "loss_scale_score": score}, {})
+            for scale, score in ((8.0, 0.0095), (17.0, 0.0005), (24.0, 1.06))
+        ]
+        axes = panel(draw(None, observed(older, "loss_scale_score")), "loss scale score")
+        assert texts(axes) == ["best 2¹⁷"]
         assert axes.get_yscale() == "log"
 
     def test_skips_are_counted_and_expected(self) -> None:

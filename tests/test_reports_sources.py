@@ -33,11 +33,23 @@ def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
 def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
     rows = read_search(write_study(tmp_path, trials)).ranked()
-    assert [run.scale_log2 for run in rows] == [17, 8, 24]
+    assert [run.scale_log2 for run in rows] == [17, 24, 8]
     upwards: dict[str, Any] = {**SEARCH, "searcher": dict(SEARCH["searcher"])}
     upwards["searcher"]["smaller_is_better"] = False
     rows = read_search(write_study(tmp_path / "up", trials, upwards)).ranked()
-    assert [run.scale_log2 for run in rows] == [24, 8, 17]
+    assert [run.scale_log2 for run in rows] == [8, 24, 17]
+
+
+def test_scores_of_older_searches_still_rank(tmp_path: Path) -> None:
+    """They were an error and a thousandth of a bit, or 1 and a hundredth where a step overflows."""
+    older = {8: 0.0095, 17: 0.0005, 24: 1.06}
+    trials = [(2.0**k, {**scored(k), "loss_scale_score": score}) for k, score in older.items()]
+    found = over_loss_scale(read_search(write_study(tmp_path, trials)))
+    assert [(run.scale_log2, run.overflow) for run in found.ranked()] == [
+        (17, False),
+        (8, False),
+        (24, True),
+    ]
 
 
 def test_what_else_differs_is_named() -> None:

@@ -1,4 +1,4 @@
-"""`finder.score`: one best power of two, finite at every scale, and honest where none helps."""
+"""`finder.score`: bits from the finder's scale, finite, and honest where none helps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.small_trials import Float16Loss, SmallTrial, SummedLoss, TinyLoss
+from benchmarks.small_trials import (
+    Float16Loss,
+    PreNormTransformer,
+    SmallTrial,
+    SummedLoss,
+    TinyLoss,
+)
+from determined_amp.finder import passes
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.passes import Observation, Prediction
 from determined_amp.finder.score import Score, score_batches
-from determined_amp.finder.verdict import find
+from determined_amp.finder.verdict import Verdict, find
 from tests.loss_scale import Context, Trial, looked_at, prediction_of
 
 Batches = Sequence[FrozenBatch]
@@ -25,11 +32,13 @@ Batches = Sequence[FrozenBatch]
 class Exact:
     """A batch with these float32 gradients, and others in float16."""
 
-    def __init__(self, exact: list[list[float]], scaled: list[list[float]]) -> None:
-        self._exact, self._scaled = exact, scaled
+    def __init__(
+        self, exact: list[list[float]], scaled: list[list[float]], scale_log2: float = 4
+    ) -> None:
+        self._exact, self._scaled, self._scale_log2 = exact, scaled, scale_log2
 
     def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
-        assert (dtype, scale_log2) in ((None, 0), (torch.float16, 4))
+        assert (dtype, scale_log2) in ((None, 0), (torch.float16, self._scale_log2))
         values = self._exact if dtype is None else self._scaled
         made = tuple(torch.tensor(value) * 2.0**scale_log2 for value in values)
         return Gradients(loss_is_finite=True, parameters=made)
@@ -74,46 +83,59 @@ class TestTerms:
     ) -> None:
         """Half of (3, 4) is lost, then all of it and more; a gradient of 0 has no error."""
         observed[4] = Observation(4, True, False, 0.125, 1.5)
+        observed[6] = Observation(6, True, False, 0.0, 0.5)
         half = Exact([[3.0, 4.0], [0.0]], [[3.0, 1.5], [0.0]])
         all_of_it = Exact([[3.0, 4.0]], [[-30.0, -40.0]])
         assert self.of(4, half).gradient_error == 0.25
         assert self.of(4, half, all_of_it).gradient_error == 0.625
         found = self.of(4, half, all_of_it, other_slots=[0.25])
-        assert found == Score(0.4375, 0.4375, 1.5, 0.125, 0.0, 0.0)
+        assert found == Score(1.0, 0.4375, 1.5, 0.125, 0.0)
 
-    @pytest.mark.parametrize(("headroom", "score"), [(1.5, 0.0), (3.5, 0.002), (0.5, 0.001)])
-    def test_room_counts_a_thousandth_a_bit_from_one_and_a_half(
-        self, observed: dict[float, Observation], headroom: float, score: float
+    @pytest.mark.parametrize(
+        ("scale", "top", "score"),
+        [
+            (5, 6, 0.0),  # one bit below the top, which is predicted to be 2^6
+            (6, 6, 1.0),
+            (2, 6, 3.0),
+            (4.5, 6, 0.5),
+            (2, 4, 1.0),  # a kernel that adds up in float16: 2^6 and 2^5 overflow
+            (8, 8, 3.0),  # nothing overflows although it is predicted
+        ],
+    )
+    def test_score_is_the_distance_to_the_scale_to_start_with(
+        self, observed: dict[float, Observation], scale: float, top: int, score: float
     ) -> None:
-        observed[4] = Observation(4, True, False, 0.0, headroom)
-        found = self.of(4, Exact([[1.0]], [[1.0]]))
-        assert found.loss_scale_score == pytest.approx(score)
-        assert found.backward_headroom_bits == headroom
+        for at in (scale, top):
+            observed[at] = Observation(at, True, False, 0.0, 0.25 + top - at)
+        found = self.of(scale, Exact([[1.0]], [[1.0]], scale))
+        assert (found.loss_scale_score, found.overflow) == (score, 0)
+        assert found.backward_headroom_bits == 0.25 + top - scale
 
     def test_room_is_the_predicted_one_where_none_was_seen(
         self, observed: dict[float, Observation]
     ) -> None:
         """All is flushed, or an infinity reached no parameter: 6 bits less the scale's 4."""
         observed[4] = Observation(4, True, False, 1.0, -math.inf)
-        assert self.of(4, Exact([[1.0]], [[0.0]])).backward_headroom_bits == 2
+        observed[6] = Observation(6, True, False, 1.0, -math.inf)
+        found = self.of(4, Exact([[1.0]], [[0.0]]))
+        assert (found.backward_headroom_bits, found.loss_scale_score) == (2, 1)
 
     @pytest.mark.parametrize(
-        ("scale", "works_at", "halvings"),
-        [(16, 6, 10), (6.5, 5.5, 1), (8.25, 5.25, 3), (6, 5, 1), (5, 4, 1), (16, 4, 12)],
+        ("scale", "top", "score"),
+        [(16, 6, 11), (6.5, 6, 1.5), (8.25, 5, 4.25), (6, 5, 2), (5, 4, 2), (16, 4, 13)],
     )
-    def test_halvings_are_those_until_nothing_overflows(
-        self, observed: dict[float, Observation], scale: float, works_at: float, halvings: int
+    def test_overflow_is_so_many_bits_too_high(
+        self, observed: dict[float, Observation], scale: float, top: int, score: float
     ) -> None:
-        """From the whole number that bfloat16 predicts on, at least one."""
+        """From the power of two that bfloat16 predicts down, or from the next one below."""
         observed[0] = Observation(0, True, False, 0.0, 6.0)
-        observed[works_at] = Observation(works_at, True, False, 0.0, 0.5)
+        observed[top] = Observation(top, True, False, 0.0, 0.5)
         assert self.of(scale) == Score(
-            loss_scale_score=1.0 + 0.01 * halvings,
+            loss_scale_score=score,
             gradient_error=1.0,
             backward_headroom_bits=min(6 - scale, 0.0),
             flushed_share=0.25,
             overflow=1.0,
-            halvings=halvings,
         )
 
     def test_of_a_forward_that_overflows_are_none(self, observed: dict[float, Observation]) -> None:
@@ -128,7 +150,7 @@ class TestTerms:
         observed[0] = Observation(0, True, True, 0.0, 0.0)
         observed[-9] = Observation(-9, True, False, 0.0, 0.0, values_left=left)
         if left == 0.01:
-            assert self.of(4).halvings == 13
+            assert self.of(4).loss_scale_score == 14
         else:
             with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
                 self.of(4)
@@ -143,6 +165,7 @@ class TestTerms:
             error: Exception = RuntimeError("expected Half")
 
         observed[4] = Observation(4, True, False, 0.0, 1.5)
+        observed[6] = Observation(6, True, False, 0.0, 0.5)
         batch = Half([], [])
         told = "cannot run in float32, which gradient_error is measured against: expected Half. Wr"
         with pytest.raises(LossScaleError, match=told):
@@ -168,30 +191,46 @@ def invalid(trial: Trial, scale: int) -> str:
     return looked_at(trial, work)
 
 
-@pytest.mark.parametrize("trial", [SummedLoss, Float16Loss])
-def test_best_power_of_two_is_the_finders(trial: Trial) -> None:
+@pytest.mark.parametrize(
+    ("trial", "verdict"),
+    [
+        (SummedLoss, Verdict.SCALE),
+        (Float16Loss, Verdict.SCALE),
+        (PreNormTransformer, Verdict.DEFAULT),
+    ],
+)
+def test_scores_are_a_v_whose_tip_is_the_finders_choice(trial: Trial, verdict: Verdict) -> None:
+    """Also across the edge of float16, on both sides of which every scale has a score."""
+
     def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-        choice = find(context, batches).choice_log2
+        finding = find(context, batches)
+        choice, top = finding.choice_log2, finding.top_log2
         assert choice is not None
-        found = {k: score_batches(context, batches, k) for k in range(choice - 6, choice + 4)}
-        assert min(found, key=lambda scale: found[scale].loss_scale_score) == choice
-        assert 1 <= found[choice].backward_headroom_bits < 2
+        assert finding.verdict is verdict
+        scales = [*range(choice - 3, choice + 2), choice - 30, top, top + 1, top + 7]
+        found = {k: score_batches(context, batches, k) for k in scales}
+        assert {k: score.loss_scale_score for k, score in found.items()} == {
+            k: abs(k - choice) for k in scales
+        }
+        assert {k for k in found if found[k].overflow} == {k for k in scales if k > top}
+        assert found[top].backward_headroom_bits > 0 > found[top + 1].backward_headroom_bits
 
     looked_at(trial, work)
 
 
-def test_overflow_is_worse_than_anything_finite_and_counts_the_halvings() -> None:
-    def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-        top = find(context, batches).top_log2
-        good, one, three, seven = (
-            score_batches(context, batches, top + bits) for bits in (-30, 1, 3, 7)
-        )
-        assert [found.halvings for found in (good, one, three, seven)] == [0, 1, 3, 7]
-        assert good.loss_scale_score < one.loss_scale_score < seven.loss_scale_score
-        assert one.overflow == 1
-        assert one.backward_headroom_bits < 0
+def test_scale_beyond_float32_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of this loss would bear 2^128 and more."""
+    loss, tried = SummedLoss.loss, list[float]()
+    monkeypatch.setattr(SummedLoss, "loss", lambda *given: loss(*given) * 2.0**-125)
 
-    looked_at(SummedLoss, work)
+    def observe(context: Any, batches: Any, scale_log2: float, prediction: Any) -> Observation:
+        tried.append(scale_log2)
+        return really(context, batches, scale_log2, prediction)
+
+    really = passes.observe
+    monkeypatch.setattr(scoring, "observe", observe)
+    assert scores(SummedLoss, [120])[120].loss_scale_score == 6
+    assert tried == [120, 127]
 
 
 def test_is_finite_where_everything_is_flushed() -> None:

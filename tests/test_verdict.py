@@ -14,7 +14,15 @@ import pytest
 from determined_amp.finder import verdict
 from determined_amp.finder.passes import Observation, Prediction
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
-from determined_amp.finder.verdict import Finding, Verdict, _islands, _judge, _module, find
+from determined_amp.finder.verdict import (
+    Finding,
+    Verdict,
+    _islands,
+    _judge,
+    _module,
+    choice_of,
+    find,
+)
 from tests.loss_scale import prediction_of
 
 CONTEXT: Any = object()
@@ -47,6 +55,7 @@ class TestFind:
     def test_chooses_one_bit_below_the_largest_scale(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12)
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 11)
+        assert finding.answer_log2 == 11
         assert finding.window_bits == 39
         assert [seen.scale_log2 for seen in finding.verified] == [11]
         assert finding.verdict is Verdict.SCALE
@@ -69,11 +78,21 @@ class TestFind:
         finding = found(monkeypatch, prediction, lambda scale: False)
         assert (finding.verdict, finding.islands) == (Verdict.ISLANDS, ("loud",))
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
+        assert finding.answer_log2 is None
 
     def test_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
         assert (finding.top_log2, finding.choice_log2) == (8, 8)
         assert [seen.scale_log2 for seen in finding.verified] == [11, 10, 9, 8]
+
+    def test_chooses_the_default_where_it_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel that adds up in float16 may still overflow there."""
+        loud = prediction_of({"a": {-5: 1}})
+        for edge, expected in ((99, Verdict.DEFAULT), (15, Verdict.SCALE)):
+            finding = found(monkeypatch, loud, lambda scale, edge=edge: scale > edge)  # type: ignore[misc]
+            assert (finding.verdict, finding.choice_log2) == (expected, min(edge, 16))
+            assert finding.top_log2 == min(edge, 20)
+            assert finding.verified[-1].scale_log2 == finding.choice_log2
 
     @pytest.mark.parametrize("bits", [24, 25])
     def test_gives_up_after_24_bits(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,19 +114,22 @@ class TestFind:
 
 
 @pytest.mark.parametrize(
-    ("low", "top", "expected"),
+    ("low", "top", "expected", "choice"),
     [
-        (16, 16, Verdict.DEFAULT),
-        (-3, 16, Verdict.DEFAULT),
-        (16, 20, Verdict.DEFAULT),
-        (17, 20, Verdict.SCALE),
-        (10, 15, Verdict.SCALE),
-        (10, 10, Verdict.SCALE),
-        (17, 16, Verdict.BF16),
+        (16, 16, Verdict.DEFAULT, 16),
+        (-3, 16, Verdict.DEFAULT, 16),
+        (16, 20, Verdict.DEFAULT, 16),
+        (17, 20, Verdict.SCALE, 19),
+        (10, 15, Verdict.SCALE, 14),
+        (10, 10, Verdict.SCALE, 10),
+        (17, 16, Verdict.BF16, 15),
     ],
 )
-def test_verdict_is_that_of_the_window(low: int, top: int, expected: Verdict) -> None:
+def test_verdict_and_choice_are_those_of_the_window(
+    low: int, top: int, expected: Verdict, choice: int
+) -> None:
     assert _judge(prediction_of({"a": {0: 1}}), low, top) == (expected, ())
+    assert choice_of(low, top) == choice
 
 
 def test_verdict_is_for_islands_where_they_leave_a_window() -> None:

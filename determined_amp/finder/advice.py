@@ -301,8 +301,7 @@ def yaml_changes(found: FoundScale) -> dict[str, Any]:
         patterns = (f"^{name.replace('.', '[.]')}$" for name in names)
         return {"fp32_modules": [*run.fp32_modules, *patterns]}
     assert finding.choice_log2 is not None
-    default = finding.verdict is Verdict.DEFAULT
-    changes = {"init_scale": 2.0 ** (DEFAULT_LOG2 if default else finding.choice_log2)}
+    changes = {"init_scale": 2.0**finding.choice_log2}
     if changes["init_scale"] < run.min_scale:
         changes["min_scale"] = changes["init_scale"] * 2.0**-8
     return changes

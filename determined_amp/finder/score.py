@@ -1,13 +1,12 @@
 """Scores a loss scale without training, as the metric of a search.
 
 The validation loss after a short training cannot rank loss scales, because seeds change it more
-than scales inside the safe window do. Frozen parameters and identical batches make the score exact:
+than scales inside the safe window do. So the score is a distance, in bits, and a chart of it a V:
 
-    loss_scale_score = gradient_error + 0.001 |backward_headroom_bits - 1.5|   nothing overflows
-                     = 1 + 0.01 * halvings until nothing overflows             something does
+    loss_scale_score = |log2 of the scale - log2 of the scale to start with|
 
-`gradient_error` grows with what float16 flushes to 0, and is flat where nothing is flushed. There
-the second term prefers one to two bits of headroom below 65520: among powers of two, one scale.
+The scale to start with is what the finder chooses, see `verdict.choice_of`. Every trial measures on
+its own where float16 overflows. Frozen parameters and identical batches make it exact.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ from determined_amp.finder.frozen import (
     wrapped_scaler,
 )
 from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
-
-# The headroom that scores best, in bits.
-_WANTED_HEADROOM = 1.5
-_HEADROOM_WEIGHT = 1.0e-3
-_HALVING_PENALTY = 1.0e-2
+from determined_amp.finder.verdict import FLUSHED_LIMIT, LARGEST_LOG2, choice_of
 
 # If a smaller share of the values is left, nothing trains.
 _FEWEST_VALUES = 0.01
@@ -44,7 +39,8 @@ class Score:
     """The metrics of one loss scale; every value is finite.
 
     Args:
-        loss_scale_score: Smaller is better; below 1 if and only if nothing overflows.
+        loss_scale_score: Bits between the scale and the one to start with; smaller is better, and 0
+            is best. A scale that overflows is that many bits too high.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
             difference to the float32 gradient); 1 if something overflows.
         backward_headroom_bits: log2 of 65520 over the largest 16-bit gradient. If that overflows
@@ -52,7 +48,6 @@ class Score:
         flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, over that of all,
             in the tensor that loses most.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
-        halvings: How often the scale must be halved until nothing overflows.
     """
 
     loss_scale_score: float
@@ -60,7 +55,6 @@ class Score:
     backward_headroom_bits: float
     flushed_share: float
     overflow: float
-    halvings: float
 
 
 def score(
@@ -98,43 +92,48 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     prediction = predict(context, batches)
     prediction.require_gradients()
     seen = observe(context, batches, scale_log2, prediction)
-    if seen.overflow:
-        return _score_of_overflow(context, batches, seen, prediction)
     headroom = seen.backward_headroom_bits
-    if not math.isfinite(headroom):  # everything is flushed, or an infinity reached no parameter
+    # All is flushed, or an infinity reached no parameter.
+    if seen.overflow or not math.isfinite(headroom):
         headroom = prediction.headroom_log2 - scale_log2
-    errors = [_gradient_error(batch, scale_log2) for batch in batches]
-    slots = context.distributed.allgather(sum(errors) / len(errors))
-    error = sum(slots) / len(slots)
+    top = _top(context, batches, seen, prediction)
+    choice = choice_of(prediction.smallest_scale_log2(FLUSHED_LIMIT), top)
+    error = 1.0
+    if not seen.overflow:
+        errors = [_gradient_error(batch, scale_log2) for batch in batches]
+        slots = context.distributed.allgather(sum(errors) / len(errors))
+        error = sum(slots) / len(slots)
     return Score(
-        loss_scale_score=error + _HEADROOM_WEIGHT * abs(headroom - _WANTED_HEADROOM),
+        loss_scale_score=abs(scale_log2 - choice),
         gradient_error=error,
-        backward_headroom_bits=headroom,
+        backward_headroom_bits=min(headroom, 0.0) if seen.overflow else headroom,
         flushed_share=seen.flushed_share,
-        overflow=0.0,
-        halvings=0.0,
+        overflow=float(seen.overflow),
     )
 
 
-def _score_of_overflow(
+def _top(
     context: Place, batches: Sequence[FrozenBatch], seen: Observation, prediction: Prediction
-) -> Score:
-    if not observe(context, batches, 0, prediction).loss_is_finite:
+) -> int:
+    """log2 of the largest power of two at which nothing overflows: predicted, then measured.
+
+    Raises:
+        determined.InvalidHP: if there is none that leaves a gradient.
+    """
+    if seen.overflow and not observe(context, batches, 0, prediction).loss_is_finite:
         raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
-    scale = seen.scale_log2
-    halvings = max(1, math.ceil(scale - prediction.headroom_log2))
-    while (below := observe(context, batches, scale - halvings, prediction)).overflow:
-        halvings += 1
-    if below.values_left < _FEWEST_VALUES:  # finite only because nothing is left
-        raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
-    return Score(
-        loss_scale_score=1.0 + _HALVING_PENALTY * halvings,
-        gradient_error=1.0,
-        backward_headroom_bits=min(prediction.headroom_log2 - scale, 0.0),
-        flushed_share=seen.flushed_share,
-        overflow=1.0,
-        halvings=float(halvings),
-    )
+    top = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
+    if seen.overflow:
+        top = min(top, math.ceil(seen.scale_log2) - 1)
+    # A kernel that adds up in float16 overflows earlier.
+    while seen.overflow or top > seen.scale_log2:
+        below = observe(context, batches, top, prediction)
+        if not below.overflow:
+            if seen.overflow and below.values_left < _FEWEST_VALUES:  # finite, for nothing is left
+                raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
+            break
+        top -= 1
+    return top
 
 
 def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:

@@ -26,7 +26,7 @@ _MOST_ROWS = 24
 _SEARCHED = (-16, 48)
 
 # A loss scale is a float32.
-_LARGEST_LOG2 = 127
+LARGEST_LOG2 = 127
 
 # With more float32 modules than this, the model hardly computes in float16.
 _MOST_ISLANDS = 3
@@ -145,6 +145,11 @@ class Finding(Window):
     cause: str = ""
 
     @property
+    def answer_log2(self) -> int | None:
+        """`choice_log2` where the verdict is to use it; None if it is not for a scale."""
+        return self.choice_log2 if self.verdict in (Verdict.DEFAULT, Verdict.SCALE) else None
+
+    @property
     def hidden_modules(self) -> tuple[str, ...]:
         """Modules whose gradients are all 0, for instance before an output that starts at 0."""
         return tuple(module.name for module in self.modules if not module.values_by_log2)
@@ -165,12 +170,20 @@ class Finding(Window):
         return _shown_scales(self.low_log2, self.top_log2, measured)
 
 
-def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
-    """Find the loss scale to start with: one bit below the largest at which nothing overflows.
+def choice_of(low: int, top: int) -> int:
+    """log2 of the scale to start with, of the window from 2^`low` to 2^`top`.
 
-    One bit, because later batches have larger gradients than the few that are used here. A second
-    bit would save one skipped step at most. At the lower end of the window, the same bit can cost
-    thousands of steps of growth.
+    PyTorch's default, if the window has it. Else one bit below the top, because later batches have
+    larger gradients than the few that are used here; a second bit would save one skipped step at
+    most. At the lower end of the window, the same bit can cost thousands of steps of growth.
+    """
+    if low <= DEFAULT_LOG2 <= top:
+        return DEFAULT_LOG2
+    return top if low == top else top - 1
+
+
+def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
+    """Find the loss scale to start with, see `choice_of`, and verify it in float16.
 
     Args:
         context: The models and processes of the passes.
@@ -181,9 +194,9 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         LossScaleError: if there is nothing to scale.
     """
     prediction = predict(context, batches)
-    top = min(prediction.first_overflow_log2 - 1, _LARGEST_LOG2)
+    top = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    choice = top if low == top else top - 1
+    choice = choice_of(low, top)
     verified = [observe(context, batches, choice, prediction)]
     # At a large scale the loss itself may overflow in float16. At a scale of 1 it must not.
     hopeless = verified[0].overflow and not observe(context, batches, 0, prediction).loss_is_finite
@@ -198,7 +211,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
     if sweep:
         done = [int(seen.scale_log2) for seen in verified]
         shown = {*_shown_scales(low, top, done)} - {*done}
-        more = sorted(at for at in shown if at <= _LARGEST_LOG2)
+        more = sorted(at for at in shown if at <= LARGEST_LOG2)
         verified = [*(observe(context, batches, at, prediction) for at in more), *verified]
     rows = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
     scales = range(min(rows[0], _SEARCHED[0]), max(rows[-1], _SEARCHED[1]) + 1)

@@ -209,7 +209,9 @@ def metric(
         axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
         axes.axhline(centre, color=AMBER, linewidth=0.8)
     values = [point.value for point in points]
-    if min(values) > 0 and max(values) > 10 * min(values):
+    # A score in bits is a V on a linear axis; those of older searches were errors, and below 2.
+    in_bits = name == "loss_scale_score" and max(values) >= 2
+    if min(values) > 0 and max(values) > 10 * min(values) and not in_bits:
         axes.set_yscale("log")
     axes.set_ylabel(name.replace("_", " "))
 

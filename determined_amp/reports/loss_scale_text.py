@@ -148,8 +148,8 @@ def _best(finding: Finding | None, search: Source) -> Iterator[str]:
         f"best trial: 2^{best.scale_log2:g} with {search.metric} {best.value:.4g}"
         + (
             ""
-            if finding is None or finding.choice_log2 is None
-            else f"; the finder chose 2^{finding.choice_log2:g}"
+            if finding is None or finding.answer_log2 is None
+            else f"; the finder chose 2^{finding.answer_log2:g}"
         )
     )
     if search.also_searched:
@@ -182,9 +182,9 @@ def _cost(found: FoundScale, search: Source) -> Iterator[str]:
 def passed_samples(search: Source, found: FoundScale) -> float:
     """Number of samples that a search passed through the model, forward and backward.
 
-    A trained trial passes each sample once. A scored trial passes its batches four times: in
-    bfloat16, in float32, and in float16 with and without the recorder.
+    A trained trial passes each sample once. A scored trial passes its batches up to five times: in
+    bfloat16, in float32, and in float16 with and without the recorder, and at the window's top.
     """
     per_batch = found.run.samples / found.run.batches
-    passes = sum(run.batches * (4 if run.is_scored else 1) for run in search.runs)
+    passes = sum(run.batches * (5 if run.is_scored else 1) for run in search.runs)
     return float(passes * per_batch)

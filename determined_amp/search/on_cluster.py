@@ -156,8 +156,8 @@ def _report(train: core.TrainContext, finding: Finding, batches: int) -> None:
         "window_bits": finding.window_bits,
         "expected_skips_at_default": finding.expected_skips(16),
     }
-    if finding.choice_log2 is not None:
-        metrics["init_scale_log2"] = finding.choice_log2
+    if finding.answer_log2 is not None:
+        metrics["init_scale_log2"] = finding.answer_log2
     train.report_validation_metrics(steps_completed=batches, metrics=metrics)
 
 

@@ -25,7 +25,6 @@ _DIAGNOSIS = (
     ("init_scale_log2", "scale", "2^{:g}"),
     ("gradient_error", "error", "{:.1e}"),
     ("backward_headroom_bits", "headroom", "{:.2f}"),
-    ("halvings", "halvings", "{:.0f}"),
     ("flushed_share", "flushed", "{:.2%}"),
     (MetricName.SKIPPED_STEPS, "skipped", "{:.0f}"),
 )
