@@ -25,6 +25,7 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.guard import note_on_master
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
@@ -110,10 +111,7 @@ def train_on_cluster(
     config = _parse(info, trial)
     hparams = dict(config.hyperparameters)
     frequency = config.aggregation_frequency
-    with (
-        _ending_with_the_reason(),
-        pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context,
-    ):
+    with task_context(hparams, frequency) as context:
         set_averaging(context, config)
         if prepare is not None:
             prepare(context, config)
@@ -124,13 +122,25 @@ def train_on_cluster(
 
 
 @contextmanager
-def _ending_with_the_reason() -> Iterator[None]:
-    """Say last why a trial of a search ends; Determined drops the text of an `InvalidHP`."""
+def task_context(
+    hparams: dict[str, Any], aggregation_frequency: int
+) -> Iterator[pytorch.PyTorchTrialContext]:
+    """Determined's context of a task, which says why a trial of a search ends.
+
+    Determined drops the text of an `InvalidHP`: the metadata of the run and the last line of its
+    log have it.
+    """
     try:
-        yield
+        with pytorch.init(hparams=hparams, aggregation_frequency=aggregation_frequency) as context:
+            try:
+                yield context
+            except det.InvalidHP as error:
+                note_on_master(context, failure=str(error))
+                raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):
-            print(f"invalid trial: {left.__context__}", flush=True)
+            # Where Determined's own lines go, or the log may have them after it.
+            print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
         raise
 
 

@@ -72,9 +72,10 @@ class Run:
         """How often the cluster started the trial again by itself."""
         return bindings.get_GetTrial(self.cluster.session, trialId=self.trial.id).trial.restarts
 
-    def metadata(self) -> dict[str, Any]:
-        """What is noted of AMP in the metadata of its only trial."""
-        noted = bindings.get_GetRunMetadata(self.cluster.session, runId=self.trial.id).metadata
+    def metadata(self, trial: client.Trial | None = None) -> dict[str, Any]:
+        """What is noted of AMP in the metadata of a trial, by default of its only one."""
+        number = (trial or self.trial).id
+        noted = bindings.get_GetRunMetadata(self.cluster.session, runId=number).metadata
         return dict((noted or {})["amp"])
 
     def log(self) -> str:
@@ -186,6 +187,13 @@ def metrics(trial: client.Trial, group: str) -> list[dict[str, Any]]:
     """The reports of a trial, in order."""
     reports = sorted(trial.iter_metrics(group), key=lambda report: report.steps_completed)
     return [{"batches": report.steps_completed, **report.metrics} for report in reports]
+
+
+def last_line(trial: client.Trial) -> str:
+    """The last line that a trial wrote into its log; the platform's own name no container."""
+    own = re.compile(r"^\[[^]]*\] [0-9a-f]{8} \|\| (.*)")
+    found = [match[1] for line in trial.iter_logs() if (match := own.search(line))]
+    return found[-1]
 
 
 def _seconds(start: str, end: str | None) -> float:

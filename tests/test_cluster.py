@@ -24,7 +24,7 @@ from determined_amp import __main__ as door
 from determined_amp.local.master import MasterError
 from determined_amp.reports.master_runs import read_finding
 from tests import training
-from tests.cluster import Cluster, Run, container_of, docker, metrics, wait_until
+from tests.cluster import Cluster, Run, container_of, docker, last_line, metrics, wait_until
 from tests.training import ROOT, digest
 
 pytestmark = pytest.mark.cluster
@@ -348,6 +348,11 @@ class TestSearch:
         run = cluster.create(path, *small_search(search)).completed()
         rates = {(trial.hparams or {})["learning_rate"] for trial in run.trials}
         assert rates == {1.0e-3, 1.0e30}
+        for trial in run.trials:
+            if (trial.hparams or {})["learning_rate"] == 1.0e30:
+                noted = run.metadata(trial)
+                assert noted["failure"].startswith("validation_loss is ")
+                assert last_line(trial) == f"invalid trial: {noted['failure']}"
         scores = [m for trial in run.trials for m in metrics(trial, "validation")]
         assert all(math.isfinite(report["validation_loss"]) for report in scores)
         assert max(report["batches"] for report in scores) == 32
@@ -505,4 +510,4 @@ class TestGuard:
         assert run.wait() is client.ExperimentState.ERROR
         assert "no retry can help: " in run.log()
         assert run.restarts() == 0
-        assert run.metadata()["failure"] in run.log()
+        assert last_line(run.trial) == f"no retry can help: {run.metadata()['failure']}"

@@ -77,7 +77,7 @@ class TestMetadata:
         master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
-        noted = {"precision": "amp_fp16", "init_scale": 65536.0, "note": "mine"}
+        noted = {"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"}
         assert master.metadata == {"mine": 1, "amp": noted}
         with pytest.raises((GuardError, det.InvalidHP)):
             watched.on_validation_end({"validation_loss": math.nan})

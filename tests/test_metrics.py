@@ -49,6 +49,7 @@ class Context:
     _aggregation_frequency = 1
     _exp_conf = None
     _scaler = None
+    _trial_seed = 7
 
     def __init__(self, slots: int = 1) -> None:
         self.distributed = Processes(slots)

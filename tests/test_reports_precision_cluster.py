@@ -146,7 +146,10 @@ def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
     assert (run.state, run.reason) == (State.FAILED, "its log has the reason")
 
 
-def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
+@pytest.mark.parametrize(
+    "line", ["ERROR: [12] determined_amp.amp.guard: {}", "invalid trial: {}"], ids=["guard", "last"]
+)
+def test_trial_that_ended_early_is_no_finished_one(line: str, master: Master) -> None:
     """A search's trial that the guard gave up is completed to the platform."""
     master.reports["validation"] = [r for r in master.reports["validation"] if r["trialId"] != 13]
     broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
@@ -155,8 +158,7 @@ def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
     run = read().runs[2]
     assert run.state is State.STOPPED
     assert run.reason == "60 of 100 batches: ended early by its search"
-    guard = "[rank=0] || ERROR: [12] determined_amp.amp.guard: the training loss is nan in amp_bf16"
-    master.logs[13].append(guard)
+    master.logs[13].append(f"[rank=0] || {line.format('the training loss is nan in amp_bf16')}")
     run = read().runs[2]
     assert run.state is State.FAILED
     assert run.reason == "the training loss is nan in amp_bf16; it ended after 60 of 100 batches"

@@ -15,6 +15,8 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
+from determined_amp import train
+from determined_amp.amp import guard
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
 from determined_amp.search import on_cluster
@@ -32,6 +34,7 @@ class Master(core.DummyTrainContext):
         self.validations: list[tuple[int, dict[str, Any]]] = []
         self.others: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.early_exits: list[core.EarlyExitReason] = []
+        self.metadata: dict[str, Any] = {}
 
     def _report_trial_metrics(
         self,
@@ -56,9 +59,21 @@ Task = Callable[..., Master]
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+def masters() -> list[Master]:
+    """Those of all tasks so far."""
+    return []
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[Master]) -> Task:
     """Runs one trial of a search as a task of a cluster; what its master was told."""
     monkeypatch.chdir(tmp_path)
+
+    def note(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
+        masters[-1].metadata.update(values)
+
+    for module in (on_cluster, train, guard):
+        monkeypatch.setattr(module, "note_on_master", note)
 
     def run(verb: str, search: str, *overrides: str, seed: int = 1) -> Master:
         config = searching.load(tmp_path, search, *overrides, "checkpoint_policy=none")
@@ -77,6 +92,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
             container_addrs=["localhost"],
         )
         master = Master(tmp_path / "tensorboard")
+        masters.append(master)
 
         @contextmanager
         def init(
@@ -111,7 +127,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     return run
 
 
-def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
+def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task, masters: list[Master]) -> None:
     (one,), (two,) = (
         task("score", "loss_scale_grid.yaml", *searching.THREE_SCALES, seed=seed).validations
         for seed in (1, 2)
@@ -121,6 +137,8 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task) -> None:
     assert metrics["init_scale_log2"] == 4.0
     assert {"loss_scale_score", "backward_headroom_bits", "flushed_share"} <= metrics.keys()
     assert one == two
+    noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121, "failure": None}
+    assert [master.metadata for master in masters] == [noted, noted]
 
 
 def test_finder_reports_window_choice_and_curves(
@@ -131,6 +149,7 @@ def test_finder_reports_window_choice_and_curves(
     assert batches == 4
     assert metrics["init_scale_log2"] == 16 <= metrics["window_top_log2"]
     assert metrics["window_bits"] > 0
+    assert master.metadata["init_scale"] == 65536
     scales, shares = zip(*master.others["loss_scale"], strict=True)
     assert scales == tuple(range(1, scales[-1] + 1))
     for scale, share in zip(scales, shares, strict=True):
@@ -141,12 +160,23 @@ def test_finder_reports_window_choice_and_curves(
     assert json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
 
 
-def test_trial_that_no_scale_can_train_is_invalid(task: Task) -> None:
+@pytest.mark.parametrize("verb", ["score", "train"])
+def test_trial_that_no_scale_can_train_says_so_last(
+    verb: str, task: Task, masters: list[Master], capsys: pytest.CaptureFixture[str]
+) -> None:
     overflowing = "hyperparameters.trial=tests.mortal:OverflowingTrial"
+    search = {
+        "score": ("loss_scale_grid.yaml", *searching.THREE_SCALES),
+        "train": ("loss_scale_asha.yaml", *searching.SHORT_ASHA),
+    }
     with pytest.raises(SystemExit) as left:
-        task("score", "loss_scale_grid.yaml", *searching.THREE_SCALES, overflowing)
+        task(verb, *search[verb], overflowing)
     assert left.value.code == 0
-    assert isinstance(left.value.__context__, det.InvalidHP)
+    reason = left.value.__context__
+    assert isinstance(reason, det.InvalidHP)
+    assert str(reason).startswith("no loss scale helps: ")
+    assert capsys.readouterr().err.splitlines()[-1] == f"invalid trial: {reason}"
+    assert masters[-1].metadata["failure"] == str(reason)
 
 
 def test_training_reports_what_the_scale_flushed(task: Task) -> None:

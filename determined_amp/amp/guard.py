@@ -65,10 +65,13 @@ class Guard(pytorch.PyTorchCallback):
     def on_training_start(self) -> None:
         self._statistics.remember()
         settings = self._amp.settings
-        noted: dict[str, Any] = {"precision": settings.precision.value, "failure": None}
-        if settings.scales_the_loss:
-            noted["init_scale"] = settings.init_scale
-        note_on_master(self._context, **noted)
+        note_on_master(
+            self._context,
+            precision=settings.precision.value,
+            init_scale=settings.init_scale if settings.scales_the_loss else None,
+            seed=self._context._trial_seed,  # None in a Trainer outside of a cluster
+            failure=None,
+        )
         several = len(self._context.optimizers) > 1
         for index, gradients in enumerate(self._amp.metrics.all()):
             counts = gradients.counts

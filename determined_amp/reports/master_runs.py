@@ -40,8 +40,9 @@ _TEXT = "precision.md"
 # The platform's names for floats that are no JSON numbers.
 _NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
 
-# In the log of a search's trial that the guard ended; for the platform that trial is completed.
+# In the log of a search's trial that ended as invalid; for the platform that trial is completed.
 _GUARD = "determined_amp.amp.guard: "
+_INVALID = "invalid trial: "
 
 
 def read_experiment(number: int, *, with_settings: bool = False) -> Source:
@@ -180,7 +181,8 @@ def _ended(
     }
     state, reason = ended(settings, training, validation, ends.get(status))
     if state is State.STOPPED and status == "completed":
-        said = _last_match(trial, _GUARD, rf"ERROR: .*{re.escape(_GUARD)}(.*)")
+        said = _last_match(trial, _INVALID, rf"{_INVALID}(.*)")
+        said = said or _last_match(trial, _GUARD, rf"ERROR: .*{re.escape(_GUARD)}(.*)")
         if said:
             return ended(settings, training, validation, End("failed", said[0], 0))
     return state, reason

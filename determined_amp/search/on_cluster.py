@@ -27,6 +27,7 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
+from determined_amp.amp.guard import note_on_master
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.errors import NO_RETRY, UserError, exit_status
 from determined_amp.config.experiment import Experiment, parse
@@ -43,7 +44,7 @@ from determined_amp.search.scale_metrics import (
 )
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-from determined_amp.train import start_ranks, train_on_cluster
+from determined_amp.train import start_ranks, task_context, train_on_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +113,8 @@ def _find(info: det.ClusterInfo) -> int:
     with _open_trial(info, experiment) as (trial, context):
         found = find_in_trial(experiment.name, trial, context, batches)
         if context.distributed.rank == 0:
+            answer = found.finding.answer_log2
+            note_on_master(context, init_scale=None if answer is None else 2.0**answer)
             _report(context._core.train, found.finding, batches)
             with context._core.checkpoint.store_path({"steps_completed": batches}) as (folder, _):
                 found.write(folder / FILE_NAME)
@@ -137,8 +140,13 @@ def _open_trial(
     info.trial.trial_seed = experiment.seed
     frequency = experiment.aggregation_frequency
     hparams = dict(experiment.hyperparameters)
-    with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+    with task_context(hparams, frequency) as context:
         set_averaging(context, experiment)
+        noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
+        if experiment.amp is not None:
+            noted["precision"] = experiment.amp.precision.value
+            noted["init_scale"] = experiment.amp.init_scale
+        note_on_master(context, **noted)
         yield trial_of(experiment, context), context
 
 
