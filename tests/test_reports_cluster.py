@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from determined.experimental import client
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.local.master import MasterError
-from determined_amp.reports import any_report
+from determined_amp.reports import any_report, loss_scale_report, precision_report, report_command
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.master_runs import fetch_comparison, read_experiment, read_finding
 from determined_amp.reports.runs import ReportError, Source, State
@@ -169,6 +169,99 @@ def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.Monkey
         read_experiment(7)
 
 
-def test_single_run_is_no_search_over_the_loss_scale() -> None:
-    with pytest.raises(ReportError, match="runs/x: is a single run; allowed: the folder of a"):
-        over_loss_scale(Source("runs/x", ()))
+SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
+PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
+ON_CLUSTER = "python3 -m determined_amp.search.on_cluster"
+TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
+
+
+Become = Callable[[str, str, Any], None]
+
+
+class TestKind:
+    """A source of another kind is refused with the command for it."""
+
+    @pytest.fixture
+    def become(self, master: Master) -> Become:
+        def become(entrypoint: str, searcher: str, space: Any) -> None:
+            method = {**master.config["searcher"], "name": searcher}
+            sections = {"searcher": method, "hyperparameters": space}
+            master.config = {"name": "small", "entrypoint": entrypoint, **sections}
+            master.trials, master.reports = [], {"validation": [], "training": []}
+
+        return become
+
+    @pytest.mark.parametrize(
+        ("entrypoint", "searcher", "space", "said"),
+        [
+            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
+            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, "report precision 7"),
+            (COMPARE, "single", {}, "report precision 7"),
+            (TRAIN, "single", {}, "report precision 7 OTHERS"),
+        ],
+    )
+    def test_that_is_no_search_for_the_loss_scale(
+        self, entrypoint: str, searcher: str, space: Any, said: str, become: Become
+    ) -> None:
+        become(entrypoint, searcher, space)
+        with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
+            loss_scale_report.main(["7"])
+
+    @pytest.mark.parametrize(
+        ("entrypoint", "searcher", "space", "said"),
+        [
+            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
+            (f"{ON_CLUSTER} score", "grid", SCALES, "report loss-scale 7"),
+            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, "report loss-scale 7"),
+            (TRAIN, "grid", SCALES, "report loss-scale 7"),
+        ],
+    )
+    def test_that_compares_no_precisions(
+        self, entrypoint: str, searcher: str, space: Any, said: str, become: Become
+    ) -> None:
+        become(entrypoint, searcher, space)
+        with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
+            precision_report.main(["7"])
+
+    @pytest.mark.parametrize(
+        ("entrypoint", "searcher", "space", "expected"),
+        [
+            (f"{ON_CLUSTER} find", "single", {}, loss_scale_report),
+            (f"{ON_CLUSTER} score", "grid", SCALES, loss_scale_report),
+            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, loss_scale_report),
+            (TRAIN, "grid", SCALES, loss_scale_report),
+            (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, precision_report),
+            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, precision_report),
+            (COMPARE, "single", {}, precision_report),
+            (TRAIN, "single", {}, precision_report),
+        ],
+    )
+    def test_is_that_of_the_report_that_is_written(
+        self,
+        entrypoint: str,
+        searcher: str,
+        space: Any,
+        expected: Any,
+        become: Become,
+    ) -> None:
+        become(entrypoint, searcher, space)
+        written: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for made in (loss_scale_report, precision_report):
+                patch.setattr(made, "main", lambda given, made=made: written.append(made))
+            any_report.main(["7"])
+        assert written == [expected]
+
+    def test_run_folder_is_no_search_over_the_loss_scale(self) -> None:
+        said = "runs/x: is a single run, no search.*report precision runs/x OTHERS"
+        with pytest.raises(ReportError, match=said):
+            report_command.refuse_precisions("runs/x", Source("runs/x", ()))
+
+
+def test_what_a_master_does_not_tell_is_said(master: Master) -> None:
+    files, side = read_experiment(7).notes
+    assert "read from experiment.yaml in this folder" in files
+    assert "side by side" in side
+    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
+    master.reports = {"validation": [], "training": []}
+    assert read_experiment(7).notes == ()

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 
 from determined_amp.config.errors import UserError
 from determined_amp.reports import loss_scale_report, precision_report, report_command
-from determined_amp.search.trial_kind import TrialKind
-
-_OF_THE_LOSS_SCALE = (TrialKind.TRAIN, TrialKind.SCORE, TrialKind.FIND)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,7 +19,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     if not arguments or arguments[0].startswith("-"):
         raise UserError("report: no source given; allowed: report SOURCE, then options")
-    kind = TrialKind.of(report_command.read(arguments[0]).config)
-    if kind in _OF_THE_LOSS_SCALE:
+    if report_command.is_over_loss_scale(report_command.read(arguments[0])):
         return loss_scale_report.main(arguments)
     return precision_report.main(arguments)

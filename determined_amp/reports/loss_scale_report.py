@@ -68,12 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
     given = _finding(options.finding) if options.finding else None
-    search = over_loss_scale(report_command.read(options.source))
+    source = report_command.read(options.source)
+    report_command.refuse_precisions(options.source, source)
+    search = over_loss_scale(source)
     found, missing = (given, []) if given else _predicted(search)
     folder = options.output or report_command.folder_beside(options.source)
     figure = draw(found.finding if found else None, search)
     page.save_png(figure, folder / "loss_scale.png")
     told = [*_answer(found), *sentences(found, search), *missing]
+    if report_command.is_experiment(options.source) and found and not given:
+        told.append(
+            f"predicted here, on {found.run.device} with torch {found.run.torch}, which the "
+            "cluster need not have: det experiment create hp_search/find_loss_scale.yaml . "
+            "predicts there, for --finding ID"
+        )
     (folder / "loss_scale.html").write_text(
         make_page(page.as_svg(figure), told, found, search), encoding="utf-8"
     )

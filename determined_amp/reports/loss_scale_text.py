@@ -32,13 +32,8 @@ def over_loss_scale(search: Source) -> Source:
     """The search, with only those runs that have an initial loss scale.
 
     Raises:
-        ReportError: if it is no search, or no run has a loss scale.
+        ReportError: if no run has a loss scale.
     """
-    if "searcher" not in search.config:
-        raise ReportError(
-            f"{search.origin}: is a single run; allowed: the folder of a local search, or the id "
-            "of an experiment"
-        )
     if not search.runs:
         raise ReportError(f"{search.origin}: has no trials yet; draw it when the first has ended")
     found = tuple(run for run in search.runs if not math.isnan(run.scale_log2))

@@ -67,7 +67,24 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
             _run(origin, config, t, training[t.id], validation[t.id], with_settings=with_settings)
             for t in trials
         )
-        return Source(origin, tuple(runs), config)
+        return Source(origin, tuple(runs), config, notes=_unknown(config, trials))
+
+
+def _unknown(config: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, ...]:
+    """What a report should say that the master does not."""
+    named = {str((trial.hparams or {}).get("experiment")) for trial in trials} - {"None"}
+    told = []
+    if named:
+        told.append(
+            f"the settings of these trials are read from {', '.join(sorted(named))} in this "
+            "folder, which may differ from what was sent to the cluster"
+        )
+    if len(trials) > 1:
+        told.append(
+            "the master does not tell which trials ran side by side on one machine, which changes "
+            "their speeds"
+        )
+    return tuple(told)
 
 
 def read_finding(number: int) -> FoundScale:
@@ -106,9 +123,7 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
     """
     with _on_master(number) as (determined, origin):
         experiment = determined.get_experiment(number)
-        entrypoint = (experiment.config or {}).get("entrypoint")
-        words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
-        if words[-2:] != ["determined_amp", "compare"]:
+        if not is_compare_command(experiment.config or {}):
             return None
         left = [c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})]
         if not left:
@@ -121,6 +136,13 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
                 if path.suffix in (".html", ".json", ".md", ".png"):
                     shutil.copy(path, folder / path.name)
         return (folder / _TEXT).read_text(encoding="utf-8")
+
+
+def is_compare_command(config: Mapping[str, Any]) -> bool:
+    """Whether an experiment is one of `hp_search/compare.yaml`."""
+    entrypoint = config.get("entrypoint")
+    words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
+    return words[-2:] == ["determined_amp", "compare"]
 
 
 @contextmanager

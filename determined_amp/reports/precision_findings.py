@@ -211,7 +211,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
         )
     for problem in _missing(runs):
         raise ReportError(
-            f"{problem}; allowed: at least two precisions, and of fp32 or tf32 a finished run"
+            f"{problem}; allowed: at least two precisions, and of fp32 or tf32 a finished run: "
+            "give more sources, or train them with `python -m determined_amp compare CONFIG`"
         )
 
 

@@ -102,6 +102,8 @@ def _report(options: argparse.Namespace) -> None:
             print(f"{fetched}\nwritten: {folder}")
             return
     sources = [report_command.read(source, with_settings=True) for source in options.sources]
+    for given, read in zip(options.sources, sources, strict=True):
+        report_command.refuse_loss_scales(given, read)
     folder = options.output or report_command.folder_beside(source)
     better = None if options.better is None else options.better == "smaller"
     written = write_report(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 import matplotlib
 import optuna
 
-from determined_amp.reports.master_runs import read_experiment
+from determined_amp.config.dotted import flat
+from determined_amp.config.experiment import searcher_of
+from determined_amp.reports.master_runs import is_compare_command, read_experiment
 from determined_amp.reports.run_folders import is_search, read_folder, read_search
-from determined_amp.reports.runs import ReportError, Source
+from determined_amp.reports.runs import ReportError, Source, is_scale
+from determined_amp.search.trial_kind import TrialKind
 
 
 def run(
@@ -79,6 +82,67 @@ def read(source: str, *, with_settings: bool = False) -> Source:
         f"{source}: there is no such folder; allowed: a run folder, the folder of a local search, "
         "or the id of an experiment on the master of DET_MASTER"
     )
+
+
+_REPORT = "python -m determined_amp report"
+
+
+def refuse_precisions(given: str, source: Source) -> None:
+    """For the report on the loss scale.
+
+    Args:
+        given: The source, as it was typed.
+        source: What was read there.
+
+    Raises:
+        ReportError: if no loss scale is searched for there. The message has the right command.
+    """
+    kind, config = TrialKind.of(source.config), source.config
+    if kind is TrialKind.FIND:
+        raise ReportError(
+            f"{source.origin}: is the finder's answer, which ends its log, and no search; with a "
+            f"search: {_REPORT} loss-scale SEARCH --finding {given}"
+        )
+    if kind is TrialKind.COMPARE or is_compare_command(config):
+        raise ReportError(
+            f"{source.origin}: compares precisions; its report: {_REPORT} precision {given}"
+        )
+    if "searcher" not in config or searcher_of(config).name == "single":
+        raise ReportError(
+            f"{source.origin}: is a single run, no search; with runs in other precisions: "
+            f"{_REPORT} precision {given} OTHERS"
+        )
+
+
+def refuse_loss_scales(given: str, source: Source) -> None:
+    """For the report on precisions.
+
+    Args:
+        given: The source, as it was typed.
+        source: What was read there.
+
+    Raises:
+        ReportError: if a loss scale is searched for there. The message has the right command.
+    """
+    if TrialKind.of(source.config) is TrialKind.FIND:
+        refuse_precisions(given, source)
+    if is_over_loss_scale(source):
+        raise ReportError(
+            f"{source.origin}: searches for the loss scale, in one precision; its report: "
+            f"{_REPORT} loss-scale {given}"
+        )
+
+
+def is_over_loss_scale(source: Source) -> bool:
+    """Whether a source is about the loss scale, not about precisions."""
+    kind = TrialKind.of(source.config)
+    if kind is TrialKind.COMPARE or is_compare_command(source.config):
+        return False
+    if kind in (TrialKind.FIND, TrialKind.SCORE):
+        return True
+    spaces = flat(source.config.get("hyperparameters") or {})
+    searched = [name for name, value in spaces.items() if isinstance(value, Mapping)]
+    return any(map(is_scale, searched)) and not any(n.endswith("precision") for n in searched)
 
 
 def folder_beside(source: str) -> Path:
