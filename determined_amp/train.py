@@ -25,12 +25,12 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.guard import note_on_master
+from determined_amp.amp.guard import show_failure
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.dotted import value_at
-from determined_amp.config.errors import UserError
+from determined_amp.config.errors import GuardError, UserError
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
 from determined_amp.fitting import fit
@@ -125,17 +125,17 @@ def train_on_cluster(
 def task_context(
     hparams: dict[str, Any], aggregation_frequency: int
 ) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context of a task, which says why a trial of a search ends.
+    """Determined's context of a task, which says why a trial ended that no longer trains.
 
-    Determined drops the text of an `InvalidHP`: the metadata of the run and the last line of its
-    log have it.
+    Determined drops the text of an `InvalidHP`: overview and metadata of the run have it, and the
+    last line of its log.
     """
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=aggregation_frequency) as context:
             try:
                 yield context
-            except det.InvalidHP as error:
-                note_on_master(context, failure=str(error))
+            except (det.InvalidHP, GuardError) as error:
+                show_failure(context, str(error))
                 raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):

@@ -78,6 +78,11 @@ class Run:
         noted = bindings.get_GetRunMetadata(self.cluster.session, runId=number).metadata
         return dict((noted or {})["amp"])
 
+    def status(self, trial: client.Trial | None = None) -> str | None:
+        """The "Last Runner State" in the overview of a trial, by default of its only one."""
+        number = (trial or self.trial).id
+        return bindings.get_GetTrial(self.cluster.session, trialId=number).trial.runnerState
+
     def log(self) -> str:
         return "".join(line for trial in self.trials for line in trial.iter_logs())
 

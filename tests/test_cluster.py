@@ -352,6 +352,7 @@ class TestSearch:
             if (trial.hparams or {})["learning_rate"] == 1.0e30:
                 noted = run.metadata(trial)
                 assert noted["failure"].startswith("validation_loss is ")
+                assert run.status(trial) == noted["failure"]
                 assert last_line(trial) == f"invalid trial: {noted['failure']}"
         scores = [m for trial in run.trials for m in metrics(trial, "validation")]
         assert all(math.isfinite(report["validation_loss"]) for report in scores)
@@ -510,4 +511,7 @@ class TestGuard:
         assert run.wait() is client.ExperimentState.ERROR
         assert "no retry can help: " in run.log()
         assert run.restarts() == 0
+        assert run.metadata()["failure"].startswith(
+            str(run.status()).removesuffix("[...]").rstrip()
+        )
         assert last_line(run.trial) == f"no retry can help: {run.metadata()['failure']}"

@@ -15,7 +15,6 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from determined_amp import train
 from determined_amp.amp import guard
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
@@ -35,6 +34,7 @@ class Master(core.DummyTrainContext):
         self.others: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.early_exits: list[core.EarlyExitReason] = []
         self.metadata: dict[str, Any] = {}
+        self.status = ""
 
     def _report_trial_metrics(
         self,
@@ -50,6 +50,9 @@ class Master(core.DummyTrainContext):
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         self._report_trial_metrics("validation", steps_completed, metrics)
+
+    def set_status(self, status: str) -> None:
+        self.status = status
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
         self.early_exits.append(reason)
@@ -72,7 +75,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[Master])
     def note(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
         masters[-1].metadata.update(values)
 
-    for module in (on_cluster, train, guard):
+    for module in (on_cluster, guard):
         monkeypatch.setattr(module, "note_on_master", note)
 
     def run(verb: str, search: str, *overrides: str, seed: int = 1) -> Master:
@@ -177,6 +180,8 @@ def test_trial_that_no_scale_can_train_says_so_last(
     assert str(reason).startswith("no loss scale helps: ")
     assert capsys.readouterr().err.splitlines()[-1] == f"invalid trial: {reason}"
     assert masters[-1].metadata["failure"] == str(reason)
+    assert masters[-1].status.startswith("no loss scale helps: ")
+    assert len(masters[-1].status) <= 100
 
 
 def test_training_reports_what_the_scale_flushed(task: Task) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import determined as det
@@ -34,6 +36,12 @@ _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
 # Optimizer steps that max_skip_ratio is judged over, at least.
 MIN_STEPS_TO_JUDGE = 10
+
+# What a request to the master may raise.
+_REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
+
+# Characters of a status that the overview of a run shows well.
+_STATUS_WIDTH = 100
 
 # The newest batch and a function that replays it without a step; None before the first batch.
 Replay = Callable[[], "tuple[Any, Callable[[], object]] | None"]
@@ -210,8 +218,19 @@ def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
         amp = {**known.get("amp", {}), **values}
         kept = {name: value for name, value in amp.items() if value is not None}
         train.set_metadata({**known, "amp": kept})
-    except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
+    except _REFUSED as error:
         logger.warning("the master did not take the metadata of this run: %s", error)
+
+
+def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
+    """Note why a trial ended, and let the overview of the run in the WebUI begin with it.
+
+    Called when its loop is over, which shows the state "checkpointing" at its end.
+    """
+    note_on_master(context, failure=reason)
+    if context.distributed.rank == 0:
+        with suppress(*_REFUSED):  # which has been said by then
+            context._core.train.set_status(textwrap.shorten(reason, _STATUS_WIDTH))
 
 
 def _is_not_finite(value: Any) -> bool:
