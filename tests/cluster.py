@@ -49,7 +49,9 @@ class Run:
         return state
 
     def wait(self, limit: float = 900) -> client.ExperimentState:
-        """Its last state."""
+        """Its last state; the limit does not count while it waits for slots."""
+        waits = client.ExperimentState.QUEUED
+        wait_until(lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600)
         wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
         return self.state()
 
