@@ -158,6 +158,23 @@ class TestForward:
         compile_forward(model, Compile.DEFAULT)
         assert not same(gradients(model), gradients(right))
 
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_that_the_user_compiled_keeps_its_float32_modules(
+        self, in_place: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch, "compile", INDUCTOR)
+        backend: Any = {"backend": "aot_eager"}
+        model, right = Block(), Block()
+        keep_in_float32(right, ["middle"], "cpu")
+        if in_place:
+            model.compile(**backend)
+            compiled: Any = model
+        else:
+            compiled = INDUCTOR(model, **backend)
+        keep_in_float32(compiled, ["middle"], "cpu")
+        assert same(gradients(compiled), gradients(right))
+        assert graphs() > 0
+
     def test_that_checkpoints_has_the_gradients_of_the_model(self) -> None:
         model = Block(checkpointed=True)
         compile_forward(model, Compile.DEFAULT)

@@ -48,7 +48,8 @@ def keep_in_float32(
         patterns: Regular expressions, searched for in the names of `model.named_modules()`. A
             container without a `forward` (`nn.ModuleList`) stands for its members.
         device_type: Where the model computes: "cpu" or "cuda".
-        compiled: Whether the model around the islands is compiled.
+        compiled: Whether the model around the islands will be compiled; one that is compiled
+            already is noticed.
 
     Returns:
         The names of the islands, in the order of `named_modules()`.
@@ -60,12 +61,17 @@ def keep_in_float32(
     names = _chosen(model, patterns)
     # Asked only where it is needed: it imports the compiler.
     in_float32 = _in_float32
-    if compiled and names:
+    if names and (compiled or _is_compiled(model)):
         in_float32 = torch.compiler.disable(_in_float32)  # type: ignore[no-untyped-call]  # torch
     for name in names:
         module = model.get_submodule(name)
         module.forward = partial(in_float32, module.forward, device_type)
     return names
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether the user has, by `torch.compile(model)` or by `model.compile()`."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
