@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.progress import track
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -245,8 +244,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], device: str, path: Path) -> None:
     """Draw the bytes kept by the largest model, and step times, over the batch size."""
-    mpl.use("Agg")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     colours = dict(zip(PRECISIONS, ("tab:gray", "tab:orange", "tab:blue"), strict=True))
     for precision, checkpointing in variants():
         look: dict[str, Any] = {
@@ -269,7 +268,6 @@ def draw(rows: Sequence[Row], device: str, path: Path) -> None:
     model = next(row.model for row in rows if row.step_seconds)
     right.set(xlabel="clips", ylabel="s", yscale="log", title=f"{model}.yaml: a step ({device})")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
