@@ -53,15 +53,22 @@ SMALL = {
     ),
 }
 # For experiments on files that a cluster may not have.
-NO_FILES = (
-    "data.dataset=synthetic",
-    "data.directory=null",
-    "data.samples=40",
-    "data.image_size=8",
-    "data.frames=4",
-    "data.workers=0",
-    "hyperparameters.model.num_attention_heads=2",
-)
+NO_FILES = {
+    "trials.latte:LatteTrial": (
+        "data.dataset=synthetic",
+        "data.directory=null",
+        "data.samples=40",
+        "data.image_size=8",
+        "data.frames=4",
+        "data.workers=0",
+        "hyperparameters.model.num_attention_heads=2",
+    ),
+    "trials.resnet50:ResNet50Trial": (
+        "data.directory=null",
+        "data.image_size=32",
+        "data.workers=0",
+    ),
+}
 # Of each unit that a YAML may give its lengths in.
 SHORT = {"batches": 30, "epochs": 1}
 
@@ -184,7 +191,7 @@ def shortened(path: Path) -> list[str]:
     ]
     return [
         *SMALL.get(hparams["trial"], ()),
-        *(NO_FILES if "directory" in config["data"] else ()),
+        *(NO_FILES[hparams["trial"]] if "directory" in config["data"] else ()),
         *lengths,
         "hyperparameters.training.reporting_period.batches=5",
     ]
