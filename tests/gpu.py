@@ -20,10 +20,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.audit import audited
+from tests import training
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def stand_ins() -> Iterator[None]:
         patch.setattr("determined_amp.commands.audit.audited", on_cuda)
         patch.setattr("determined_amp.audit.batch.profile", _Profile)
         # A convolution's backward in float16 takes a CPU a hundred times as long as in float32.
-        patch.setattr("trials.resnet50.resnet50", _narrow_resnet)
+        patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
         # The compiler makes kernels for a minute; graphs are captured all the same.
         patch.setattr(torch, "compile", partial(_without_kernels, torch.compile))
         yield
@@ -136,11 +136,6 @@ class _Profile:
             SimpleNamespace(name=name, device_type=self._of_gpu, time_range=lasting)
             for name in names
         ]
-
-
-def _narrow_resnet(**options: Any) -> ResNet:
-    """A block a stage instead of 16, and narrow ones."""
-    return ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=8, **options)
 
 
 def _without_kernels(compiler: Callable[..., Any], model: Any, mode: object = None) -> Any:

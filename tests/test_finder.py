@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from torchvision.models.resnet import Bottleneck, ResNet
 
 from benchmarks.small_trials import (
     BatchNormCNN,
@@ -35,7 +34,7 @@ from determined_amp.finder.verdict import Finding, Verdict, _islands, find
 from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import ALL, Context, Trial, config, looked_at, prediction_of, skipped_steps
 from tests.reporting import finding as written
-from tests.training import ROOT, SMALL, run_small
+from tests.training import ROOT, SMALL, run_small, thin_resnet
 
 Batches = Sequence[FrozenBatch]
 
@@ -82,16 +81,9 @@ def trained(
 
 
 @pytest.fixture(autouse=True)
-def _narrow_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its fifty convolutions, with a quarter of the channels inside each block.
-
-    A backward of a wide one in float16 takes half a minute on a CPU that has no kernel for it.
-    """
-
-    def narrow(**options: Any) -> ResNet:
-        return ResNet(Bottleneck, [3, 4, 6, 3], width_per_group=16, **options)
-
-    monkeypatch.setattr("trials.resnet50.resnet50", narrow)
+def _thin_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its blocks; 52 convolutions."""
+    monkeypatch.setattr("trials.resnet50.resnet50", thin_resnet(3, 4, 6, 3))
 
 
 class TestPrediction:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp import train
 from determined_amp.amp.checkpoint import patched
@@ -48,6 +50,20 @@ def resume(folder: Path, *options: str) -> Path:
     """Go on training in this process; the run folder."""
     assert train.main(["--resume", str(folder), *options]) == 0
     return folder
+
+
+class _Thin(Bottleneck):  # type: ignore[misc]  # torchvision is not typed
+    """Hands on as many channels as it has, instead of four times as many."""
+
+    expansion = 1
+
+
+def thin_resnet(*blocks: int) -> Callable[..., ResNet]:
+    """What makes a ResNet with so many blocks in each stage, and far fewer channels than usual.
+
+    A CPU that has no kernels for float16 convolutions takes minutes for the usual one.
+    """
+    return partial(ResNet, _Thin, list(blocks), width_per_group=8)
 
 
 class KilledError(Exception):
