@@ -69,8 +69,9 @@ NO_FILES = {
         "data.workers=0",
     ),
 }
-# Of each unit that a YAML may give its lengths in.
+# Of each unit that a YAML may give its lengths in. A CPU may take seconds for a batch of ResNet-50.
 SHORT = {"batches": 30, "epochs": 1}
+SHORTER = {"trials.resnet50:ResNet50Trial": {"batches": 10, "epochs": 1}}
 
 # The trials of a search are those of mlp/amp.yaml.
 OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
@@ -184,8 +185,9 @@ def shortened(path: Path) -> list[str]:
     """Overrides that make the experiment of a YAML small."""
     config = yaml.safe_load(path.read_text())
     hparams = config["hyperparameters"]
+    short = SHORTER.get(hparams["trial"], SHORT)
     lengths = [
-        f"hyperparameters.training.{name}.{unit}={SHORT[unit]}"
+        f"hyperparameters.training.{name}.{unit}={short[unit]}"
         for name in ("max_length", "validation_period", "checkpoint_period")
         for unit in hparams["training"][name]
     ]
