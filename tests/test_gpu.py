@@ -175,7 +175,7 @@ class PoisonedTrial(MLPTrial):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
         images, labels = batch
         if batch_idx == 3:
-            images = torch.full_like(images, math.inf)
+            images = torch.full_like(images, math.inf, dtype=torch.float32)
         reported = super().train_batch((images, labels), epoch_idx, batch_idx)
         self.scales.append(float(self.amp.loss_scale()))
         self.weights.append(next(self.model.parameters()).detach().clone())
