@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.progress import track
+from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -285,15 +286,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = options.folder / f"latte_memory_{device.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
-    with_bar = track(range(len(variants()) * sum(sizes)), "measuring")
     # First what needs the device: it may be lent for a while only.
     sources = [
         timed(name, batches, device),
         *(counted(model, COUNTED[model]) for model in COUNTED),
     ]
-    for source in sources:
-        for row, _ in zip(source, with_bar, strict=False):
+    with Progress() as bar:
+        task = bar.add_task("measuring", total=len(variants()) * sum(sizes))
+        for row in itertools.chain(*sources):
             rows.append(row)
+            bar.advance(task)
             result = {"torch": torch.__version__, "device": where, "rows": [*map(vars, rows)]}
             stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_suffix(".md").write_text(table(rows))
