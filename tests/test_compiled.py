@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import compiling
 from determined_amp import __main__ as door
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
@@ -320,3 +322,20 @@ def validation_loss(folder: Path) -> float:
         line["validation_loss"] for line in training.metrics(folder) if "validation_loss" in line
     ]
     return float(losses[-1])
+
+
+class TestBenchmark:
+    def test_table_is_that_of_the_committed_results(self) -> None:
+        results = json.loads((compiling.RESULTS / "compiling_cpu.json").read_text())
+        assert (compiling.RESULTS / "compiling_cpu.md").read_text() == compiling.table(results)
+        assert list(results["trials"]) == list(compiling.TRIALS)
+
+    def test_trains_both_by_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiling, "BATCHES_PER_TURN", 2)
+        found = compiling.measure("mlp/bf16.yaml", training.SMALL[:3], rounds=2)
+        assert {name: len(times) for name, times in found["seconds_per_batch"].items()} == {
+            "false": 2,
+            "default": 2,
+        }
+        assert len(found["speed"]) == 2
+        assert graphs() == 1
