@@ -40,7 +40,7 @@ compare: $(ENV)/ready ## would AMP pay on a trial, and which precision: make com
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@# Images and CI often keep Python from writing bytecode; with it torch is imported in half the time.
 	@PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(ENV))/pycache \
-	    $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not cluster"
+	    $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not cluster"
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
@@ -49,7 +49,7 @@ test-oldest: ## the same with torch 2.3, the level of Determined's default task 
 # A Python that is given is used as it is: GPU machines have their own torch, and often no network.
 # Warnings are errors in all other tests; what CUDA warns of is not known before it does.
 test-gpu: $(if $(given_python),,$(ENV)/ready) ## what only a GPU shows, with a Python that has it all: make test-gpu PYTHON=python3
-	@$(or $(given_python),$(RUN)) -m pytest -m gpu -W default -rs tests/test_gpu.py
+	@$(or $(given_python),$(RUN)) -m pytest -m gpu -W default -rs tests/test_gpu.py tests/test_benchmarks_gpu.py
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
 	@$(RUN) -m pytest -m cluster -vv -rs tests/test_cluster.py

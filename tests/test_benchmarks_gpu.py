@@ -17,6 +17,7 @@ from benchmarks.gpu.goals import goals
 from benchmarks.gpu.picture import picture
 from benchmarks.gpu.report import markdown, table
 from determined_amp.config.amp_settings import Precision
+from tests import gpu
 
 PLANTED = "tests.planted_parts:{}"
 
@@ -25,11 +26,13 @@ def notes(rows: list[dict[str, Any]], part: str) -> list[str]:
     return [row["note"] for row in rows if row["part"] == part and "note" in row]
 
 
+@pytest.mark.gpu  # and in the dry run of those tests: it takes half a minute of a CPU
 @pytest.mark.usefixtures("_workers_import_once")
 def test_rehearsal_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but Latte, in `test_latte_memory`. No goal is judged by the numbers of a rehearsal."""
     parts = set(run.PARTS) - {"latte"}
-    assert run.main(["--folder", str(tmp_path), "--device", "cpu", "--parts", *sorted(parts)]) == 0
+    where = ["--folder", str(tmp_path), "--device", gpu.DEVICE.type, "--tiny"]
+    assert run.main([*where, "--parts", *sorted(parts)]) == 0
     result = json.loads((tmp_path / "gpu.json").read_text())
     rows = result["rows"]
     assert [row["note"] for row in rows if "note" in row and row.get("mode") != "amp.compile"] == []
@@ -37,9 +40,8 @@ def test_rehearsal_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFix
     measured = [row for row in rows if any(key in row for key in values)]
     assert {row["part"] for row in measured} == parts
     assert all(row[key] > 0 for row in measured for key in values if key in row)
-    assert {row["precision"] for row in measured if row["part"] == "resnet"} == {
-        *("fp32", "tf32", "amp_bf16")
-    }
+    precisions = {row["precision"] for row in measured if row["part"] == "resnet"}
+    assert precisions >= {"fp32", "tf32", "amp_bf16"}
     sources = {(row["source"], row["what"]) for row in measured if row["part"] == "loader"}
     assert sources == {
         (source, what)
