@@ -193,13 +193,13 @@ class TestForward:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def backend(graph: object, inputs: object) -> object:
-            raise RuntimeError("no C++ compiler here")
+            raise RuntimeError("no C++ compiler here\n\nSet TORCH_LOGS")
 
         make = partial(INDUCTOR, backend=backend)
         monkeypatch.setattr(torch, "compile", lambda forward, mode: make(forward))
         model = Block()
         compile_forward(model, Compile.DEFAULT)
-        with pytest.raises(CompileError, match=r"no C\+\+ compiler here.*allowed: compile: false"):
+        with pytest.raises(CompileError, match=r"no C\+\+ compiler here; allowed: compile: false"):
             gradients(model)
 
     def test_of_a_replay_names_the_module_that_overflows(self) -> None:
@@ -302,7 +302,7 @@ class TestRun:
         assert answers[0] == answers[1] != []
         assert graphs() == 0
 
-    def test_with_torchs_own_compiler_has_the_same_loss(
+    def test_with_torchs_own_compiler_has_the_same_loss_and_resumes_to_the_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         eager = training.run_small("mlp/bf16.yaml", tmp_path / "eager")
@@ -310,6 +310,10 @@ class TestRun:
         compiled = training.run_small("mlp/bf16.yaml", tmp_path / "compiled", ON)
         assert graphs() == 1
         assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-2)
+        with training.killed_in_batch(9):
+            training.run_small("mlp/bf16.yaml", tmp_path / "killed", ON)
+        training.resume(tmp_path / "killed")
+        assert weights(tmp_path / "killed") == weights(compiled)
 
 
 def weights(folder: Path) -> str:
