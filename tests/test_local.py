@@ -14,12 +14,14 @@ from unittest.mock import Mock
 
 import determined as det
 import pytest
+import torch
 import yaml
 from determined import core
 from rich.console import Console
 
 from determined_amp import UserError, train
 from determined_amp import __main__ as door
+from determined_amp.amp.precision import described
 from determined_amp.config import experiment
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder, read_end
@@ -46,6 +48,11 @@ class TestRunFolder:
             "ended.json",
             ".lock",
         }
+
+    def test_log_describes_the_machine(self, folder: Path) -> None:
+        machine = described(torch.device("cpu"), 1)
+        assert machine.startswith("1 x cpu, natively: fp32 yes")
+        assert (folder / "log.txt").read_text().count(machine) == 1
 
     def test_is_not_used_for_another_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -177,19 +178,14 @@ def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
     assert torch.cuda.device_count() == 0
 
 
-def test_devices_are_listed_with_what_they_compute(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_device_is_described_with_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_cpu(monkeypatch, "bf16")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    module.main()
+    versions = f"; torch {torch.__version__}, Python {platform.python_version()}"
+    said = "1 x cpu, natively: fp32 yes, tf32 no, amp_fp16 no, amp_bf16 yes"
+    assert module.described(torch.device("cpu"), 1) == said + versions
     pretend_gpu(monkeypatch, (7, 5))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    module.main()
-    assert capsys.readouterr().out.splitlines() == [
-        "1 x cpu, natively: fp32 yes, tf32 no, amp_fp16 no, amp_bf16 yes",
-        "2 x Some GPU, natively: fp32 yes, tf32 no, amp_fp16 yes, amp_bf16 no",
-    ]
+    said = "2 x Some GPU, natively: fp32 yes, tf32 no, amp_fp16 yes, amp_bf16 no"
+    assert module.described(torch.device("cuda"), 2) == said + versions
 
 
 LAYERS = {"matrix products": nn.Linear(2, 2), "convolutions": nn.Conv1d(2, 2, 1)}

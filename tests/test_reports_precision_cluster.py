@@ -24,8 +24,11 @@ CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
-HOOK = (
-    "[rank=0] || 1 x NVIDIA H100, natively: fp32 yes, tf32 yes, amp_fp16 yes, amp_bf16 yes",
+NATIVELY = "1 x NVIDIA H100, natively: fp32 yes, tf32 yes, amp_fp16 yes, amp_bf16 yes"
+MACHINE = (f"[rank=0] || INFO: determined_amp: {NATIVELY}; torch 2.3.1, Python 3.10.12",)
+# What the startup hook printed before the training itself did.
+OLD_HOOK = (
+    f"[rank=0] || {NATIVELY}",
     "[rank=0] || startup-hook: Python 3.10.12 torch==2.3.1 torchvision==0.18.1 numpy==1.26.4",
 )
 
@@ -62,7 +65,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
     ):
         for sent in reports_of(number, accuracy, speed):
             made.reports[sent["group"]].append(sent)
-        made.logs[number] = list(HOOK)
+        made.logs[number] = list(MACHINE)
     with serving(made, monkeypatch, tmp_path):
         yield made
 
@@ -177,6 +180,13 @@ def test_state_of_a_trial_that_came_half_way_is_the_masters(
         master.reports[group] = [*kept, report(13, 60, group, {"validation_accuracy": 0.5})]
     assert read().runs[2].state is state
     assert read_experiment(7).runs[2].state is state
+
+
+def test_machine_is_read_from_an_older_log_too(master: Master) -> None:
+    master.logs[11] = list(OLD_HOOK)
+    old, new = read().runs[:2]
+    assert old.machine == new.machine
+    assert new.machine.versions == {"python": "3.10.12"}
 
 
 def test_device_that_no_log_names_is_unknown(master: Master) -> None:

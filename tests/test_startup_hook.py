@@ -67,7 +67,7 @@ class Image:
         self.workdir = folder / "workdir"
         self.site = folder / "site"
         self.bin = folder / "bin"
-        for made in (self.workdir / "determined_amp" / "amp", self.site / "pip", self.bin):
+        for made in (self.workdir, self.site / "pip", self.bin):
             made.mkdir(parents=True)
         self.set_python(f"'{sys.executable}' -S")
         for module in NEEDED | NEEDED_BY_TRIALS:
@@ -78,8 +78,6 @@ class Image:
             metadata.parent.mkdir()
             metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (self.site / "pip" / "__main__.py").write_text(PIP)
-        self.precision = self.workdir / "determined_amp" / "amp" / "precision.py"
-        self.precision.write_text("print('1 x Stub, natively: fp32')")
         (self.workdir / "startup-hook.sh").write_text(HOOK)
 
     def set_python(self, command: str) -> None:
@@ -140,10 +138,9 @@ def test_a_complete_image_is_left_alone_and_described(image: Image) -> None:
     run = image.start()
     assert trained(run)
     assert image.pip_calls == []
-    versions, device, _ = run.stdout.splitlines()
+    versions, _ = run.stdout.splitlines()
     assert versions.startswith("startup-hook: Python 3.")
     assert [f"{name}=={version}" for name, version in OF_THE_IMAGE.items()] == versions.split()[3:]
-    assert device == "1 x Stub, natively: fp32"
 
 
 def test_it_leaves_the_shell_and_a_short_trace_under_stricter_options_too(image: Image) -> None:
@@ -254,27 +251,17 @@ def no_pip(image: Image) -> None:
     image.lose("yaml")
 
 
-def no_torch(image: Image) -> None:
-    image.lose("torch")
-    image.precision.write_text("import torch")
-
-
 PIP_FAILED = "pip failed to add: pyyaml"
-UNTOLD = "cannot tell what the device computes natively"
-CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 
 
 @pytest.mark.parametrize(
     ("break_it", "warning"),
     [
-        (no_pip, PIP_FAILED),
-        (failing_pip, PIP_FAILED),
-        (no_torch, UNTOLD),
-        (lambda image: image.precision.unlink(), UNTOLD),
-        (lambda image: image.precision.write_text(CRASH), UNTOLD),
-        (lambda image: image.set_python("/nonexistent"), UNTOLD),
+        (no_pip, f"startup-hook: WARNING: {PIP_FAILED}"),
+        (failing_pip, f"startup-hook: WARNING: {PIP_FAILED}"),
+        (lambda image: image.set_python("/nonexistent"), "/nonexistent"),
     ],
-    ids=["no pip", "pip fails", "no torch", "no library", "driver crashes", "no python"],
+    ids=["no pip", "pip fails", "no python"],
 )
 def test_a_broken_image_is_warned_about_and_trains(
     image: Image, break_it: Callable[[Image], object], warning: str
@@ -282,7 +269,7 @@ def test_a_broken_image_is_warned_about_and_trains(
     break_it(image)
     run = image.start()
     assert trained(run)
-    assert f"startup-hook: WARNING: {warning}" in run.stderr.splitlines()
+    assert any(warning in line for line in run.stderr.splitlines())
     assert image.shell("after") == image.shell("before")
 
 
@@ -346,15 +333,10 @@ def declared(group: str) -> set[str]:
     return set(re.findall(r'^  "([\w.-]+)', found[1], re.M))
 
 
-def test_it_describes_this_machine(image: Image) -> None:
+def test_it_names_the_versions_of_this_machine(image: Image) -> None:
     image.set_python(f"'{sys.executable}'")
-    shutil.rmtree(image.workdir / "determined_amp")
-    (image.workdir / "determined_amp").symlink_to(ROOT / "determined_amp")
     run = image.start(PYTHONPATH="")
     assert trained(run)
     assert "WARNING" not in run.stderr
     for name in OF_THE_IMAGE:
         assert f" {name}=={importlib.metadata.version(name)}" in run.stdout
-    assert re.search(
-        r"^\d+ x .+, natively: fp32 yes, tf32 \w+, amp_fp16 \w+, amp_bf16 \w+$", run.stdout, re.M
-    )

@@ -35,6 +35,7 @@ from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
 from determined_amp.amp.precision import (
     DeviceSupport,
+    described,
     prepare_backend,
     warn_of_slow_operations,
 )
@@ -400,6 +401,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._check_models_and_schedules()
         self._remember_constructed()
         if self._context.distributed.rank == 0:
+            logger.info(described(self.device, self._context.distributed.size))
             precision = self.settings.precision
             warn_of_slow_operations(precision, self.device, self._context.models)
         if self._aggregation_frequency > 1:

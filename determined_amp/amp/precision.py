@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -56,6 +56,21 @@ class DeviceSupport:
             Precision.AMP_BF16: self.bf16,
         }
         return not native[precision]
+
+
+def described(device: torch.device, slots: int) -> str:
+    """What a run trains on, in one line, which reports read from the log of a cluster's task.
+
+    Args:
+        device: The device of this process.
+        slots: How many such devices train together.
+    """
+    support = DeviceSupport.of(device)
+    answers = (f"{p.value} {'no' if support.lacks(p) else 'yes'}" for p in Precision)
+    return (
+        f"{slots} x {support.name}, natively: {', '.join(answers)}; "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
 
 
 def _cpu_has(dtype: str) -> bool:
@@ -204,15 +219,3 @@ def _times_as_long(kind: _Kind, dtype: torch.dtype) -> float:
         torch.set_num_threads(threads)
     full = min(first for first, _ in turns)
     return min(second for _, second in turns) / full
-
-
-def main() -> None:
-    """Print, for each kind of device here, which precisions it computes without emulation."""
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    for support, count in Counter(map(DeviceSupport.of, gpus or [torch.device("cpu")])).items():
-        answers = (f"{p.value} {'no' if support.lacks(p) else 'yes'}" for p in Precision)
-        print(f"{count} x {support.name}, natively: {', '.join(answers)}")
-
-
-if __name__ == "__main__":
-    main()

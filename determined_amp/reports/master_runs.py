@@ -252,11 +252,16 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
-    """The machine of a trial, from the lines of the startup hook in its log."""
-    natively = r"\d+ x (.+), natively: .*tf32 (yes|no)"
-    device, tf32 = _last_match(trial, ", natively: ", natively) or (Machine.device, None)
-    versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
-    python, torch = versions or (Machine.torch, Machine.torch)
+    """The machine of a trial, from the line of `precision.described` in its log.
+
+    In older logs the startup hook printed that line, and the versions in another one.
+    """
+    described = r"\d+ x (.+), natively: .*tf32 (yes|no)(?:.*; torch (\S+), Python (\S+))?"
+    found = _last_match(trial, ", natively: ", described) or (Machine.device, None, None, None)
+    device, tf32, torch, python = found
+    if torch is None:
+        versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
+        python, torch = versions or (Machine.torch, Machine.torch)
     on_gpu = any(MetricName.PEAK_RESERVED_MEMORY_MIB in report.metrics for report in training)
     return Machine(
         device=device,
@@ -268,7 +273,7 @@ def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
     )
 
 
-def _last_match(trial: Trial, text: str, pattern: str) -> tuple[str, ...] | None:
+def _last_match(trial: Trial, text: str, pattern: str) -> tuple[Any, ...] | None:
     """The groups of `pattern` in the last matching line of a trial's log; `text` preselects."""
     lines = trial.iter_logs(search_text=text)
     found = [match.groups() for line in lines if (match := re.search(pattern, line))]
