@@ -69,9 +69,9 @@ NO_FILES = {
         "data.workers=0",
     ),
 }
-# Of each unit that a YAML may give its lengths in. A CPU may take seconds for a batch of ResNet-50.
+# Of each unit that a YAML may give its lengths in. A CPU may take 10 s for a batch of ResNet-50.
 SHORT = {"batches": 30, "epochs": 1}
-SHORTER = {"trials.resnet50:ResNet50Trial": {"batches": 10, "epochs": 1}}
+SHORTER = {"trials.resnet50:ResNet50Trial": {"batches": 4, "epochs": 1}}
 
 # The trials of a search are those of mlp/amp.yaml.
 OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_batch_size=32")
@@ -86,8 +86,9 @@ COMPARED = (
 )
 # The command `compare` as one task, on a trial that knows nothing of AMP.
 COMPARE = ("hyperparameters.seeds=2", "hyperparameters.batches=20", "hyperparameters.minutes=20")
-# Trials are compared after 2, 8 and 32 batches.
+# Trials are compared after 2, 8 and 32 batches: so many that not each can be the best so far.
 ASHA = (
+    "searcher.max_trials=6",
     "searcher.max_time=32",
     "hyperparameters.training.max_length.batches=32",
     "hyperparameters.training.checkpoint_period.batches=32",
@@ -128,8 +129,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
+def everything(request: pytest.FixtureRequest) -> None:
+    """All experiments that nobody has to disturb, at once, so that no slot waits for a test."""
+    for name in ("runs", "searches", "not_finite", "strangers", "aborted", "undisturbed"):
+        request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="module")
 def runs(cluster: Cluster) -> dict[Path, Run]:
-    """All at once: the cluster runs as many at a time as it has slots for."""
     return {
         path: cluster.create(path.relative_to(ROOT), *shortened(path), *fitted(path, cluster))
         for path in CONFIGS
@@ -151,6 +158,26 @@ def searches(cluster: Cluster) -> dict[Path, Run]:
     return {path: cluster.create(path.relative_to(ROOT), *small_search(path)) for path in SEARCHES}
 
 
+@pytest.fixture(scope="module")
+def not_finite(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A search with a learning rate of 1e30: the products of the weights overflow float32."""
+    search = ROOT / "hp_search" / "loss_scale_asha.yaml"
+    config = yaml.safe_load(search.read_text())
+    rates = {"type": "categorical", "vals": [1.0e-3, 1.0e30]}
+    config["hyperparameters"]["learning_rate"] = rates
+    path = tmp_path_factory.mktemp("search") / "asha.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return cluster.create(path, *small_search(search))
+
+
+@pytest.fixture(scope="module")
+def aborted(cluster: Cluster) -> Run:
+    """A learning rate that the guard ends."""
+    path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
+    rate = "hyperparameters.learning_rate=1.0e+6"
+    return cluster.create(path.relative_to(ROOT), *shortened(path), rate)
+
+
 def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
     config = yaml.safe_load(path.read_text())
@@ -164,9 +191,8 @@ def small_search(path: Path) -> list[str]:
         changes += [
             f"hyperparameters.{place}.count=3" for place in counted(config["hyperparameters"])
         ]
-    if method in ("random", "adaptive_asha"):
-        # As many that not each can be the best so far when it is looked at.
-        changes.append("searcher.max_trials=6")
+    if method == "random":
+        changes.append("searcher.max_trials=3")
     if method == "adaptive_asha":
         changes += ASHA
     return changes
@@ -195,7 +221,7 @@ def shortened(path: Path) -> list[str]:
         *SMALL.get(hparams["trial"], ()),
         *(NO_FILES[hparams["trial"]] if "directory" in config["data"] else ()),
         *lengths,
-        "hyperparameters.training.reporting_period.batches=5",
+        "hyperparameters.training.reporting_period.batches=2",
     ]
 
 
@@ -209,6 +235,7 @@ def slots(path: Path) -> int:
     return int(resources.get("slots_per_trial", 1))
 
 
+@pytest.mark.usefixtures("everything")
 class TestEveryExperiment:
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
     def test_completes_and_reports(self, path: Path, runs: dict[Path, Run]) -> None:
@@ -242,54 +269,6 @@ class TestEveryExperiment:
         assert (
             "batch_samples" in runs[two].metrics("training")[-1]
         )  # of two ranks, see TrainingMetrics
-
-
-class TestDisturbedTrial:
-    """Whatever stops a trial, it ends with the weights of one that was left alone."""
-
-    @staticmethod
-    def assert_same(run: Run, undisturbed: Run, folder: Path) -> None:
-        assert run.completed().batches() == LENGTH
-        assert [m["batches"] for m in run.metrics("training")] == [
-            m["batches"] for m in undisturbed.completed().metrics("training")
-        ]
-        assert run.digest(folder) == undisturbed.digest(folder)
-
-    @staticmethod
-    def wait_for_checkpoint(run: Run) -> None:
-        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
-        assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
-
-    def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
-        run = long_run(cluster)
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
-        run.det("pause")
-        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
-        assert run.state() is client.ExperimentState.PAUSED
-        assert run.newest_checkpoint_batches() < LENGTH
-        run.det("activate")
-        self.assert_same(run, undisturbed, tmp_path)
-
-    def test_killed_and_continued(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
-        run = long_run(cluster)
-        self.wait_for_checkpoint(run)
-        run.det("kill")
-        assert run.wait() is client.ExperimentState.CANCELED
-        run.det("continue")
-        self.assert_same(run, undisturbed, tmp_path)
-
-    def test_container_killed(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
-        """Needs the Docker of the agent; the platform starts the trial again by itself."""
-        if docker("info") is None:
-            pytest.skip("needs the Docker that runs the containers, on this machine")
-        run = long_run(cluster)
-        self.wait_for_checkpoint(run)
-        container = container_of(run.trial)
-        if container is None:
-            pytest.skip("the trial's container is not on this machine")
-        assert docker("kill", container) is not None
-        self.assert_same(run, undisturbed, tmp_path)
-        assert run.restarts() == 1
 
 
 class TestSearch:
@@ -342,19 +321,8 @@ class TestSearch:
                 ]
                 assert min(lengths) < max(lengths) == 32
 
-    def test_asha_survives_a_loss_that_is_not_finite(
-        self, cluster: Cluster, tmp_path: Path
-    ) -> None:
-        """A learning rate of 1e30: the products of the weights overflow float32."""
-        search = ROOT / "hp_search" / "loss_scale_asha.yaml"
-        config = yaml.safe_load(search.read_text())
-        config["hyperparameters"]["learning_rate"] = {
-            "type": "categorical",
-            "vals": [1.0e-3, 1.0e30],
-        }
-        path = tmp_path / "asha.yaml"
-        path.write_text(yaml.safe_dump(config))
-        run = cluster.create(path, *small_search(search)).completed()
+    def test_asha_survives_a_loss_that_is_not_finite(self, not_finite: Run) -> None:
+        run = not_finite.completed()
         rates = {(trial.hparams or {})["learning_rate"] for trial in run.trials}
         assert rates == {1.0e-3, 1.0e30}
         for trial in run.trials:
@@ -366,46 +334,6 @@ class TestSearch:
         scores = [m for trial in run.trials for m in metrics(trial, "validation")]
         assert all(math.isfinite(report["validation_loss"]) for report in scores)
         assert max(report["batches"] for report in scores) == 32
-
-
-class TestDetachedRun:
-    OVERRIDES = (
-        *training.SMALL,
-        "hyperparameters.training.max_length.batches=600",
-        "hyperparameters.training.validation_period.batches=50",
-        "hyperparameters.training.checkpoint_period.batches=50",
-        "hyperparameters.training.reporting_period.batches=10",
-    )
-
-    def train(self, *arguments: str) -> subprocess.Popen[str]:
-        return training.start("-m", "determined_amp", "train", *arguments)
-
-    def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
-        folder = tmp_path / "run"
-        command = training.arguments("mlp/amp.yaml", *self.OVERRIDES)
-        process = self.train(*command, "--run-folder", str(folder), "--report-to", cluster.address)
-        wait_until((folder / "metrics.jsonl").exists, "the first report")
-        process.terminate()
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-        number = re.search(r"/det/experiments/(\d+)", said)
-        assert number, said
-        run = cluster.adopt(int(number[1]))
-        assert run.state() is client.ExperimentState.PAUSED
-        assert 0 < run.batches() < 600
-
-        again = self.train("--resume", str(folder), "--report-to", cluster.address)
-        said, _ = again.communicate(timeout=300)
-        assert again.returncode == 0, said
-        assert f"/det/experiments/{run.id}" in said
-        assert run.state() is client.ExperimentState.COMPLETED
-        reports = training.metrics(folder)
-        for group in ("training", "validation"):
-            of_group = [line for line in reports if line["group"] == group]
-            assert [{**m, "group": group} for m in run.metrics(group)] == of_group
-
-        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone", *self.OVERRIDES)
-        assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
 
 
 # A trial that is none of ours, long enough to be disturbed.
@@ -477,6 +405,7 @@ class TestStranger:
         assert run.restarts() == 0
         training = run.metrics("training")
         assert training[0]["watch_audit_share"] == 1
+        assert re.search(r"\d x .+, natively: fp32 yes.*; torch \d", run.log())  # the machine
         assert training[-1]["watch_applied_steps"] > 100
         assert run.metrics("validation")[-1]["validation_loss"] < 1
 
@@ -512,15 +441,98 @@ class TestStranger:
 
 
 class TestGuard:
-    def test_abort_is_not_retried(self, cluster: Cluster) -> None:
-        path = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
-        run = cluster.create(
-            path.relative_to(ROOT), *shortened(path), "hyperparameters.learning_rate=1.0e+6"
-        )
-        assert run.wait() is client.ExperimentState.ERROR
-        assert "no retry can help: " in run.log()
-        assert run.restarts() == 0
-        assert run.metadata()["failure"].startswith(
-            str(run.status()).removesuffix("[...]").rstrip()
-        )
-        assert last_line(run.trial) == f"no retry can help: {run.metadata()['failure']}"
+    def test_abort_is_not_retried(self, aborted: Run) -> None:
+        assert aborted.wait() is client.ExperimentState.ERROR
+        assert "no retry can help: " in aborted.log()
+        assert aborted.restarts() == 0
+        failure = aborted.metadata()["failure"]
+        assert failure.startswith(str(aborted.status()).removesuffix("[...]").rstrip())
+        assert last_line(aborted.trial) == f"no retry can help: {failure}"
+
+
+class TestDisturbedTrial:
+    """Whatever stops a trial, it ends with the weights of one that was left alone."""
+
+    @staticmethod
+    def assert_same(run: Run, undisturbed: Run, folder: Path) -> None:
+        assert run.completed().batches() == LENGTH
+        assert [m["batches"] for m in run.metrics("training")] == [
+            m["batches"] for m in undisturbed.completed().metrics("training")
+        ]
+        assert run.digest(folder) == undisturbed.digest(folder)
+
+    @staticmethod
+    def wait_for_checkpoint(run: Run) -> None:
+        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
+        assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
+
+    def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.det("pause")
+        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        assert run.state() is client.ExperimentState.PAUSED
+        assert run.newest_checkpoint_batches() < LENGTH
+        run.det("activate")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_killed_and_continued(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        run.det("kill")
+        assert run.wait() is client.ExperimentState.CANCELED
+        run.det("continue")
+        self.assert_same(run, undisturbed, tmp_path)
+
+    def test_container_killed(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+        """Needs the Docker of the agent; the platform starts the trial again by itself."""
+        if docker("info") is None:
+            pytest.skip("needs the Docker that runs the containers, on this machine")
+        run = long_run(cluster)
+        self.wait_for_checkpoint(run)
+        container = container_of(run.trial)
+        if container is None:
+            pytest.skip("the trial's container is not on this machine")
+        assert docker("kill", container) is not None
+        self.assert_same(run, undisturbed, tmp_path)
+        assert run.restarts() == 1
+
+
+class TestDetachedRun:
+    OVERRIDES = (
+        *training.SMALL,
+        "hyperparameters.training.max_length.batches=600",
+        "hyperparameters.training.validation_period.batches=50",
+        "hyperparameters.training.checkpoint_period.batches=50",
+        "hyperparameters.training.reporting_period.batches=10",
+    )
+
+    def train(self, *arguments: str) -> subprocess.Popen[str]:
+        return training.start("-m", "determined_amp", "train", *arguments)
+
+    def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        command = training.arguments("mlp/amp.yaml", *self.OVERRIDES)
+        process = self.train(*command, "--run-folder", str(folder), "--report-to", cluster.address)
+        wait_until((folder / "metrics.jsonl").exists, "the first report")
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        number = re.search(r"/det/experiments/(\d+)", said)
+        assert number, said
+        run = cluster.adopt(int(number[1]))
+        assert run.state() is client.ExperimentState.PAUSED
+        assert 0 < run.batches() < 600
+
+        again = self.train("--resume", str(folder), "--report-to", cluster.address)
+        said, _ = again.communicate(timeout=300)
+        assert again.returncode == 0, said
+        assert f"/det/experiments/{run.id}" in said
+        assert run.state() is client.ExperimentState.COMPLETED
+        reports = training.metrics(folder)
+        for group in ("training", "validation"):
+            of_group = [line for line in reports if line["group"] == group]
+            assert [{**m, "group": group} for m in run.metrics(group)] == of_group
+
+        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone", *self.OVERRIDES)
+        assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))
