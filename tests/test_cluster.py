@@ -47,6 +47,7 @@ SMALL = {
     ),
     "trials.resnet50:ResNet50Trial": (
         "data.dataset=synthetic",
+        "data.image_size=16",
         "data.samples=40",
         "hyperparameters.global_batch_size=4",
         "hyperparameters.warmup_steps=0",
@@ -65,7 +66,6 @@ NO_FILES = {
     ),
     "trials.resnet50:ResNet50Trial": (
         "data.directory=null",
-        "data.image_size=32",
         "data.workers=0",
     ),
 }
