@@ -17,8 +17,8 @@ import argparse
 import atexit
 import collections
 import contextlib
-import gc
 import dataclasses
+import gc
 import hashlib
 import importlib
 import json
@@ -285,7 +285,7 @@ def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
         sys.stdout = sys.stderr = file
         logging.getLogger().handlers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        gc.callbacks.clear()  # Hypothesis measures: Python shows an interrupt in there, and drops it
+        gc.callbacks.clear()  # Hypothesis has one, in which Python drops an interrupt
         torch.set_num_threads(1)
         # The server of a search would import everything again; its workers can be forks of this
         # process. They hold both ends of their pipe, so that nothing but a kill ends them.
