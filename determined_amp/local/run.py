@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -356,9 +357,12 @@ def _copy_user_code(path: Path, on_cluster: bool) -> None:
     not copied.
     """
     here = Path.cwd()
-    files = (getattr(module, "__file__", None) or "/" for module in list(sys.modules.values()))
-    ours = {Path(file).relative_to(here) for file in files if Path(file).is_relative_to(here)}
-    tops = {file.parts[0] for file in ours if file.suffix == ".py" and file.name[0] != "."}
+    # Of thousands of modules: paths would take longer than the copy.
+    inside, tops = f"{here}{os.sep}", set[str]()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(inside) and file.endswith(".py"):
+            tops.add(file[len(inside) :].split(os.sep, 1)[0])
     ignored = detignore.make_shutil_ignore(here)
 
     def no_code(folder: str, names: list[str]) -> set[str]:
