@@ -28,6 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty working directory: the loop copies all code that is in it into every checkpoint."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("empty"))
+    yield
+    os.chdir(before)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random numbers whichever tests ran before; one thread sums in one order."""

@@ -37,9 +37,13 @@ for module in (
 ):
     importlib.import_module(module)
 
+# In an empty working directory: the loop copies all code that is there into every checkpoint.
+MINE = "from trials.mlp import MLPTrial\n\n\nclass MyTrial(MLPTrial):\n    pass\n"
+
 ROUNDS = 12
 BATCHES = 180
 LONG = (
+    "hyperparameters.trial=mine:MyTrial",
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=2",
     "hyperparameters.aggregation_frequency=5",
@@ -99,7 +103,7 @@ def load_every_checkpoint(folder: Path) -> None:
         content = training.checkpoint(folder, batches)
         assert content["callbacks"]["mixed_precision"]["optimizers"][0]["attempted"] == batches // 5
         assert (path / "trial_state.pkl").stat().st_size
-        assert (path / "code" / "trials" / "mlp.py").stat().st_size
+        assert (path / "code" / "mine.py").read_text() == MINE
 
 
 def compare(folder: Path, undisturbed: Path) -> None:
@@ -191,6 +195,11 @@ def main(root: Path, seed: int) -> None:
     threads = len(os.listdir("/proc/self/task"))
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork could hang"
     log, folder, undisturbed = root / "log.txt", root / "killed", root / "undisturbed"
+    work = root / "work"
+    work.mkdir()
+    (work / "mine.py").write_text(MINE)
+    sys.path.insert(0, str(work))
+    os.chdir(work)
     startup, rest = measure(undisturbed, log)
     print(f"undisturbed: first checkpoint after {startup:.2f} s, end {rest:.2f} s later")
     met = kill_all_rounds(folder, log, seed, startup, rest)

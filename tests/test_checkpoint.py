@@ -31,7 +31,10 @@ from tests.test_mixed_precision import FP16, StrangersTrial
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("finished"))
+    """A run in the root of the repository, whose code is then in its checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(training.ROOT)
+        return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

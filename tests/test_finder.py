@@ -374,6 +374,10 @@ class TestNothingToFind:
 
 
 class TestCommand:
+    @pytest.fixture(autouse=True)
+    def _in_the_repository(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+
     def test_prints_window_verdict_and_lines(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert finder.main(["experiment_configs/mlp/amp.yaml", *small()]) == 0
         printed = capsys.readouterr().out
