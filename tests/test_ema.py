@@ -11,7 +11,7 @@ import pytest
 import torch
 from determined import pytorch
 from diffusers.training_utils import EMAModel
-from torch import nn
+from torch import distributed, nn
 
 from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
 from determined_amp.amp.mixed_precision import MixedPrecision
@@ -162,6 +162,18 @@ class TestModelWithAveragedWeights:
             ema(torch.randn(4, 5))
         after = dict(ema._model.named_parameters())
         assert all(after[name] is weight for name, weight in weights.items())
+
+    def test_of_a_parallel_model_is_that_of_the_model_inside(self, tmp_path: Path) -> None:
+        context: Any = Context()
+        meeting = f"file://{tmp_path / 'meeting'}"
+        distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+        try:
+            parallel = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+            ema = EMAWeights(parallel, MixedPrecision(context, AMP), DECAY)
+            assert [*ema.state_dict()] == ["weight", "bias"]
+            assert ema._model is parallel.module
+        finally:
+            distributed.destroy_process_group()
 
     def test_average_of_a_parameter_must_be_there(self, ema: EMAWeights) -> None:
         with pytest.raises(KeyError, match=r"1\.bias"):
