@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,15 @@ class Pair(NamedTuple):
     b: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What many models hand on, frozen at worst."""
+
+    x: torch.Tensor
+    mask: torch.Tensor
+    note: str = "kept"
+
+
 class Keeps(nn.Module):
     """Keeps what it was called with."""
 
@@ -172,10 +182,23 @@ class TestInputs:
         assert first[0].dtype == second[1].dtype == named["x"].dtype == torch.float32
         assert first[1] is second[0] is named["mask"] is mask
 
+    @DTYPES
+    def test_are_cast_in_a_dataclass(self, keeps: Keeps, dtype: torch.dtype) -> None:
+        given = Output(torch.ones(2, dtype=dtype), torch.ones(2).bool())
+        keeps(given)
+        (up,) = keeps.args
+        assert type(up) is Output
+        assert up.x.dtype == torch.float32
+        assert up.mask is given.mask
+        assert up.note == "kept"
+        assert given.x.dtype == dtype  # the caller's is not changed
+
     def test_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""
         cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}
+        given: tuple[object, ...]
         given = (cache, [cache, None], Pair("a", 2), torch.ones(2).double(), torch.Size([2]))
+        given += (Output(torch.ones(2), torch.ones(2).bool()), Output)
         keeps(*given)
         assert all(got is value for got, value in zip(keeps.args, given, strict=True))
 
@@ -478,7 +501,11 @@ class TestPatterns:
             ("^haed$", "matches no module; near names: head"),
             ("^module.head$", "matches no module; near names: head"),
             (r"^blocks\.2$", "matches no module; near names: blocks.1, blocks.0, blocks"),
-            ("^[xyz]+$", "matches no module; the first of its 8 modules: stem, blocks, blocks.0, "),
+            (
+                "^[xyz]+$",
+                "matches no module; the first of its 8 modules: "
+                "stem, blocks, blocks.0, blocks.1, blocks.1.0",
+            ),
             ("head)", "is not a regular expression: unbalanced parenthesis at position 4"),
         ],
     )
