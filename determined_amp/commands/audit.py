@@ -1,4 +1,4 @@
-"""The command `audit`: show what one training batch is computed in.
+"""The command `audit`: show in which precision one training batch is computed.
 
 python -m determined_amp audit CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
 """
@@ -29,7 +29,7 @@ from determined_amp.local.open_trial import open_trial
 def audit_here(
     config: Mapping[str, Any], source: str, trial: str | None = None
 ) -> tuple[Audit, Precision | None]:
-    """Train one batch on this machine, two on a GPU, in Determined's loop, without any files.
+    """Train one batch here, or two on a GPU, in Determined's loop and without writing files.
 
     Args:
         config: The experiment configuration.
@@ -37,8 +37,8 @@ def audit_here(
         trial: `module:Class`, if the configuration does not name it.
 
     Returns:
-        The audit of the batch, and the precision that the trial asks for. The latter is None for a
-        trial without a `MixedPrecision`, and then nothing is judged.
+        The audit of the batch, and the precision that the trial asks for. The precision is None
+        for a trial without a `MixedPrecision`; then nothing is judged.
 
     Raises:
         AuditError: if the batch is not computed in the precision that the trial asks for.

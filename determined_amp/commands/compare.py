@@ -3,13 +3,13 @@
     python -m determined_amp compare CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
                                   [--seeds 3] [--batches N] [--minutes 3]
 
-The trial needs no change. First the command trains a few batches in every precision of the device,
-with an audit, and finds the loss scale. Then it prints its plan with a time limit, and trains all
-precisions by turns, with equal seeds and equal batches, each run in a process of its own. Ctrl-C
-ends it with a report on the runs so far.
+The trial needs no change. First the command trains a few batches in every precision that the
+device supports, with an audit, and finds the loss scale. Then it prints its plan with a time limit,
+and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.
+Ctrl-C ends the command with a report on the runs so far.
 
-As a task of a cluster it has no options: the hyperparameters of `hp_search/compare.yaml` are its
-arguments.
+As a task on a cluster it takes no options. Its arguments are the hyperparameters of
+`hp_search/compare.yaml`.
 
 It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.html`.
 """
@@ -38,15 +38,14 @@ def main(arguments: Sequence[str]) -> int:
     options = None if on_cluster else _options(arguments)
     start_server()
     try:
-        # Imported after the server starts: both import torch, which takes seconds, at the same
-        # time.
+        # Imported after the server starts: both spend seconds importing torch, at the same time.
         from determined_amp.commands import look_and_train  # noqa: PLC0415
 
         if options is None:
             look_and_train.compare_on_cluster()
         else:
             look_and_train.compare(options)
-    except KeyboardInterrupt:  # later ones are signals to the runs
+    except KeyboardInterrupt:  # during the runs, the engine handles signals
         raise UserError("stopped before the first run: nothing is compared yet") from None
     return 0
 

@@ -4,9 +4,9 @@
     python -m determined_amp find CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
                                [--write NEW.yaml] [--json FILE] [--plot FILE.png]
 
-The trial is any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named by the YAML
-or by `--trial module:Class`. It is not trained. One bfloat16 forward and backward per batch predict
-overflow and underflow at every power of two. Forwards and backwards in float16 verify the choice.
+The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
+YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
+bfloat16 predicts overflow and underflow at every power of two. Passes in float16 verify the choice.
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ from determined_amp.search.pilot import (
 )
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 
-# How many reports a run has; the first one of a process has no steady speed.
+# Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
 
-# A precision is left out if its batches take this many times as long as those of fp32.
+# A precision is left out if its batches take more than this many times as long as in fp32.
 _TOO_SLOW = 5.0
 
-# How much longer than estimated the runs may take, and the seconds of the report after them.
+# Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
 _RESERVE, _REPORT_SECONDS = 1.3, 10.0
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
@@ -117,7 +117,7 @@ def compare(options: argparse.Namespace) -> Path:
 
 
 def _page(folder: Path) -> str:
-    """Where the page is, and the same as text."""
+    """Where to find the page and its text version."""
     info = det.get_cluster_info()
     if info is not None:
         return f"python -m determined_amp report {info.trial.experiment_id}"
@@ -125,7 +125,7 @@ def _page(folder: Path) -> str:
 
 
 def _to_go_on(folder: Path) -> tuple[str, ...]:
-    """What to type for the runs that are missing."""
+    """The commands to type for the missing runs."""
     if det.get_cluster_info() is not None:  # the folder is lost with its task
         return ("det experiment create ... --config hyperparameters.minutes=MORE",)
     return (
@@ -136,7 +136,7 @@ def _to_go_on(folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Hyperparameters:
-    """The hyperparameters of `hp_search/compare.yaml`: the options of the command line."""
+    """Hyperparameters of `hp_search/compare.yaml`, in place of command-line options."""
 
     experiment: str = setting()
     seeds: int = setting(3, at_least=1)
@@ -145,7 +145,7 @@ class _Hyperparameters:
 
 
 def compare_on_cluster() -> None:
-    """Compare in a task of a cluster; log, metrics and checkpoint have the answer.
+    """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
 
     Raises:
         UserError: see `compare`.
@@ -168,7 +168,7 @@ def compare_on_cluster() -> None:
 
 
 def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
-    """The batches of a run, and the ratios to the baseline; `speed` is that of the advice."""
+    """The batches of a run, and ratios to the baseline; `speed` is for the advised precision."""
     try:
         found = json.loads((folder / "precision.json").read_text())
     except FileNotFoundError:  # nothing but fp32 could be trained
@@ -206,7 +206,7 @@ class _Plan:
 
     @property
     def announced(self) -> float:
-        """Seconds that it takes at most."""
+        """Upper limit of the total time, including the report, in seconds."""
         return self.time_limit + GRACE + _REPORT_SECONDS
 
 
@@ -219,7 +219,7 @@ class _Looked:
         self.scale: FoundScale | None = None
 
     def take(self, pilot: Pilot) -> None:
-        """Keep a pilot, or leave its precision out with the reason."""
+        """Keep a pilot, or leave its precision out and record why."""
         base = self.pilots.get(Precision.FP32)
         name = pilot.precision.value
         if pilot.failure is not None:
@@ -246,7 +246,7 @@ class _Trials:
 
     Args:
         experiment: The experiment in fp32.
-        config: Its configuration before that change; it may have scaler settings.
+        config: Its configuration before the change to fp32; it may have scaler settings.
         folder: The folder of the comparison.
         seeds: Number of runs of each precision.
     """
@@ -287,7 +287,7 @@ class _Trials:
         hyperparameters: dict[str, Any] = {
             "experiment": str(self._path),
             "seed": {"type": "categorical", "vals": self._seeds},
-            # A grid begins with its last value, and fp32 is what the others are compared with.
+            # A grid begins with its last value: fp32, which the others are compared with.
             "amp": {
                 "precision": {"type": "categorical", "vals": [p.value for p in precisions[::-1]]}
             },
@@ -341,7 +341,7 @@ def _look(trials: _Trials, looked: _Looked, console: Console) -> None:
 
 
 def _find(trials: _Trials, looked: _Looked, folder: Path) -> None:
-    """Find the loss scale; again after keeping in float32 the modules that need it."""
+    """Find the loss scale. If modules need float32, keep them in it and find the scale again."""
     for attempt in range(3):
         config = trials.look(Precision.AMP_FP16, FINDER_BATCHES)
         found = find_the_scale(config, folder / f"loss-scale-{attempt}")
@@ -369,8 +369,8 @@ def _plan(looked: _Looked, experiment: Experiment[Any], options: argparse.Namesp
         own = experiment.training.max_length
         epoch = looked.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
-            wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may be that long
-        wanted = max(wanted, BATCHES)  # a shorter run has no speed
+            wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
+        wanted = max(wanted, BATCHES)  # shorter runs report no speed
     else:
         wanted = options.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window

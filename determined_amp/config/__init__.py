@@ -1,1 +1,1 @@
-"""Experiment YAMLs as typed settings, with every mistake named."""
+"""Parses experiment YAMLs into typed settings, and reports every mistake."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class Precision(enum.Enum):
     """The arithmetic of matrix products and convolutions.
 
-    `fp32` is IEEE float32 with TF32 off: the honest baseline. `tf32` rounds the inputs of float32
+    `fp32` is IEEE float32 with TF32 off, the baseline. `tf32` rounds the inputs of float32
     products to 10 mantissa bits on tensor cores. `amp_fp16` and `amp_bf16` autocast to that dtype.
     Weights and optimizer state are float32 in all four.
     """
@@ -43,14 +43,14 @@ class OnOverflow(enum.Enum):
 
 
 class EvalPrecision(enum.Enum):
-    """The precision of validation: float32, or that of training."""
+    """The precision of validation: float32, or the same as in training."""
 
     FP32 = "fp32"
     SAME = "same"
 
 
 class Compile(enum.Enum):
-    """The mode of `torch.compile` for forward and backward of training; `false` runs them eagerly.
+    """The `torch.compile` mode for forward and backward in training; `false` runs them eagerly.
 
     `default` fuses kernels. `reduce-overhead` and `max-autotune` also replay CUDA graphs.
     """
@@ -62,7 +62,7 @@ class Compile(enum.Enum):
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether results are in memory that the next batch writes to."""
+        """Whether CUDA graphs are replayed, so that the next batch overwrites earlier results."""
         return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
 
 
@@ -87,17 +87,17 @@ class AmpSettings:
         init_scale: Loss scale of the first step.
         growth_factor: Multiplies the scale after `growth_interval` applied steps in a row.
         backoff_factor: Multiplies the scale after a skipped step.
-        growth_interval: Optimizer steps.
-        min_scale: Lower limit of the scale. A skipped step at this limit counts as failure.
-        max_consecutive_skips: More skipped optimizer steps in a row count as failure.
-        max_skip_ratio: A larger share of skipped steps, over ten or more steps, counts as failure,
-            except at the start, where the scale finds its level.
-        on_overflow: What to do about a failure; a loss that is not finite is one, too.
+        growth_interval: Number of applied optimizer steps in a row before the scale grows.
+        min_scale: Lower limit of the scale. A skipped step at this limit counts as a failure.
+        max_consecutive_skips: More skipped steps in a row than this count as a failure.
+        max_skip_ratio: A larger share of skipped steps than this, over ten or more steps, counts as
+            a failure, except at the start, while the scale settles.
+        on_overflow: What to do about a failure. A loss that is not finite is a failure, too.
         eval_precision: Precision of validation.
         fp32_modules: Regular expressions; modules whose names match compute in float32.
         audit: Stop if the first batch is not computed in `precision`; see `determined_amp.audit`.
-        set_backends: Set torch's switches for TF32, which are global to the process, to fit
-            `precision`.
+        set_backends: Set torch's TF32 switches to match `precision`. They are global to the
+            process.
         compile: Mode of `torch.compile` for the models given to `prepare`.
     """
 
@@ -144,9 +144,9 @@ def without_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_unused_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
-    """An `amp` section, in a precision without a loss scale without its settings.
+    """An `amp` section without the loss scale settings, unless its precision is `amp_fp16`.
 
-    A log line names those that are removed.
+    A log line names the removed settings.
     """
     precision = section.get("precision")
     unused = sorted(section.keys() & set(SCALER_KEYS))
@@ -182,7 +182,7 @@ def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, 
 
 
 def chosen_precision(options: argparse.Namespace) -> str | None:
-    """The precision of a command line, by `--precision` or by `--config`; None if it has none."""
+    """The precision that `--precision` or `--config` chooses; None if neither does."""
     key = "hyperparameters.amp.precision="
     chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
     precision: str | None = options.precision

@@ -1,4 +1,4 @@
-"""Nested mappings by dotted names, as in `hyperparameters.amp.init_scale`."""
+"""Access to nested mappings by dotted name, such as `hyperparameters.amp.init_scale`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def value_at(config: Mapping[str, Any], name: str) -> Any:
 
 
 def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Set the value at `path`, in place; missing sections are made."""
+    """Set the value at `path` in place, and create missing sections."""
     *sections, last = path
     for key in sections:
         config[key] = config.get(key) or {}
@@ -24,7 +24,7 @@ def put(config: dict[str, Any], path: Sequence[str], value: object) -> None:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name. A search space is one value; `{type: const, val: x}` is x."""
+    """Values by dotted name. A search space stays one value; `{type: const, val: x}` becomes x."""
     return dict(_leaves(config, ""))
 
 
@@ -39,7 +39,7 @@ def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite of `flat`."""
+    """The inverse of `flat`."""
     config: dict[str, Any] = {}
     for name, value in values.items():
         put(config, name.split("."), value)

@@ -33,7 +33,7 @@ class GuardError(UserError):
         self.state_is_good = state_is_good
 
 
-# A log policy in the YAMLs matches these words: the cluster does not start the trial again.
+# A log policy in the YAMLs matches these words, so the cluster does not restart the trial.
 NO_RETRY = "no retry can help: "
 
 
@@ -42,7 +42,7 @@ def one_line(said: object) -> str:
     return textwrap.shorten(str(said), 240, placeholder=" ...") or type(said).__name__
 
 
-# What torch and numpy say, in a RuntimeError, of sizes that no memory holds.
+# RuntimeError messages of torch and numpy about sizes that do not fit in memory.
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|Storage size calculation overflowed"
     r"|negative dimension|Overflow when unpacking long",
@@ -52,7 +52,7 @@ _NO_MEMORY = re.compile(
 
 @contextmanager
 def short_of_memory() -> Iterator[None]:
-    """Inside this block, sizes that do not fit in memory are a `UserError`."""
+    """Inside this block, raise a `UserError` for sizes that do not fit in memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -80,7 +80,7 @@ def exit_status(run: Callable[[], int], before: str) -> int:
 
 
 def _tell_launcher(reason: str) -> None:
-    """Let torchrun end its report with the reason; it is longer than what was printed before it."""
+    """Make torchrun's report end with the reason; the report is long and hides earlier output."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
@@ -101,6 +101,6 @@ def print_uncaught_user_errors() -> None:
             return
         print(f"{NO_RETRY}{error}", file=sys.stderr, flush=True)
         _tell_launcher(f"{NO_RETRY}{error}")
-        raise SystemExit(2)  # Python takes the exit status from what its hook raises
+        raise SystemExit(2)  # Python takes the exit status from the hook's exception
 
     sys.excepthook = hook

@@ -1,12 +1,13 @@
-"""An experiment YAML of any trial and of either form as one typed object; names every mistake.
+"""Parses any trial's experiment YAML, in either form, into a typed object; names every mistake.
 
-Determined 0.38.1 reads some keys only for its legacy entrypoints. For a script that calls
-`pytorch.Trainer`, as ours does, they have no effect. So our form of a YAML has these settings under
-`hyperparameters`, where `train` reads them, and a key in the place without effect is an error. A
-YAML without `hyperparameters.training` is of Determined's own form: there `train` reads those keys.
+Determined 0.38.1 reads some keys only for its legacy entrypoints. They have no effect for a script
+that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these settings under
+`hyperparameters`, where `train` reads them, and a key without effect is an error. A YAML without
+`hyperparameters.training` is in Determined's own form, and `train` reads Determined's keys.
 
-A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. They then
-check the two sections strictly before anything starts. Otherwise both sections may hold anything.
+A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. With them,
+the sections `hyperparameters` and `data` are checked strictly before anything starts. Without them,
+the sections may hold anything.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from determined_amp.config.yaml_text import load_yaml, read_text
 H_co = TypeVar("H_co", covariant=True)
 T = TypeVar("T")
 
-# The top level of an experiment configuration (`schemas/expconf/v0/experiment.json`).
+# Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
 _SECTIONS = frozenset(
     [
         *("bind_mounts", "checkpoint_policy", "checkpoint_storage", "data", "debug", "description"),
@@ -56,7 +57,7 @@ _SECTIONS = frozenset(
     ]
 )
 
-# The form of an entrypoint that Determined itself imports.
+# Matches an entrypoint that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
 _RANGES = ("int", "double", "log", "categorical")
 
@@ -81,7 +82,7 @@ class Searcher:
     name: str = setting("single")
 
     def best_first(self, items: Iterable[T], value: Callable[[T], float | None]) -> list[T]:
-        """The items whose value of the metric is finite, best first."""
+        """The items with a finite metric value, best first."""
         valued = [(number, item) for item in items if (number := value(item)) is not None]
         finite = [(number, item) for number, item in valued if math.isfinite(number)]
         sign = 1 if self.smaller_is_better else -1
@@ -89,7 +90,7 @@ class Searcher:
 
 
 def searcher_of(config: Mapping[str, Any]) -> Searcher:
-    """The `searcher` section of the configuration of a search, which has been checked before."""
+    """The `searcher` section of a search configuration that has already been checked."""
     searcher = read(Searcher, config["searcher"], "searcher", [], strict=False)
     assert searcher is not None
     return searcher
@@ -104,14 +105,14 @@ class Reproducibility:
 
 @dataclass(frozen=True)
 class Resources:
-    """`slots_per_trial` is how many processes the experiment asks a cluster for."""
+    """`slots_per_trial` is the number of processes that the experiment requests on a cluster."""
 
     slots_per_trial: int = setting(1, at_least=0)
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """`enabled` starts Determined's system profiler, on a cluster."""
+    """`enabled` starts Determined's system profiler on a cluster."""
 
     enabled: bool = setting(False)
 
@@ -135,7 +136,7 @@ _READ_IN_PART: Mapping[str, type] = {
     "profiling": Profiling,
 }
 
-# The YAML of a trial with `Hparams` requires these: (name, allowed values).
+# Required in the YAML of a trial with `Hparams`: (name, allowed values).
 _REQUIRED = (
     ("searcher.metric", "a string"),
     ("searcher.smaller_is_better", "true or false"),
@@ -152,10 +153,10 @@ class Experiment(Generic[H_co]):
         trial: Import path of the factory, `module:name`.
         factory: The trial class, or a function that makes the trial.
         platform: Determined's own sections.
-        hyperparameters: The hyperparameters that the trial gets: `{type: const, val: x}` is x.
-        plan: How it is trained.
+        hyperparameters: The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
+        plan: How the trial is trained.
         amp: The `amp` section of the hyperparameters; None if there is none.
-        global_batch_size: Samples of one batch over all slots; None if the YAML has none.
+        global_batch_size: Number of samples in a batch, over all slots; None if the YAML has none.
         data: The `data` section: an instance of the trial's class `Data` if it has one, else a
             dict.
         hparams: An instance of the trial's class `Hparams`; None if it has none.
@@ -207,7 +208,7 @@ class Experiment(Generic[H_co]):
         return self.training.max_length
 
     def resolved(self) -> dict[str, Any]:
-        """The configuration with every default filled in; it trains the same."""
+        """An equivalent configuration with every default filled in."""
         own = dict(self.hyperparameters) if self.hparams is None else plain(self.hparams)
         given, sections = dict(self.config), plain(self.platform)
         if self.hparams is None and has_our_form(own):
@@ -229,7 +230,7 @@ class Experiment(Generic[H_co]):
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `changes`, which may replace single keys of sections."""
+    """`config` with `changes`; a section in `changes` replaces only the keys it has."""
     made = copy.deepcopy(dict(config))
     for key, value in changes.items():
         made[key] = {**(made.get(key) or {}), **value} if isinstance(value, Mapping) else value
@@ -256,17 +257,18 @@ def parse(
     hyperparameters: Mapping[str, Any] | None = None,
     completed_by_master: bool = False,
 ) -> Experiment[Any]:
-    """Check a whole configuration and give it types.
+    """Check a whole configuration and convert it to typed settings.
 
     Args:
         config: The experiment configuration.
         source: Where it comes from, for the error message.
         trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
             entrypoint of that form.
-        hyperparameters: Those that the searcher chose for this trial; by default those of `config`.
-        completed_by_master: Whether a master has filled in its defaults, which then count as no
-            mistake, and has merged `--config` into the YAML: settings of a loss scale are ignored
-            in a precision without one.
+        hyperparameters: The hyperparameters that the searcher chose for this trial; by default
+            those of `config`.
+        completed_by_master: Whether a master has filled in its defaults and merged `--config` into
+            the YAML. Then its defaults are not mistakes, and loss scale settings are ignored in a
+            precision without a loss scale.
 
     Raises:
         ConfigError: naming every mistake.
@@ -293,7 +295,7 @@ def parse(
 def _as_merged(
     config: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters, as far as a merge has left what no file would hold."""
+    """Configuration and hyperparameters without the leftovers of a merge."""
     if isinstance(raw.get("amp"), Mapping):
         raw = {**raw, "amp": without_unused_scaler(constants(raw["amp"]))}
     if has_our_form(raw) and is_test(config):
@@ -302,7 +304,7 @@ def _as_merged(
 
 
 def constants(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` is x."""
+    """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if isinstance(value, Mapping) and value.get("type") == "const":
@@ -314,7 +316,7 @@ def constants(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[str]:
-    """The dotted names of the hyperparameters that are ranges to search."""
+    """The dotted names of the hyperparameters that are search ranges."""
     for key, value in given.items():
         if isinstance(value, Mapping):
             if value.get("type") in _RANGES:
@@ -324,7 +326,7 @@ def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[
 
 
 def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[str]:
-    """A sentence if the batch does not divide among the slots; Determined would shrink it."""
+    """A sentence if the slots cannot share the batch evenly; Determined would shrink the batch."""
     if global_batch_size is not None and global_batch_size % max(slots, 1):
         yield (
             f"hyperparameters.global_batch_size: got {global_batch_size}, which does not divide "
@@ -369,9 +371,10 @@ def _named_trial(
 
 
 def _misspelt(config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key that is nearly one of Determined's, which would have no effect.
+    """A sentence for each key that looks like a misspelt key of Determined's.
 
-    The master knows no key besides its own. In sections that we read in part, any other may be.
+    Such a key would have no effect, because the master knows only its own keys. In sections that we
+    read in part, other unknown keys are allowed.
     """
     known = {"": _SECTIONS}
     known |= {name: frozenset(cls.__annotations__) for name, cls in _READ_IN_PART.items()}
@@ -383,7 +386,7 @@ def _misspelt(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _own_class(factory: Factory | None, name: str) -> type[Any] | None:
-    """A settings class that a trial class has as an attribute."""
+    """The attribute `name` of a trial class if it is a settings class; else None."""
     found = getattr(factory, name, None) if isinstance(factory, type) else None
     return found if is_settings_class(found) else None
 
@@ -414,7 +417,7 @@ class _Parts:
         self.data_class = _own_class(factory, "Data")
 
     def read(self, problems: list[str]) -> Experiment[Any] | None:
-        """The experiment; if something is wrong, appends to `problems` or returns None."""
+        """Read the experiment. On a mistake, append to `problems` or return None."""
         strict = self.hparams_class is not None
         hparams, sound = self._hparams(problems) if not problems else (None, False)
         amp = self._amp(problems) if sound else None
@@ -443,7 +446,7 @@ class _Parts:
         )
 
     def _hparams(self, problems: list[str]) -> tuple[Any, bool]:
-        """The instance of the trial's class `Hparams`, and whether the section has no mistake."""
+        """The instance of the trial's class `Hparams`, and whether the section is correct."""
         before = len(problems)
         if self.hparams_class is not None:
             found = read(self.hparams_class, self.hyperparameters, "hyperparameters", problems)

@@ -1,4 +1,4 @@
-"""Imports the trial that `module:Class` names, and makes it: by its constructor or a function."""
+"""Imports a trial by its name `module:Class`, and makes it with its constructor or a function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_factory(import_path: str) -> Factory:
     """The trial class, or the function that makes a trial, at `module:name`.
 
     Raises:
-        ValueError: if it cannot be imported, is no trial, or requires unknown parameters.
+        ValueError: if it cannot be imported, is not a trial, or requires unknown parameters.
     """
     module_name, _, name = import_path.partition(":")
     try:
@@ -52,13 +52,13 @@ def load_factory(import_path: str) -> Factory:
 def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
     """Make the trial with its context, and with hyperparameters or configuration if required.
 
-    Required parameters named `hparams` or `hyperparameters` get the hyperparameters. So does a
-    required second parameter of any other name, except `config`, `exp_conf` and
-    `experiment_config`, which get the experiment configuration as a dict. Parameters with a default
-    keep it.
+    Required parameters named `hparams` or `hyperparameters` get the hyperparameters. Those named
+    `config`, `exp_conf` or `experiment_config` get the experiment configuration as a dict. A
+    required second parameter with any other name gets the hyperparameters. Parameters with a
+    default keep it.
 
     Raises:
-        ConfigError: if another parameter is required, or the result is no `PyTorchTrial`.
+        ConfigError: if another parameter is required, or the result is not a `PyTorchTrial`.
     """
     name = getattr(factory, "__qualname__", repr(factory))
     try:
@@ -84,7 +84,7 @@ def _value(context: pytorch.PyTorchTrialContext, kind: str) -> dict[str, Any]:
 
 
 def _arguments(factory: Factory) -> list[tuple[inspect.Parameter, str]]:
-    """The parameters to pass to `factory`, in their order: with context, hparams or config.
+    """The parameters to pass to `factory`, in order, each with `context`, `hparams` or `config`.
 
     Raises:
         ValueError: naming the required parameters that are unknown.

@@ -1,4 +1,4 @@
-"""Options of several commands, among them `--config` as in `det experiment create`.
+"""Options that several commands share, including `--config` as in `det experiment create`.
 
 This module imports little: `search` needs it before it imports torch.
 """
@@ -15,7 +15,7 @@ from determined_amp.config.yaml_text import load_yaml
 
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--config KEY=VALUE`, any number of times, as `overrides`."""
+    """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
     parser.add_argument(
         "--config",
         dest="overrides",
@@ -48,7 +48,7 @@ def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`config` with `a.b=value` applied; values are read as YAML.
+    """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
 
     Raises:
         ConfigError: if an override is not of that form.

@@ -18,7 +18,7 @@ from determined_amp.config.training import Length, TrainingSettings
 
 _UNITS = ("batches", "records", "epochs")
 
-# Keys without effect on a script entrypoint: (name, the master's default, what to use instead).
+# Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("searcher.max_length", None, "hyperparameters.training.max_length"),
     ("min_validation_period", {"batches": 0}, "hyperparameters.training.validation_period"),
@@ -77,11 +77,11 @@ def read_plan(
 
 
 def keys_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[str]:
-    """A sentence for each key of a configuration of our form that has no effect there.
+    """A sentence for each key that has no effect in a configuration of our form.
 
     Args:
         config: The experiment configuration.
-        completed: Whether a master has filled in its defaults, which then count as no mistake.
+        completed: Whether a master has filled in its defaults, which then are not mistakes.
     """
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
@@ -91,11 +91,11 @@ def keys_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[
 
 
 def is_test(config: Mapping[str, Any]) -> bool:
-    """Whether this is the experiment of `det experiment create --test`."""
+    """Whether `det experiment create --test` made this experiment."""
     return str(config.get("description")).startswith("[test-mode] ")
 
 
-# How `--test` trains: `det` writes this into the keys of Determined's form.
+# The lengths of `--test` in our form; `det` writes them into the keys of Determined's form.
 ONE_BATCH: Mapping[str, Any] = {
     "max_length": {"batches": 1},
     "validation_period": {"batches": 1},
@@ -104,9 +104,9 @@ ONE_BATCH: Mapping[str, Any] = {
 
 
 def for_test(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of our form that `det experiment create --test` has changed, mended.
+    """Repair a copy of a configuration of our form that `det experiment create --test` has changed.
 
-    It has keys of Determined's form, and lacks the direction of the metric.
+    The changed configuration has keys of Determined's form, and lacks the direction of the metric.
     """
     mended = copy.deepcopy(dict(config))
     for name, _, _ in WITHOUT_EFFECT:
@@ -185,7 +185,7 @@ def _read_determineds(
 
 
 def in_determineds_form(plan: Plan) -> dict[str, Any]:
-    """A plan as keys of Determined's form: the opposite of `read_plan`."""
+    """A plan as keys of Determined's form: the inverse of `read_plan`."""
     training = plan.training
     return {
         "searcher": {"max_length": _in_its_unit(training.max_length)},
@@ -226,7 +226,7 @@ def _length(
 ) -> Length | None:
     """A period as a length, by the rules of Determined's `TrainUnit`.
 
-    A number of records is rounded down to whole batches, and up to one batch.
+    A number of records is rounded down to whole batches, but to one batch at least.
     """
     if period.epochs:
         return Length(epochs=period.epochs)

@@ -35,7 +35,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 # The largest and the smallest positive number of float32.
 _LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-149
 
-# Marks a field, in its metadata, as declared by `setting`.
+# Metadata key that marks a field as declared by `setting`.
 _DECLARED = "declared by setting"
 
 
@@ -45,7 +45,7 @@ class _CanContradict(typing.Protocol):
 
 
 class ConfigError(UserError, ValueError):
-    """All mistakes of one configuration, a line each; the first one is in the first line.
+    """All mistakes in one configuration, one per line; the first line has the first mistake.
 
     Args:
         source: A file, the name of an experiment, or a command-line option.
@@ -93,12 +93,12 @@ def read(
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
             an `enum.Enum`, another settings class, or one of these `| None`. It may define
             `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs, and
-            `section_of(text: str)`, the section that a text stands for, or None.
+            `section_of(text: str)`, which returns the section that a text stands for, or None.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
         problems: A sentence per mistake is appended.
-        strict: Whether an unknown key is a mistake. Determined's own sections, which have more
-            keys than we read, are read with False; there null is the same as no key.
+        strict: Whether an unknown key is a mistake. It is False for Determined's own sections,
+            which have more keys than we read; null then counts as no key.
 
     Returns:
         The settings, or None if the section has a mistake.
@@ -123,7 +123,7 @@ def read(
             place = _join(path, name)
             values[name] = _value(hints[name], raw[name], place, field, problems, strict=strict)
         elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
-            # Read an empty section, to name the keys that are missing in it.
+            # Read an empty section to report the keys that are missing in it.
             values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
         elif field.default is dataclasses.MISSING:
             allowed = _allowed(hints[name], field)
@@ -157,7 +157,7 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Settings as plain YAML types: the opposite of `read`.
+    """Settings as plain YAML types: the inverse of `read`.
 
     Settings that contradict others are left out, because `read` would refuse them.
     """
@@ -201,9 +201,9 @@ def _value(
 
 
 def _converted(kind: Any, raw: object) -> object:
-    """`raw` as a `kind`, or None if it is no such value."""
+    """`raw` as a value of type `kind`, or None if it is not one."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        # A member may be a bool, which equals a number.
+        # A member's value may be a bool, and Python's bools equal numbers.
         same = (m for m in kind if m.value == raw and isinstance(raw, type(m.value)))
         return next(same, None)
     if kind in (int, float) and isinstance(raw, bool):
@@ -221,13 +221,13 @@ def _converted(kind: Any, raw: object) -> object:
 
 
 def _float32(number: float) -> float | None:
-    """The number, or None if float32, in which it is used, has no finite number near it."""
+    """The number, or None if it is outside the range of float32, in which it is used."""
     try:
         in_float64 = float(number)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return None
     held = abs(in_float64) <= _LARGEST and (in_float64 == 0 or abs(in_float64) >= _SMALLEST)
-    return in_float64 if held else None  # also for NaN, which compares as false
+    return in_float64 if held else None  # None for NaN, too: it compares as false
 
 
 def _unwrap_optional(hint: Any) -> tuple[Any, bool]:

@@ -14,10 +14,10 @@ LENGTH_UNITS = ("batches", "epochs")
 
 @dataclass(frozen=True)
 class Length:
-    """A number of batches or of epochs, in Determined's own notation: `{batches: 100}`.
+    """A number of batches or epochs, in Determined's own notation: `{batches: 100}`.
 
-    Or as text, `100 batches`. A cluster merges `--config` into the YAML, so that a section would
-    have both units; a text replaces the section.
+    It may also be text: `100 batches`. A cluster merges `--config` into the YAML. A section could
+    then have both units, but text replaces the whole section.
 
     Args:
         batches: Calls of `train_batch`.
@@ -29,7 +29,7 @@ class Length:
 
     @staticmethod
     def section_of(text: str) -> Mapping[str, int] | None:
-        """`100 batches` as `{batches: 100}`; None for another text."""
+        """`100 batches` as `{batches: 100}`; None for any other text."""
         count, _, unit = text.partition(" ")
         is_length = count.isascii() and count.isdecimal() and unit in LENGTH_UNITS
         return {unit: int(count)} if is_length else None
@@ -62,10 +62,10 @@ class TrainingSettings:
             Without a length a trial can be audited, but not trained.
         validation_period: Interval of validations. One always follows the last batch; without a
             period it is the only one.
-        checkpoint_period: Interval of checkpoints, by the same rule.
+        checkpoint_period: Interval of checkpoints. The same rule applies.
         reporting_period: Interval of reports of training metrics.
         cudnn_benchmark: Whether cuDNN times its convolution algorithms once, for inputs of fixed
-            shape. None does not touch torch's switch.
+            shape. None leaves torch's switch unchanged.
     """
 
     max_length: Length | None = setting(None)

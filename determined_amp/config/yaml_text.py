@@ -1,4 +1,4 @@
-"""YAML as the platform reads it: one set of rules for all commands, with a cluster and without."""
+"""YAML by the platform's rules, for all commands, with or without a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from determined_amp.config.errors import one_line
 from determined_amp.config.settings import ConfigError
 
-# YAML and JSON can write it, UTF-8 cannot: no file or terminal takes it.
+# YAML and JSON can express a surrogate. UTF-8 cannot, so no file or terminal accepts it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -28,10 +28,10 @@ def load_yaml(text: str, source: str) -> Any:
         source: Its file or key, for the error message.
 
     Raises:
-        ConfigError: if it is not YAML, or holds what no configuration can: a date, a key that is
-            no text, a section within itself.
+        ConfigError: if it is not YAML, or contains something that a configuration cannot: a date,
+            a key that is not text, a section within itself.
     """
-    # It takes a moment to import, and `search` starts its server first.
+    # Imported late, because it takes a moment and `search` starts its server first.
     from determined.common import util  # noqa: PLC0415
 
     try:
@@ -47,7 +47,7 @@ def load_yaml(text: str, source: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's, which also quotes text that is a number in YAML 1.2 alone."""
+    """PyYAML's dumper, which also quotes text that is a number only in YAML 1.2."""
 
 
 _Dumper.add_implicit_resolver(
@@ -63,7 +63,7 @@ def dump_yaml(value: Any) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """The content of a text file, UTF-8 in every locale.
+    """The content of a text file, read as UTF-8 in every locale.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -72,12 +72,12 @@ def read_text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
-    except ValueError as error:  # other bytes, or a path with a NUL
+    except ValueError as error:  # not UTF-8, or a path with a NUL
         raise ConfigError(str(path), [f"cannot be read as UTF-8 text: {error}"]) from error
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong and where, without the advice that the loader adds for programmers."""
+    """The problem and its position, without the loader's advice for programmers."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem:
         return one_line(error)

@@ -1,1 +1,1 @@
-"""Searches for the initial loss scale, on a cluster or without one."""
+"""Searches for the initial loss scale, with or without a cluster."""

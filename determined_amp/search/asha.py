@@ -12,21 +12,22 @@ from determined_amp.search.searcher_settings import Bracket
 
 
 class AshaPruner(optuna.pruners.BasePruner):
-    """Stops a trial that is not among the best at a rung, as `asha_stopping.go` of 0.38.1 does.
+    """Stops a trial that is not among the best at a rung, as Determined's `asha_stopping.go` does.
 
-    At its first report at or after a rung, a trial continues if fewer than max(1, n // divisor) of
-    the n trials that reached the rung, itself included, were better. A stopped trial never
-    continues. `optuna.pruners.SuccessiveHalvingPruner` decides by the same rule, but its rungs are
-    the smallest rung times powers of an integer. These are not the platform's rungs, and the end of
-    the trial is none of them.
+    The rule is from Determined 0.38.1. A trial is judged at its first report at or after a rung.
+    Let n be the number of trials that reached the rung, including this one. The trial continues if
+    fewer than max(1, n // divisor) of them were better. A stopped trial never continues.
+    `optuna.pruners.SuccessiveHalvingPruner` decides by the same rule, but its rungs are the
+    smallest rung times powers of an integer. These are not the platform's rungs, and the end of the
+    trial is not one of them.
 
-    The user attribute `bracket` tells the bracket of a trial. Trials report by length, in the unit
-    of the rungs. A trial with the user attribute `invalid` does not count. A failed trial counts as
-    the worst at the next rung that it would have reached.
+    The user attribute `bracket` is the index of a trial's bracket. Trials report their length in
+    the unit of the rungs. A trial with the user attribute `invalid` does not count. A failed trial
+    counts as the worst at the next rung that it would have reached.
 
     Args:
         brackets: The brackets of the search.
-        divisor: One of this many trials continues.
+        divisor: One in this many trials continues at a rung.
     """
 
     def __init__(self, brackets: Sequence[Bracket], divisor: float) -> None:

@@ -1,26 +1,27 @@
-"""The command `search`: a search without a cluster, from the YAML that a cluster takes.
+"""The command `search`: run a search without a cluster, from the same YAML as on a cluster.
 
     python -m determined_amp search SEARCH.yaml [--workers N] [--config KEY=VALUE ...]
     python -m determined_amp search --resume FOLDER [--workers N]
 
 It writes `runs/NAME/TIME/`: the configuration, an Optuna study in `study.db`, and a run folder per
-trial. Ctrl-C stops it. After a stop or a kill, of the search or of a worker, `--resume` continues
-every trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search,
-also while it runs.
+trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resume` continues every
+trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even
+while it runs.
 
 Grid points, ranges and their scales, nesting, brackets, rungs, and the replacement of invalid
 trials follow the platform. These things differ:
 
 * A comparison trains seed by seed; the platform trains precision by precision.
-* Random numbers come from the same distributions, but are other numbers. So are the seeds of trials
-  that train. A scored trial has the seed of the search in both places.
+* Random numbers come from the same distributions, but the values differ. So do the seeds of trials
+  that train. A scored trial has the seed of the search, here and on the platform.
 * `max_concurrent_trials` and `slots_per_trial` have no effect. `--workers` sets the number of
-  concurrent trials, and every trial is one process. Early stopping compares a trial with those that
-  came before it, so the number of workers changes its decisions, as it does on a cluster.
+  concurrent trials, and every trial is one process. Early stopping compares a trial with earlier
+  ones, so the number of workers affects its decisions, as it does on a cluster.
 * The brackets of `adaptive_asha` are filled one after the other.
-* The platform replaces any number of invalid trials; here at most as many as the search has trials.
-* Three trials in a row that fail for the same reason end the search. A comparison is not ended by
-  one precision that always fails: its order mixes the precisions.
+* The platform replaces any number of invalid trials. Here the limit is the number of trials in the
+  search.
+* Three trials in a row that fail for the same reason end the search. One precision that always
+  fails does not end a comparison, because the precisions alternate.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from pathlib import Path
 
 from determined_amp.config.overrides import add_override_option, at_least
 
-# Each is a process with a torch of its own. A larger machine may have one per processor.
+# Each worker is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
 
-# The server of the workers imports these. The first optimizer needs `_dynamo`, the first report
-# tensorboard, the default data scikit-learn.
+# The server that forks the workers imports these. The first optimizer needs `_dynamo`, the first
+# report tensorboard, the default data scikit-learn.
 _PRELOADED = [
     "determined_amp.search.workers",
     "torch._dynamo",
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _options(arguments)
     start_server()
-    # Imported after the server starts: both import torch, which takes seconds, at the same time.
+    # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.search.engine import run_search  # noqa: PLC0415
 
     return run_search(options.search, options.resume, options.overrides, options.workers)
@@ -69,13 +70,13 @@ def start_server() -> None:
     """Start the server that forks the workers; it imports torch in the background.
 
     Importing torch and its dependencies takes 8 s; a process forked after that starts in 0.3 s. The
-    server starts no thread and does not initialise CUDA, so its forks can. But Determined asks
-    torch for GPUs while it is imported. torch would ask CUDA, and then no fork could use a GPU;
-    with this variable it asks the driver instead.
+    server starts no threads and does not initialise CUDA, so its forks can do both. But importing
+    Determined makes torch look for GPUs. By default torch asks CUDA, and then no fork could use a
+    GPU. With the environment variable it asks the driver instead.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    # The server ignores SIGINT only after its imports. It inherits this from its first moment.
+    # The server itself ignores SIGINT only after its imports. This way it does so from the start.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()

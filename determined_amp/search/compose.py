@@ -5,9 +5,9 @@ The key `hyperparameters.experiment` of a search names an experiment YAML. The `
 resources) comes from the search. The key `hyperparameters.seed` sets the seeds of the trials.
 Trials with the same seed differ only in their other hyperparameters.
 
-An experiment of Determined's own form has its trial in the entrypoint, and its lengths outside the
-hyperparameters. Both are kept. Lengths of the search, which are always in
-`hyperparameters.training`, replace them.
+An experiment in Determined's own form has its trial in the entrypoint, and its lengths outside the
+hyperparameters. Both are kept. If the search has lengths, which are always in
+`hyperparameters.training`, they replace the lengths of the experiment.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _with_determineds_keys(
 
 
 def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise if a comparison ranks by another metric than its experiment, which reports its own."""
+    """Raise if a comparison ranks by a different metric than the one its experiment reports."""
     ours, theirs = (section.get("searcher") or {} for section in (search, base))
     problems = [
         f"searcher.{key}: got {ours.get(key)!r}, but the experiment has {theirs[key]!r}; allowed: "
@@ -169,7 +169,7 @@ def _read_experiment(name: object, context: Path) -> Mapping[str, Any]:
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`, section by section; a length is replaced, as it has one unit only."""
+    """`base` with `changes`, section by section; a length is replaced, as it has only one unit."""
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
@@ -182,7 +182,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def _round_init_scale(
     hyperparameters: Mapping[str, Any], search: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`hyperparameters` with the initial scale rounded to a power of two, if it is from a range.
+    """`hyperparameters` with the initial scale rounded to a power of two if it is from a range.
 
     Scaling by a power of two is exact. A scale that the search lists or fixes is not rounded.
     """

@@ -38,11 +38,11 @@ from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_queue import TrialQueue
 from determined_amp.search.workers import Worker
 
-# After this many failures in a row for one reason, the other trials would fail, too.
+# After this many failures in a row for the same reason, the other trials would fail, too.
 SAME_FAILURES = 3
 
 
-# Seconds that a trial has for its checkpoint when the time is up; then it is killed.
+# Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
 GRACE = 15.0
 
 
@@ -62,8 +62,8 @@ def run_search(
         workers: Number of trials that run at the same time.
 
     Returns:
-        The exit status. 0: the search completed, or a signal stopped it. 1: a trial failed, and
-        others did not. That hyperparameters of a trial cannot train is a result, and no failure.
+        The exit status. 0: the search completed, or a signal stopped it. 1: a trial failed, but
+        others did not. Hyperparameters that cannot train are a result, not a failure.
 
     Raises:
         UserError: if it cannot start, cannot continue, or no trial has a result.
@@ -75,7 +75,7 @@ def run_search(
 
 
 def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:
-    """The folder of the search to continue, or a new one after the YAML has been checked."""
+    """The folder of the search to continue, or a new folder after checking the YAML."""
     if resume is not None:
         load_study(resume / FILE_NAME)
         return resume
@@ -109,7 +109,7 @@ def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -
     Args:
         folder: The folder of the comparison.
         search: Its configuration.
-        time_limit: Seconds after which it stops as by a signal.
+        time_limit: Seconds after which it stops as if by a signal.
 
     Returns:
         Whether it was stopped.
@@ -178,10 +178,10 @@ class Engine:
         trials: The trials of the search.
         display: Shows lost trials.
         workers: Number of trials that run at the same time.
-        time_limit: Seconds after which the search stops as by a signal; None for no limit.
+        time_limit: Seconds after which the search stops as if by a signal; None for no limit.
 
     Attributes:
-        blocked: The problem of the machine that stopped the search, such as a full disk; else None.
+        blocked: The machine problem that stopped the search, such as a full disk; else None.
     """
 
     def __init__(
@@ -208,12 +208,12 @@ class Engine:
 
     @property
     def common_failure(self) -> str | None:
-        """Why the last `SAME_FAILURES` trials failed, if all failed for one reason; else None."""
+        """Why the last `SAME_FAILURES` trials failed, if all had the same reason; else None."""
         alike = len(self._failures) == SAME_FAILURES and len({*map(_kind, self._failures)}) == 1
         return self._failures[-1] if alike else None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Stop the trials; the handler of SIGINT and SIGTERM."""
+        """Handle SIGINT and SIGTERM by stopping the trials."""
         self._stop()
 
     def _stop(self) -> None:
@@ -244,7 +244,7 @@ class Engine:
                 worker.close()
 
     def _patience(self) -> float | None:
-        """Seconds to wait for a message; a trial that is stopping gets `GRACE`."""
+        """Seconds to wait for a message; a search that is stopping gets `GRACE` more."""
         if math.isinf(self._ends) or self._signals > 1:
             return None
         grace = GRACE if self.stopping else 0.0
@@ -296,5 +296,5 @@ class Engine:
 
 
 def _kind(reason: str) -> str:
-    """A reason without what differs from trial to trial: numbers, and so its own folder."""
+    """A reason with its numbers masked: they differ between trials, as in folder names."""
     return re.sub(r"\d+(\.\d+)?([eE][-+]?\d+)?", "#", reason)

@@ -4,14 +4,14 @@
 
 train    Trains like `python -m determined_amp train`. Every validation also reports the initial
          scale and the share of the gradients that it flushes to zero before the first step.
-compare  Trains without these reports, so that memory and speed are those of the training.
+compare  Trains without these reports, so memory and speed are those of training alone.
 score    Measures the loss scale of the trial on a few frozen batches; nothing is trained. All
-         trials use the same parameters and batches, whatever seeds the platform gave them.
+         trials use the same parameters and batches, regardless of the platform's seeds.
 find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
          `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
-         `loss_scale` has overflow and flush for every power of two from 2^1 on. The WebUI plots
-         them over "batches", which stands for log2 of the scale here.
+         `loss_scale` has the overflow share and the flushed share for every power of two from 2^1
+         up. The WebUI plots them over "batches", which here means log2 of the scale.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from determined_amp.train import start_ranks, task_context, train_on_cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit status: 0, or 2 for an error that a user can fix."""
+    """Run the verb and return the exit status: 0, or 2 for an error that a user can fix."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     return exit_status(lambda: _run(given), NO_RETRY)
 
@@ -67,17 +67,17 @@ def _run(given: Sequence[str]) -> int:
         )
         return 2
     _compose(info)
-    if kind is not TrialKind.SCORE:  # on one slot only
+    if kind is not TrialKind.SCORE:  # scoring uses one slot
         parse(info.trial._config, "search", completed_by_master=True)
         start_ranks(info, ENTRYPOINT, kind.value)
     return _VERBS[kind](info)
 
 
 def _compose(info: det.ClusterInfo) -> None:
-    """Replace the configuration of the search in `info` with that of this trial's experiment.
+    """Replace the search configuration in `info` with the configuration of this trial's experiment.
 
-    Determined's harness reads batch size and searcher from there. It also saves that configuration
-    in checkpoints, so a checkpoint holds an experiment that trains without its search.
+    Determined's harness reads the batch size and the searcher from this configuration, and saves it
+    in checkpoints. So a checkpoint holds an experiment that trains without its search.
     """
     config = compose(info.trial._config, info.trial.hparams, Path.cwd())
     if info.trial.hparams.get("seed") is not None:
@@ -119,7 +119,7 @@ def _find(info: det.ClusterInfo) -> int:
             with context._core.checkpoint.store_path({"steps_completed": batches}) as (folder, _):
                 found.write(folder / FILE_NAME)
             context._core.train.report_progress(1.0)
-            found.show(Console(width=100))  # after the reports, which the log contains, too
+            found.show(Console(width=100))  # last, because the log also contains the reports
     return 0
 
 
@@ -135,7 +135,7 @@ _VERBS: dict[TrialKind, Callable[[det.ClusterInfo], int]] = {
 def _open_trial(
     info: det.ClusterInfo, experiment: Experiment[Any]
 ) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
-    """The trial, made with the seed of the experiment, not with that of the trial."""
+    """The trial and its context, made with the experiment's seed instead of the trial's seed."""
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     info.trial.trial_seed = experiment.seed
     frequency = experiment.aggregation_frequency

@@ -1,4 +1,4 @@
-"""Short pilots of a trial, each in a process of its own: the time of a batch, the loss scale."""
+"""Short pilots of a trial, each in its own process, for the batch time and the loss scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validatio
 from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.workers import Worker
 
-# Length and reporting period in batches. The first ten batches of a process have no speed.
+# Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 4
 
 # How many batches the finder uses.
@@ -35,11 +35,11 @@ class Pilot:
 
     Args:
         precision: The precision.
-        seconds_per_batch: Time of a batch, without the first batches of the process.
+        seconds_per_batch: Time of a batch, excluding the first batches of the process.
         overhead: Seconds for everything else: the start of the process, the audit, one validation,
             one checkpoint.
         epoch_batches: Batches of an epoch; None if it is not known.
-        failure: Why it cannot be trained, and then the times mean nothing; None if it can.
+        failure: Why it cannot be trained; the times then mean nothing. None if it can.
     """
 
     precision: Precision
@@ -60,7 +60,7 @@ def train_a_little(config: Mapping[str, Any], precision: Precision, folder: Path
     began = time.monotonic()
     result = _run(Job(TrialKind.COMPARE, config, RunFolder(folder).path))
     wall = time.monotonic() - began
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # nobody goes on from a pilot
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
     blocked = result.outcome is Outcome.INTERRUPTED and result.reason
     if blocked or result.outcome in (Outcome.FAILED, Outcome.INVALID):
         return Pilot(precision, failure=result.reason or "it failed")

@@ -1,7 +1,7 @@
-"""Runs one trial of a search on this machine: trains it, or scores its loss scale.
+"""Runs one trial of a search on this machine: trains it, or scores or finds its loss scale.
 
 A worker process runs several trials, one after the other. So on a CPU `peak_memory_mib` is the peak
-of all trials of the process so far. Only the trials of a comparison have a process each.
+over all trials of the process so far. Only in a comparison does each trial have its own process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
     """One trial to run.
 
     Args:
-        kind: Whether to train, compare or score.
+        kind: Whether to train, compare, score or find.
         config: Its experiment configuration.
         folder: Its run folder; a trial with a checkpoint there continues from it.
     """
@@ -71,7 +71,7 @@ class Validation:
 
 
 class Outcome(enum.Enum):
-    """How a trial ended: complete, stopped early, interrupted by a signal, or without a result."""
+    """How a trial ended: complete, stopped early, interrupted, or without a result."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
@@ -87,7 +87,7 @@ class TrialResult:
     Args:
         outcome: How it ended. `INVALID` means that these hyperparameters cannot train.
         training: The last training metrics; None without any.
-        reason: Why it is invalid or failed, or what of the machine interrupted it; else None.
+        reason: Why it is invalid or failed, or which machine problem interrupted it; else None.
         epoch_batches: Batches of an epoch; None if it did not train.
     """
 
@@ -102,7 +102,7 @@ GoOn = Callable[[Validation], bool]
 
 
 def check_trial(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
-    """The experiment of a trial with these sampled values.
+    """Compose and check the experiment of a trial with these sampled values.
 
     Raises:
         ConfigError: naming every mistake, if it cannot be run.
@@ -126,7 +126,7 @@ def run_trial(job: Job, go_on: GoOn) -> TrialResult:
     gc.collect()
     torch.cuda.empty_cache()
     folder = RunFolder(job.folder)
-    with folder.locked(wait=True):  # by a worker of an earlier, killed search
+    with folder.locked(wait=True):  # a worker of a killed search may hold it
         try:
             listener = _SearchListener(go_on)
             _run(job, folder, listener)
@@ -165,7 +165,7 @@ def _run(job: Job, folder: RunFolder, listener: _SearchListener) -> None:
         _resume(folder),
         listeners=[listener],
         show=False,
-        # Not in a comparison: the second trial of this measurement would count as its memory.
+        # Not in a comparison: this makes a second trial, whose memory would be counted.
         prepare=report_flushed_share if job.kind is TrialKind.TRAIN else None,
     )
 
@@ -238,7 +238,7 @@ class _SearchListener(RunListener):
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a report: these can be compared, and stored in a database."""
+    """The finite numbers of a report, which can be compared and stored in a database."""
     return {
         name: float(value)
         for name, value in metrics.items()

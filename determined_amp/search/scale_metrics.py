@@ -1,4 +1,4 @@
-"""Measures on a few frozen batches what the loss scale does to the gradients of a trial."""
+"""Measures the effect of the loss scale on the gradients of a trial, on a few frozen batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 # The metrics of `scored`.
 _SCORED = ("init_scale_log2", *(field.name for field in dataclasses.fields(Score)))
 
-# How many batches measure a trial before it trains.
+# Number of batches used to measure a trial before it trains.
 MEASURED_BATCHES = 2
 
 
 def batches_to_score(experiment: Experiment[Any]) -> int:
-    """The number of frozen batches that score a trial: its `max_length`.
+    """The number of frozen batches to score a trial on: its `max_length`.
 
     Raises:
         ConfigError: if the experiment cannot be scored.
@@ -108,7 +108,7 @@ def scored(
     experiment: Experiment[Any],
     batches: int,
 ) -> dict[str, float]:
-    """The validation metrics of a scored trial: those of `score`, and `init_scale_log2`.
+    """The validation metrics of a scored trial: the metrics of `score` and `init_scale_log2`.
 
     Raises:
         determined.InvalidHP: if no scale can train this experiment.
@@ -120,13 +120,13 @@ def scored(
 
 
 def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Make every validation of a trial report its initial scale, and the share that it flushes.
+    """Make every validation report the initial scale and the share of gradients it flushes.
 
     A second trial with the same seed measures the share and is then dropped, so the training itself
-    does not change. Every rank measures the same on its own.
+    does not change. Every rank measures by itself and gets the same result.
 
     Args:
-        context: The context of the trial, which is not made yet.
+        context: The context of the trial. The trial is not made yet.
         experiment: Its experiment.
 
     Raises:
@@ -134,7 +134,7 @@ def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Exper
     """
     if experiment.amp is None or experiment.amp.precision is not Precision.AMP_FP16:
         return
-    # Without the information of the task, `Trainer` does not resume the twin from a checkpoint.
+    # Hide the cluster information, so that `Trainer` does not resume the twin from a checkpoint.
     with _random_state_kept(context.device), patched(det, "get_cluster_info", lambda: None):
         twin = _twin(context, experiment)
         trial = trial_of(experiment, twin)
@@ -166,7 +166,7 @@ class _Constant(pytorch.MetricReducer):
 def _twin(
     context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]
 ) -> pytorch.PyTorchTrialContext:
-    """A context of one process with the seed, device and batch of a slot of `context`."""
+    """A single-process context with the seed, device and batch of one slot of `context`."""
     alone = core.DummyDistributedContext()
     twin = make_context(
         core.Context(context._core.checkpoint, distributed=alone),
@@ -177,7 +177,7 @@ def _twin(
         num_gpus=int(context.device.type == "cuda"),
         enable_tensorboard_logging=False,
     )
-    twin.device = context.device  # a context of one process takes the first GPU
+    twin.device = context.device  # a single-process context takes the first GPU
     return twin
 
 

@@ -20,7 +20,7 @@ from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
 from determined_amp.search.trial_kind import TrialKind
 
-# Columns beside the searcher's metric, if a trial has the metric: name, title, format.
+# Columns next to the searcher's metric, shown if a trial has them: name, title, format.
 _DIAGNOSIS = (
     ("init_scale_log2", "scale", "2^{:g}"),
     ("gradient_error", "error", "{:.1e}"),
@@ -58,7 +58,7 @@ class SearchDisplay:
             yield
 
     def warn_of_sharing(self, workers: int) -> None:
-        """Warn that trials that run at the same time slow each other down."""
+        """Warn that concurrent trials slow each other down."""
         self._print(
             f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
             "their accuracies can be compared, their speeds cannot"
@@ -89,7 +89,7 @@ class SearchDisplay:
         Args:
             study: The search.
             stopped: Whether a signal stopped it.
-            failed: Whether it ended because its trials failed for one reason.
+            failed: Whether it has no result, or ended because trials failed for the same reason.
         """
         ranked = study.ranked()
         state = "failed" if failed else "stopped" if stopped else "completed"
@@ -127,7 +127,7 @@ class SearchDisplay:
         """A row per trial, best first, with the scale after rounding to a power of two.
 
         The column `after` has the batches of the last validation, or why there is no value. The
-        trials of a comparison are in the order of their numbers, because seeds decide the best.
+        trials of a comparison are sorted by number, because their ranking depends on the seeds.
         """
         valueless = [trial for trial in study.trials if trial.value is None]
         rows = [*ranked, *(trial for trial in valueless if trial.state != "waiting")]

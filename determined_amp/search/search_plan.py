@@ -79,9 +79,9 @@ class SearchPlan:
         return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
 
     def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
-        """The experiment configuration of a trial, its seed included.
+        """The experiment configuration of a trial, including its seed.
 
-        If the search sets no seed, trials that train get a seed each, drawn from `experiment_seed`.
+        If the search sets no seed, every trained trial gets its own, drawn from `experiment_seed`.
         The platform does the same, but draws other numbers. All scored trials share one seed.
 
         Args:
@@ -98,7 +98,7 @@ class SearchPlan:
         return config
 
     def drawn(self, number: int, stream: int) -> int:
-        """A 32-bit random number that depends on the search's seed and on the arguments only."""
+        """A 32-bit random number that depends only on the search's seed and the arguments."""
         return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
 
 
@@ -116,10 +116,10 @@ def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | No
 
 
 def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points in the order of their seeds, with every second seed in reverse.
+    """The points grouped by seed, with the order reversed in every second group.
 
-    So a drift of the machine affects all precisions alike. The platform trains one precision after
-    the other.
+    This way a drift of the machine affects all precisions alike. The platform trains one precision
+    after the other.
     """
     by_seed: dict[Any, list[dict[str, Any]]] = {}
     for point in points:

@@ -61,7 +61,7 @@ class SearcherSettings:
         time_metric: Unit of `max_time`: `batches` or `epochs`.
         max_time: Length of a trial that is not stopped early.
         mode: How many brackets.
-        divisor: One of this many trials continues at a rung.
+        divisor: One in this many trials continues at a rung.
         max_rungs: Largest number of rungs of a bracket.
     """
 
@@ -92,7 +92,7 @@ class Bracket:
     """A group of trials that `adaptive_asha` compares with each other.
 
     Args:
-        rungs: Lengths, in `time_metric`, at which it compares them; the last is the whole length.
+        rungs: Lengths, in `time_metric`, at which trials are compared; the last is the full length.
         max_trials: Number of trials.
     """
 

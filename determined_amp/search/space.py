@@ -1,9 +1,10 @@
 """Hyperparameter spaces by the platform's rules: what is sampled, and which points a grid has.
 
 The rules are those of Determined 0.38.1 (`master/pkg/searcher/grid.go` and `hyperparameters.go`).
-A mapping with a `type` is a space, another mapping is a section, anything else is a constant. A
-grid over `log` has evenly spaced exponents; over `int` and `double` evenly spaced values, both ends
-included. A single point is the middle. A grid over `int` has at most one point per integer.
+A mapping with a `type` is a space, any other mapping is a section, and anything else is a constant.
+A grid over `log` has evenly spaced exponents. A grid over `int` or `double` has evenly spaced
+values. Both ends are included; a single point is the middle. A grid over `int` has at most
+one point per integer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from optuna import distributions
 from determined_amp.config.dotted import put
 from determined_amp.config.settings import read, setting
 
-# The platform's own limit (`MaxAllowedTrials`). A grid is made as a whole before its first trial.
+# The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first trial.
 MOST_TRIALS = 2000
 
 Scalar = bool | int | float | str | None
@@ -32,7 +33,7 @@ class Axis:
 
     Args:
         path: Its keys under `hyperparameters`.
-        distribution: Optuna's distribution: uniform, for `log` uniform in the exponent.
+        distribution: Optuna's distribution: uniform, or uniform in the exponent for `log`.
         grid: Its points in a grid, in the platform's order; empty without a `count`.
         values: The values that the choices of a categorical distribution stand for.
     """
@@ -60,8 +61,8 @@ class Space:
     """All hyperparameters of a search.
 
     Args:
-        axes: The searched ones, in the platform's order: sorted by name, level by level.
-        constants: The others, nested as in the YAML.
+        axes: The searched hyperparameters in the platform's order: by name, level by level.
+        constants: The hyperparameters that are not searched, nested as in the YAML.
     """
 
     axes: tuple[Axis, ...]
@@ -98,7 +99,7 @@ class Space:
 
 
 def nest(axes: tuple[Axis, ...], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The searched ones of these hyperparameters, nested."""
+    """The values of the searched hyperparameters, nested."""
     found: dict[str, Any] = {}
     for axis in axes:
         value: Any = hyperparameters
@@ -156,7 +157,7 @@ class _Range:
         return Axis(path, distribution, tuple(self.points(self.count or 0)))
 
     def points(self, count: int) -> list[float]:
-        """`count` values from end to end; the middle for one."""
+        """`count` evenly spaced values with both ends; a single value is the middle."""
         if count == 1:
             return [(self.minval + self.maxval) / 2.0]
         width = self.maxval - self.minval
@@ -223,7 +224,7 @@ def _read_axis(
 
 
 def _round(value: float) -> int:
-    """Round halves away from zero, as Go's `math.Round` does; Python's `round` takes the even."""
+    """Round halves away from zero, as Go's `math.Round` does; Python's `round` rounds to even."""
     return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
@@ -236,8 +237,8 @@ def _categorical(
     if not isinstance(vals, list) or not vals:
         problems.append(f"{place}.vals: got {vals!r}; allowed: a list of values")
         return None
-    # Optuna stores scalars only, and does not distinguish 1 from true: else the JSON text stands
-    # for a value.
+    # Optuna stores only scalars and cannot tell 1 from true. If that is a problem, each choice is
+    # the JSON text of its value.
     scalars = all(isinstance(value, (bool, int, float, str, type(None))) for value in vals)
     plain = scalars and len(set(vals)) == len(vals)
     choices = vals if plain else [json.dumps(value) for value in vals]

@@ -23,10 +23,10 @@ FILE_NAME = "study.db"
 # Marks a study as ours; the value is the version of its format.
 _FORMAT_KEY, _FORMAT = "determined_amp_search", 1
 
-# How many trials of a comparison ran at the same time.
+# The attribute with the number of concurrent trials of a comparison.
 WORKERS_KEY = "workers"
 
-# The attributes of a trial that are read, and what they are; `fixed_params` is Optuna's own.
+# The attributes of a trial that are read, and their types; `fixed_params` is Optuna's own.
 _OF_A_TRIAL: Mapping[str, type | tuple[type, ...]] = {
     "bracket": int,
     "fixed_params": dict,
@@ -49,7 +49,7 @@ _STATES = {
 
 
 class StudyError(UserError):
-    """A file is no study of a search of this package."""
+    """A file is not a study of this package, or cannot be read or written."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class SearchTrial:
         number: Trials are numbered from 0 in the order of their start.
         state: `complete`, `stopped` (by early stopping), `failed`, `running` or `waiting`.
         params: The sampled hyperparameters, by dotted name.
-        used: The same, nested; here an initial scale is rounded to a power of two.
+        used: The same, nested; an initial scale from a range is rounded to a power of two.
         value: The searcher's metric at the end; None if there is none.
         metrics: The last validation metrics, by name.
         training: The last training metrics; empty for a trial that was scored, not trained.
-        history: All validations: the number of batches trained before, and the metrics.
+        history: All validations: the number of batches trained before each, and its metrics.
         folder: Its run folder.
         seed: Seed of parameters and data order; None if unknown.
         reason: Why it failed; None if it did not.
@@ -100,7 +100,7 @@ class SearchStudy:
     workers: int = 1
 
     def failed(self) -> list[SearchTrial]:
-        """The trials that have failed, those with invalid hyperparameters not among them."""
+        """The failed trials, except those with invalid hyperparameters."""
         return [trial for trial in self.trials if trial.state == "failed" and not trial.invalid]
 
     def ranked(self) -> list[SearchTrial]:
@@ -112,7 +112,7 @@ def read_study(path: Path) -> SearchStudy:
     """The search in a search folder, or in its `study.db`.
 
     Raises:
-        StudyError: if there is no study of ours.
+        StudyError: if there is no study of this package.
     """
     file = path / FILE_NAME if path.is_dir() else path
     return describe(load_study(file), file.parent)
@@ -165,7 +165,7 @@ def load_study(file: Path) -> optuna.study.Study:
     """The study in an SQLite file.
 
     Raises:
-        StudyError: if it is not ours; then the file is not changed.
+        StudyError: if it is not from this package. The file is then not changed.
     """
     if not file.is_file():
         raise StudyError(f"{file}: there is no such file; a search makes one in its folder")
@@ -179,8 +179,8 @@ def load_study(file: Path) -> optuna.study.Study:
             )
         study = optuna.load_study(study_name=found[0].study_name, storage=storage)
         wrong = next(_foreign(study), None)
-    # RuntimeError: the file is of another version of Optuna. The others: a changed byte, for which
-    # a database has no checksum.
+    # RuntimeError: another version of Optuna wrote the file. The others: a byte has changed, and
+    # the database has no checksum to detect it.
     except (OptunaError, SQLAlchemyError, RuntimeError, LookupError, ValueError, TypeError) as e:
         cause = e.__cause__ or e
         raise StudyError(f"{file}: is not a study: {getattr(cause, 'orig', cause)}") from e
@@ -192,7 +192,7 @@ def load_study(file: Path) -> optuna.study.Study:
 
 
 def _foreign(study: optuna.study.Study) -> Iterator[str]:
-    """A sentence for each attribute that no search of ours writes."""
+    """A sentence for each attribute that our search cannot have written."""
     search, workers = study.user_attrs.get("search"), study.user_attrs.get(WORKERS_KEY, 1)
     problems: list[str] = []
     if not isinstance(search, dict) or not isinstance(search.get("hyperparameters", {}), dict):
@@ -222,9 +222,9 @@ def _is_validation(stored: object) -> bool:
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Inside this block an error of the disk under the study of `folder` is a `StudyError`.
+    """Inside this block, raise a `StudyError` for disk errors of the study in `folder`.
 
-    The trials that have not ended stay open, and continue with the search.
+    Trials that have not ended stay open, and continue when the search is resumed.
     """
     try:
         yield

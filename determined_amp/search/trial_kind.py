@@ -13,9 +13,9 @@ class TrialKind(enum.Enum):
     """What a trial does. The value is the verb in the `entrypoint` of the search."""
 
     TRAIN = "train"
-    """Trains, and every validation also reports what the initial scale flushes to zero."""
+    """Trains; validations also report the share of gradients that the initial scale flushes."""
     COMPARE = "compare"
-    """Only trains, so that memory and speed are those of the training."""
+    """Only trains, so memory and speed are those of training alone."""
     SCORE = "score"
     """Measures its loss scale on a few frozen batches."""
     FIND = "find"

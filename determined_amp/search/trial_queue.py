@@ -1,7 +1,7 @@
 """Chooses the next trial of a search without a cluster, and stores the results of all trials.
 
-Optuna draws and stores the trials. The platform's rules tell how many there are, and which of them
-are replaced. Only one process opens the study for writing, so the database needs no locks.
+Optuna draws and stores the trials. The platform's rules decide how many there are, and which of
+them are replaced. Only one process opens the study for writing, so the database needs no locks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrialQueue:
 
     @property
     def compared(self) -> bool:
-        """Whether this is a comparison, whose trials need a new process each."""
+        """Whether this is a comparison, in which each trial needs a new process."""
         return self._plan.kind is TrialKind.COMPARE
 
     def next_job(self) -> tuple[int, Job] | None:
@@ -63,7 +63,7 @@ class TrialQueue:
 
     def _job(self, trial: optuna.Trial) -> Job:
         plan, folder = self._plan, RunFolder(trial_folder(self._folder, trial.number))
-        # The values of a trial depend on its number only, not on workers or interruptions.
+        # The values of a trial depend only on its number, not on workers or interruptions.
         draws = plan.drawn(trial.number, 0)
         self._study.sampler = optuna.samplers.RandomSampler(seed=draws)
         point = {axis.name: _suggest(trial, axis) for axis in plan.space.axes}
@@ -99,7 +99,7 @@ class TrialQueue:
         unit = self._plan.settings.time_metric or "batches"
         length = int(validation.metrics.get(unit, validation.batches))
         if length in stored.intermediate_values:
-            return True  # reported and decided before the process of the trial died
+            return True  # it was stored before the process of the trial died
         trial.set_user_attr("history", [*history, [validation.batches, dict(validation.metrics)]])
         value = validation.metrics.get(self._plan.settings.metric)
         if value is None:
@@ -130,7 +130,7 @@ class TrialQueue:
         self._study.tell(number, state=TrialState.FAIL)
 
     def lost(self, number: int, status: int | None) -> None:
-        """Queue a trial again whose process died, up to `max_restarts` times; else it failed."""
+        """Requeue a trial whose process died; after `max_restarts` restarts it counts as failed."""
         trial = self._running(number)
         restarts = trial.user_attrs.get("restarts", 0) + 1
         trial.set_user_attr("restarts", restarts)
@@ -157,7 +157,7 @@ class TrialQueue:
 
 
 def _used(space: Space, sampled: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The searched hyperparameters, nested; the initial scale is rounded to a power of two."""
+    """The searched hyperparameters, nested; the initial scale is the one in `config`."""
     used = nest(space.axes, sampled)
     if any(axis.name == "amp.init_scale" for axis in space.axes):
         used["amp"]["init_scale"] = config["hyperparameters"]["amp"]["init_scale"]

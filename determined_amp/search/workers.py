@@ -45,7 +45,7 @@ class Worker:
         return message
 
     def answer(self, *, go_on: bool) -> None:
-        """Answer a `Validation`. If the process has died, `receive` will tell."""
+        """Answer a `Validation`. If the process has died, `receive` returns None."""
         try:
             self.connection.send(go_on)
         except ConnectionError:
@@ -61,15 +61,15 @@ class Worker:
 
 
 def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
-    # Ctrl-C reaches every process of the terminal, but only the search decides about its trials.
+    # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The comparison itself may be a task of a cluster, but its trials are not.
     det.get_cluster_info = lambda: None
-    # Loader processes are forks, as in a training. Those of a fork server's child would import all
-    # of it again, and need data that can be pickled.
+    # Data loader processes are forks, as in a training without a search. With the fork server they
+    # would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
-    os.chdir(directory)  # multiprocessing uses the directory of its own import
+    os.chdir(directory)  # multiprocessing uses the directory in which it was imported
     _share_machine(slot, workers)
 
     def go_on(validation: Validation) -> bool:
