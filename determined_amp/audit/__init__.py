@@ -1,11 +1,11 @@
-"""Does a run compute in the precision its YAML asks for? One real training batch is counted.
+"""Checks on one real training batch that a run computes in the precision its YAML asks for.
 
 A model that leaves autocast trains in float32 without any sign of it. The audit counts the products
-of the first batch by dtype, forward and backward, and stops the run if the wrong one dominates.
+of the first batch by dtype, forward and backward, and stops the run if the wrong dtype dominates.
 
-A product is what `torch.utils.flop_counter` has a formula for: matrix products, convolutions and
-fused attention, which torch 2.3 does not count on a CPU. Recurrent layers are not counted, and
-neither is anything in `torch.inference_mode`.
+A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
+convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
+layers and anything in `torch.inference_mode` are not counted.
 """
 
 from determined_amp.audit.batch import audited

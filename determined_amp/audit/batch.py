@@ -1,4 +1,4 @@
-"""Audits the next batch that a trial trains, in whatever loop."""
+"""Audits the next batch that a trial trains, in any training loop."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ def audited(
     has_tf32: bool,
     time_kernels: bool = False,
 ) -> None:
-    """Audit the next batch that `trial` trains, whatever loop calls it.
+    """Audit the next batch that `trial` trains, in any training loop.
 
     Args:
-        trial: Its `train_batch` is replaced for these batches, then put back.
-        device: Where it computes.
-        precision: What the YAML asks for.
-        on_done: Is given the audit, if it passed. If not, that `train_batch` raises `AuditError`.
+        trial: The trial. Its `train_batch` is replaced for the audited batches, then restored.
+        device: The device that the trial computes on.
+        precision: The precision that the YAML asks for.
+        on_done: Called with the audit if it passes. Otherwise `train_batch` raises `AuditError`.
         has_tf32: Whether the device has TF32.
-        time_kernels: On an NVIDIA GPU, also time the kernels of the batch after it, when cuDNN has
-            chosen its algorithms. Not in a training: a process that has profiled once may train 10
-            to 20 % slower from then on (https://github.com/pytorch/pytorch/issues/144455).
+        time_kernels: On an NVIDIA GPU, also time the kernels of the following batch, when cuDNN has
+            chosen its algorithms. Do not use it in a training run: a process that has profiled once
+            may train 10 to 20 % slower from then on
+            (https://github.com/pytorch/pytorch/issues/144455).
     """
 
     @contextmanager

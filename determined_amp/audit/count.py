@@ -1,4 +1,4 @@
-"""Counts the products of a batch by dtype, at dispatch, where it costs no synchronisation."""
+"""Counts the products of a batch by dtype in torch's dispatch, without synchronisation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-# What torch's FLOP formulas call the result of the operation; torch 2.3 has another word for it.
+# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another keyword.
 _FORMULA = inspect.signature(flop_registry[torch.ops.aten.mm], follow_wrapped=False)
 _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 
 
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Counts products and casts by dtype. Waits for no device and changes no result.
+    """Counts products and casts by dtype. It does not synchronise and changes no result.
 
-    The backward counts too: autograd's threads take the mode along.
+    The backward is counted too, because autograd's threads inherit the mode.
 
     Attributes:
-        flops: FLOPs by operation and dtype of its factors; a multiplication and an addition are 2.
+        flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
         casts: Tensors converted from one floating dtype to another.
-        cast_bytes: What these conversions read and wrote.
+        cast_bytes: Bytes that these conversions read and wrote.
     """
 
     supports_higher_order_operators = True  # torch refuses a batch with flex_attention otherwise

@@ -24,15 +24,15 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What one batch was computed in, on one slot.
+    """The dtypes that one batch was computed in, on one slot.
 
     Args:
-        precision: What the YAML asks for.
+        precision: The precision that the YAML asks for.
         flops: FLOPs by operation and dtype, forward and backward.
         casts: Tensors converted from one floating dtype to another.
-        cast_bytes: What these conversions read and wrote.
-        tf32: What torch's switches say of float32 products: `on`, `off`, or `mixed` if they
-            disagree. To the count, TF32 is float32.
+        cast_bytes: Bytes that these conversions read and wrote.
+        tf32: State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they
+            disagree. TF32 products are counted as float32.
         device_has_tf32: Whether the device has TF32 at all.
         tensor_core_share: Share of GPU time in tensor-core kernels; None if it was not timed.
     """
@@ -47,7 +47,7 @@ class Audit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What must have more than half of the FLOPs."""
+        """The dtype that must have more than half of the FLOPs."""
         return self.precision.autocast_dtype or torch.float32
 
     @property
@@ -56,7 +56,7 @@ class Audit:
 
     @property
     def share(self) -> float:
-        """Share of the FLOPs that is in `dtype`; 0 if there are none."""
+        """Share of the FLOPs that are in `dtype`; 0 if there are no FLOPs."""
         right = sum(flops for (_, dtype), flops in self.flops.items() if dtype == self.dtype)
         return right / max(self.total_flops, 1)
 
@@ -68,7 +68,7 @@ class Audit:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
         asked = f"hyperparameters.amp.precision is {self.precision.value}"
         if not self.total_flops:
-            return None  # nothing to judge by, such as embeddings or a recurrent layer alone
+            return None  # nothing to judge, as with only embeddings or a recurrent layer
         if self.share <= 0.5:
             return f"{asked}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
         fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32
@@ -93,12 +93,12 @@ class Audit:
         return "\n".join(lines)
 
     def metrics(self) -> dict[str, float]:
-        """The one number of `AuditMetrics`: what is measured once is no curve."""
+        """Only the share: numbers that are measured once make no curve."""
         return {AuditMetricName.SHARE: self.share}
 
 
 class AuditMetricName:
-    """The name in the first training report: of one batch, on the chief's slot."""
+    """The metric's name in the first training report; it covers one batch, on the chief's slot."""
 
     # Share of the FLOPs in the dtype that the precision asks for.
     SHARE = "watch_audit_share"
@@ -113,10 +113,10 @@ class AuditError(UserError):
 
 
 class AuditMetrics(pytorch.MetricReducer):
-    """Puts an audit into one training report, the first one after it.
+    """Adds an audit to the first training report after it, and to no other.
 
     Args:
-        context: The trial's context; registers itself there.
+        context: The trial's context; the reducer registers itself there.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:

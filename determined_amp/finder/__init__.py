@@ -1,4 +1,4 @@
-"""The initial loss scale, found in one pass over a few batches."""
+"""Finds the initial loss scale in one pass over a few batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FoundScale", "find_loss_scale"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Determined when they are asked for, not before."""
+    """Import torch and Determined on first use, not with this package."""
     if name in __all__:
         from determined_amp.finder import model  # noqa: PLC0415
 

@@ -35,7 +35,7 @@ FILE_NAME = "loss_scale.json"
 # The width of `str(FoundScale)`, in characters.
 _COLUMNS = 100
 
-# How many modules the table lists for either side of the window.
+# How many modules the table lists for each side of the window.
 _MODULES_PER_SIDE = 4
 
 
@@ -49,12 +49,12 @@ class FinderRun:
         torch: Version of torch.
         date: UTC date of the finding, ISO 8601.
         batches: Number of training batches that the finder used.
-        samples: Number of samples in them, over all slots.
+        samples: Number of samples in these batches, over all slots.
         init_scale: Initial loss scale of the YAML.
         growth_interval: Applied steps before the scale doubles.
         is_ours: Whether the trial has a `MixedPrecision`, which reads the section `amp`.
         min_scale: Lower limit of the scale.
-        fp32_modules: Patterns of the modules that compute in float32 already.
+        fp32_modules: Patterns of the modules that already compute in float32.
     """
 
     name: str
@@ -84,7 +84,7 @@ def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
 
 @dataclass(frozen=True)
 class FoundScale:
-    """A finding and the run it is about; `str` of it is what the command line prints.
+    """A finding and the run it is about; `str()` gives the text that the command line prints.
 
     Args:
         finding: Verdict, window and choice.
@@ -96,17 +96,17 @@ class FoundScale:
 
     @property
     def init_scale(self) -> float | None:
-        """For `torch.amp.GradScaler(init_scale=...)`; None where no scale helps."""
+        """The value for `torch.amp.GradScaler(init_scale=...)`; None if no scale helps."""
         choice = self.finding.choice_log2
         return None if choice is None else 2.0**choice
 
     @property
     def passed_samples(self) -> int:
-        """Samples of all forwards and backwards: one pass in bfloat16, the others in float16."""
+        """Samples over all passes, forward and backward: one in bfloat16, the others in float16."""
         return self.run.samples * (1 + len(self.finding.verified))
 
     def as_json(self) -> dict[str, Any]:
-        """What `python -m determined_amp find --json` writes; `from_json` reads it."""
+        """The JSON that `python -m determined_amp find --json` writes; `from_json` reads it."""
         finding, run = self.finding, self.run
         return {
             "run": {**vars(run)},
@@ -142,14 +142,14 @@ class FoundScale:
 
     @staticmethod
     def from_json(found: Any, source: str) -> FoundScale:
-        """Read what `as_json` returns.
+        """Build a `FoundScale` from the JSON that `as_json` returned.
 
         Args:
             found: A parsed JSON document.
-            source: Where it was read, for the error message.
+            source: Where it was read from, for the error message.
 
         Raises:
-            LossScaleError: if it is anything else.
+            LossScaleError: if the document is not a finding.
         """
         try:
             run = {**found["run"], "fp32_modules": tuple(found["run"]["fp32_modules"])}
@@ -162,7 +162,7 @@ class FoundScale:
 
     @staticmethod
     def read(path: Path) -> FoundScale:
-        """The finding in a file.
+        """Read the finding from a file.
 
         Raises:
             LossScaleError: if the file cannot be read or holds no finding.
@@ -193,7 +193,7 @@ class FoundScale:
 
 
 def _scale_table(finding: Finding) -> Table:
-    """Predicted overflow and flush at each power of two, and what float16 passes measured."""
+    """Predicted overflow and flush per power of two, and what the float16 passes measured."""
     table = Table(title="16-bit gradients by loss scale", title_justify="left")
     for column in ("init_scale", "overflow", "flushed to 0", "measured in float16"):
         table.add_column(column, justify="right")
@@ -212,9 +212,9 @@ def _scale_table(finding: Finding) -> Table:
 
 
 def _module_table(finding: Finding) -> Table:
-    """The modules with the largest gradients, then those with the smallest.
+    """The modules with the largest gradients, then the modules with the smallest.
 
-    The former limit the window from above, the latter from below.
+    The largest gradients set the top of the safe window, the smallest gradients its bottom.
     """
     table = Table(title="modules that limit it", title_justify="left")
     table.add_column("module", overflow="fold")
@@ -232,7 +232,7 @@ def _module_table(finding: Finding) -> Table:
 
 
 def sentences(found: FoundScale) -> Iterator[str]:
-    """The window, the verdict, and what it means for the scale of the YAML."""
+    """Sentences on the window, the verdict, and the cost of the YAML's scale."""
     finding = found.finding
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
     if finding.recorded_log2 is not None:
@@ -272,7 +272,7 @@ def sentences(found: FoundScale) -> Iterator[str]:
 
 
 def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
-    """What the scale of the YAML and PyTorch's default cost, if they lie outside the window."""
+    """The cost of the YAML's scale and of PyTorch's default, if they lie outside the window."""
     finding, run = found.finding, found.run
     owner = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
@@ -292,7 +292,7 @@ def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
 
 
 def yaml_changes(found: FoundScale) -> dict[str, Any]:
-    """What the verdict changes in the `amp` section, by key; None removes the key."""
+    """The changes to the `amp` section for this verdict, by key; None removes the key."""
     finding, run = found.finding, found.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
@@ -308,7 +308,7 @@ def yaml_changes(found: FoundScale) -> dict[str, Any]:
 
 
 def lines_to_paste(found: FoundScale) -> str:
-    """Lines for the experiment YAML, or Python for a trial that has no section `amp`."""
+    """Lines for the experiment YAML, or Python for a trial without an `amp` section."""
     changes = yaml_changes(found)
     if found.run.is_ours:
         return yaml_lines(changes)
@@ -320,7 +320,7 @@ def lines_to_paste(found: FoundScale) -> str:
 
 
 def yaml_lines(changes: Mapping[str, Any]) -> str:
-    """Changes of the `amp` section, to paste into an experiment YAML."""
+    """Format changes to the `amp` section as lines to paste into an experiment YAML."""
     lines = ["hyperparameters:", "  amp:"]
     for key, value in changes.items():
         lines.append(f"    # without {key}" if value is None else f"    {key}: {_yaml(value)}")
@@ -329,7 +329,7 @@ def yaml_lines(changes: Mapping[str, Any]) -> str:
 
 def _yaml(value: Any) -> str:
     if isinstance(value, float):
-        return repr(value)  # all digits: a power of two stays one
+        return repr(value)  # all digits, so a power of two stays exact
     if isinstance(value, list):
         return "[" + ", ".join(f'"{item}"' for item in value) + "]"
     return str(value)
@@ -380,7 +380,7 @@ def _observation(seen: Mapping[str, Any]) -> Observation:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no number for infinity."""
+    """The value, or None if it is not finite: JSON has no number for infinity."""
     return value if math.isfinite(value) else None
 
 

@@ -1,8 +1,8 @@
-"""Training batches that pass through a trial repeatedly while its parameters stay the same.
+"""Runs training batches through a trial repeatedly while its parameters stay the same.
 
 The trial's own `train_batch` runs in Determined's own loop, so data, model, loss and accumulation
-are those of the training. Only the step is left out. The float16 of its autocast regions can be
-replaced by another dtype: bfloat16 builds the same graph with the range of float32.
+are the same as in training. Only the optimizer step is left out. Float16 autocast regions can run
+in another dtype instead: bfloat16 builds the same graph with the range of float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _NEVER = pytorch.Batch(2**40)
 
 
-# Batches that are looked at are in memory all at once; a few are enough.
+# All batches are in memory at once, so their number is limited; a few are enough.
 MOST_BATCHES = 1000
 
 
@@ -68,7 +68,7 @@ class FrozenBatch(ABC):
     """A batch whose forward, loss and backward can run any number of times.
 
     Args:
-        models: Their parameters get the gradients.
+        models: The models whose parameters get the gradients.
         batch: The batch.
     """
 
@@ -83,7 +83,7 @@ class FrozenBatch(ABC):
 
     @abstractmethod
     def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
-        """Run forward, loss and backward with a loss scale, then call with the scaled loss."""
+        """Run forward, scaled loss and backward, then pass the scaled loss to `after_backward`."""
 
     def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
         """Run forward, loss and backward, without a step.
@@ -91,7 +91,7 @@ class FrozenBatch(ABC):
         Parameters, gradients, buffers, scaler and random state are restored.
 
         Args:
-            dtype: The dtype of float16 autocast regions; None for float32.
+            dtype: The dtype to use in float16 autocast regions; None for float32.
             scale_log2: log2 of the loss scale.
 
         Raises:
@@ -128,7 +128,7 @@ class FrozenBatch(ABC):
 
 @contextmanager
 def _restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Some trials change parameters in `train_batch` themselves: to clip them, or to average."""
+    """Restore the parameters: some trials clip or average them in `train_batch`."""
     before = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
     try:
         yield
@@ -186,7 +186,7 @@ class TrialBatch(FrozenBatch):
         context, scaler = self._context, wrapped_scaler(self._context)
         amp = MixedPrecision.of(context)
         before = scaler.state_dict()
-        # Ours also counts steps, and moves the learning rate with them: both must stop.
+        # `MixedPrecision` also counts steps and advances the learning rate with them: stop both.
         still = without_steps(context, scaler) if amp is None else amp.without_steps()
         with still:
             scaler.load_state_dict({**before, "scale": scale})
@@ -203,14 +203,14 @@ def in_training(
     work: Callable[[Sequence[TrialBatch]], T],
     latest_checkpoint: str | None = None,
 ) -> T:
-    """Collect the first training batches of Determined's loop, pass them to `work`, and end.
+    """Collect the first batches of Determined's loop, pass them to `work`, and end the loop.
 
     Args:
         trial: The trial; it cannot be used afterwards.
         context: Its context.
         batches: Number of batches to collect.
         work: Called once with all of them, on every rank.
-        latest_checkpoint: Where to start from, in the context's checkpoint storage.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
 
     Returns:
         The result of `work`.
@@ -242,7 +242,7 @@ def in_training(
             except det.InvalidHP as error:  # Determined's loop would save a checkpoint first
                 invalid.append(error)
             raise pytorch._ShouldExit(skip_exit_checkpoint=True)
-        # With several slots, an empty dict is an IndexError on the chief.
+        # With several slots, an empty dict would raise an IndexError on the chief.
         return {"batch_samples": 0.0}
 
     with patched(trial, "train_batch", collect), controlled_by(SafeController):
@@ -254,7 +254,7 @@ def in_training(
         )
     if invalid:
         raise invalid[0]
-    if not results:  # the platform asked to stop before the last of the batches
+    if not results:  # the platform asked to stop before the last batch
         raise SystemExit(0)
     return results[0]
 

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Two bins for each of float32's 256 biased exponents: 2^q itself, and the open interval above it.
-# The limit of the flush to zero lies between the two: 2^-25 becomes 0, anything larger 2^-24.
+# Two bins for each of float32's 256 biased exponents: one for 2^q itself, one for the open interval
+# above it. The flush limit lies between two bins: 2^-25 becomes 0, values just above become 2^-24.
 BINS = 512
 _BIAS = 127
 
-# Values counted at a time. Counting takes several times the memory of what is counted, and the
-# gradient of a large activation may be all that fits beside a model.
+# How many values to count at a time. Counting takes several times the memory of these values, and
+# the model and the gradient of a large activation may fill nearly all memory.
 _PART = 2**24
 
 _NOT_FINITE = 2 * 255
@@ -26,16 +26,17 @@ OVERFLOW_LOG2 = 16
 # The largest magnitude that float16 rounds to 0 (to nearest, ties to even).
 FLUSH_LOG2 = -25
 
-# A kernel that adds up in float16 may flush values some bits above that limit, but not from here.
+# A kernel that accumulates in float16 may flush values a few bits above that limit, but none from
+# this magnitude up.
 _KEPT_LOG2 = FLUSH_LOG2 + 4
 
-# The mean square of a bin's values. Between two powers of two, gradients are spread nearly evenly
-# over the logarithm: their mean square is 1.5 / ln 2 times the square of the lower power.
+# The mean square of the values in each bin. Between two powers of two, log2 of the gradients is
+# nearly uniform, so their mean square is 1.5 / ln 2 times the square of the lower power.
 _SQUARES = np.ldexp(1.0, 2 * (np.arange(BINS) // 2 - _BIAS))
 _SQUARES[1::2] *= 1.5 / math.log(2)
 _SQUARES[0] = 0.0
 
-# The smallest normal power of two of float32: no smaller scale can be stored.
+# log2 of the smallest normal float32: no smaller scale can be stored.
 _LEAST_LOG2 = -126
 
 
@@ -52,7 +53,7 @@ def exponent_counts(values: torch.Tensor) -> torch.Tensor:
         bits = part.float().view(torch.int32)
         between = (bits & 0x7FFFFF) != 0
         bins = ((bits >> 23) & 0xFF) * 2 + between
-        if values.device.type == "cuda":  # where bincount reads the largest bin on the host
+        if values.device.type == "cuda":  # here bincount would read the largest bin on the host
             counts += torch.histc(bins, bins=BINS, min=0, max=BINS)
         else:
             counts += torch.bincount(bins, minlength=BINS)
@@ -109,18 +110,18 @@ class Histogram:
         return Histogram(counts)
 
     def flushed_share(self, scale_log2: int) -> float:
-        """2-norm of the values that float16 flushes to 0 at a loss scale, over that of all values.
+        """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of all values.
 
-        This is the relative error that the flush causes.
+        This is the relative error that the flush in float16 causes.
         """
         last = 2 * (FLUSH_LOG2 - scale_log2 + _BIAS)
         return self._share_of_norm(np.where(np.arange(BINS) <= last, self.counts, 0))
 
     def faintest_share(self, count: int, scale_log2: float) -> float:
-        """2-norm of the `count` smallest nonzero values, over that of all values.
+        """2-norm of the `count` smallest nonzero values, divided by the 2-norm of all values.
 
-        Values well above the limit of the flush at that scale are left out. They became 0 for
-        another reason: for instance, two dtypes round the input of a ReLU to either side of 0.
+        Values well above the flush limit at that scale are left out. They became 0 for another
+        reason: for instance, two dtypes round the input of a ReLU to different sides of 0.
         """
         faint = self.counts.copy()
         faint[0] = 0
@@ -129,7 +130,7 @@ class Histogram:
         return self._share_of_norm(np.clip(count - below, 0, faint))
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """The smallest power of two at which `flushed_share` is `flushed` or less."""
+        """log2 of the smallest power of two at which `flushed_share` is at most `flushed`."""
         squares = np.cumsum((self.counts * _SQUARES)[1:])
         bins = int(np.searchsorted(squares, flushed**2 * squares[-1], side="right"))
         return max(FLUSH_LOG2 + _BIAS - bins // 2, _LEAST_LOG2)

@@ -1,4 +1,4 @@
-"""The initial loss scale of a model, its loss and a few batches, without a `PyTorchTrial`."""
+"""Finds the initial loss scale of a model without a `PyTorchTrial`, from its loss and batches."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def find_loss_scale(
         print(find_loss_scale(model, loss_fn, itertools.islice(loader, 4)))
 
     Args:
-        model: Has float32 parameters and is on its device. It runs in training mode.
-        loss_fn: Computes forward and loss of a batch. It is called under autocast and calls no
-            backward. If the training accumulates gradients, it divides the loss as the training
-            does.
-        batches: Training batches of the size that the training uses; four are enough. Tensors in
-            tuples, lists and dicts are moved to the device.
-        device: The model's device; by default that of its first parameter.
-        init_scale: The scale that the training starts with today.
+        model: The model, with float32 parameters, on its device. It runs in training mode.
+        loss_fn: Runs the forward of a batch and returns the loss. It is called under autocast and
+            must not call backward. If training accumulates gradients, it must divide the loss as
+            training does.
+        batches: Training batches of the usual batch size; four are enough. Tensors in tuples,
+            lists and dicts are moved to the device.
+        device: The model's device; by default the device of its first parameter.
+        init_scale: The initial loss scale that training uses now.
 
     Raises:
         LossScaleError: if an argument is wrong, or no loss scale can be found.
@@ -67,13 +67,13 @@ def find_loss_scale(
 
 
 class LossBatch(FrozenBatch):
-    """One batch of a loss function.
+    """One batch for a loss function.
 
     Args:
-        model: Its parameters get the gradients.
-        loss_fn: Computes forward and loss of a batch.
+        model: The model whose parameters get the gradients.
+        loss_fn: Runs the forward of a batch and returns the loss.
         batch: The batch, on the device.
-        device: The device of autocast and scaler.
+        device: The device for autocast and the scaler.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LossBatch(FrozenBatch):
 
 @dataclass(frozen=True)
 class OneProcess:
-    """A `Place` without other processes."""
+    """A `Place` with a single process."""
 
     models: Sequence[nn.Module]
     distributed: Any = field(default_factory=core.DummyDistributedContext)
@@ -123,7 +123,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    # Batches of Hugging Face's tokenizers are no dicts, but have a method `to`.
+    # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
     return batch.to(device) if hasattr(batch, "to") else pytorch.to_device(batch, device)
 
 

@@ -1,4 +1,4 @@
-"""Predicts from one bfloat16 pass what float16 does to a backward, and measures what it does.
+"""Predicts from one bfloat16 pass what float16 does to a backward, and measures it in float16.
 
 bfloat16 autocast builds the same graph as float16 autocast, with the range of float32. A loss scale
 of 2^k moves every exponent by exactly k. So one backward tells, for every k, which values overflow
@@ -45,8 +45,8 @@ class Prediction:
     Args:
         tensors: Histograms by source, in the order of the backward.
         largest: The largest magnitude of all.
-        recorded_log2: None if recorded in bfloat16; else log2 of the loss scale of a recording in
-            float16, which does not see the values that were flushed at that scale.
+        recorded_log2: None if recorded in bfloat16. If recorded in float16, log2 of the loss scale;
+            the values that were flushed at that scale are missing.
         reason: Why it was not recorded in bfloat16.
     """
 
@@ -68,12 +68,12 @@ class Prediction:
         return sum(self.tensors.values(), Histogram.empty())
 
     def of(self, includes: Callable[[str], bool]) -> Prediction:
-        """The prediction of the modules whose name `includes` accepts; `largest` stays."""
+        """The prediction for the modules whose name `includes` accepts; `largest` is unchanged."""
         tensors = {s: histogram for s, histogram in self.tensors.items() if includes(s.module)}
         return Prediction(tensors, self.largest)
 
     def require_gradients(self) -> None:
-        """Raises: LossScaleError: if all values are 0, or one is not finite."""
+        """Raise `LossScaleError` if all values are 0, or one is not finite."""
         if self.total.largest_log2 is None:
             raise LossScaleError(
                 "all 16-bit gradients are exactly 0: the loss does not depend on the parameters, "
@@ -97,20 +97,20 @@ class Prediction:
 
     @property
     def headroom_log2(self) -> float:
-        """log2 of the largest scale, not only powers of two, at which nothing overflows."""
+        """log2 of the largest scale, not rounded to a power of two, at which nothing overflows."""
         return math.log2(_FIRST_INFINITE / self.largest)
 
     def flushed_share(self, scale_log2: int) -> float:
-        """The share that float16 flushes to 0 at a loss scale, of the tensor that loses most.
+        """The largest share of any tensor that float16 flushes to 0 at a loss scale.
 
-        The share of a tensor is the norm of its flushed values over the norm of all its values. So
-        near-zero values beside large ones hardly count, and a tensor that is flushed completely
-        has a share of 1, however small it is: the parameters behind it stop training.
+        A tensor's share is the norm of its flushed values divided by the norm of all its values. So
+        near-zero values beside large ones hardly count. A tensor that is flushed completely has a
+        share of 1, however small it is: the parameters behind it stop training.
         """
         return max((h.flushed_share(scale_log2) for h in self.tensors.values()), default=0.0)
 
     def smallest_scale_log2(self, flushed: float) -> int:
-        """log2 of the smallest power of two at which no tensor loses a larger share to 0.
+        """log2 of the smallest power of two at which no tensor has a larger flushed share.
 
         Raises:
             LossScaleError: if all values are 0, or one is not finite.
@@ -127,11 +127,11 @@ class Observation:
         scale_log2: log2 of the loss scale.
         loss_is_finite: Whether all losses were finite.
         overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
-        flushed_share: `Prediction.flushed_share`, measured: of each tensor, as many of the smallest
-            predicted values count as are 0 in float16 but were not 0 in the prediction.
-        backward_headroom_bits: log2 of 65520 over the largest 16-bit value of the backward; -inf if
-            one is not finite. (The metric `headroom_bits` is about parameters' gradients.)
-        values_left: Share, by number, of the nonzero predicted values that are nonzero in float16.
+        flushed_share: `Prediction.flushed_share`, measured. If n more values of a tensor are 0 in
+            float16 than in the prediction, its n smallest predicted values count as flushed.
+        backward_headroom_bits: log2(65520 / largest 16-bit value of the backward); -inf if a value
+            is not finite. (The metric `headroom_bits` is about parameters' gradients.)
+        values_left: Share, by count, of the nonzero predicted values that are nonzero in float16.
     """
 
     scale_log2: float
@@ -144,7 +144,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class _Passes:
-    """One backward of each batch, on one slot or over all slots."""
+    """The result of one backward per batch, on one slot or over all slots."""
 
     loss_is_finite: bool
     gradients_are_finite: bool
@@ -166,7 +166,7 @@ class _Passes:
 
 
 def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
-    """Run one bfloat16 forward and backward of each batch; the result is that of all slots.
+    """Run each batch forward and backward once in bfloat16; the result covers all slots.
 
     If the trial cannot run in bfloat16, it runs in float16 at a scale without overflow.
 
@@ -193,7 +193,7 @@ def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
 def observe(
     context: Place, batches: Sequence[FrozenBatch], scale_log2: float, prediction: Prediction
 ) -> Observation:
-    """Run one float16 forward and backward of each batch; the result is that of all slots.
+    """Run each batch forward and backward once in float16; the result covers all slots.
 
     Args:
         context: The trial's context.
@@ -251,8 +251,8 @@ def _in_bfloat16(context: Place, batches: Sequence[FrozenBatch]) -> tuple[_Passe
         here = _here(context, batches, torch.bfloat16, 0)
     except UserError:
         raise
-    # An operation that has no bfloat16 can raise anything. If bfloat16 is not the cause, float16
-    # raises the same error again.
+    # An operation without bfloat16 support can raise anything. If bfloat16 is not the cause, the
+    # float16 pass raises the same error again.
     except Exception as error:
         message = (str(error).strip() or "no message").splitlines()[0]
         reason = f"{type(error).__name__}: {message}"
@@ -277,7 +277,7 @@ def _predict_from_float16(
             "Write .float() before what needs float16, as in logits.float().cpu().numpy(), and run "
             "this again"
         )
-    # Near the top, where the fewest values are flushed.
+    # Record again near the top, where the fewest values are flushed.
     higher = scale + math.floor(_headroom(passes.largest)) - 1
     if higher > scale and _is_finite(again := _in_float16(context, batches, higher)):
         scale, passes = higher, again
@@ -292,7 +292,7 @@ def _is_finite(passes: _Passes) -> bool:
 def _in_float16(
     context: Place, batches: Sequence[FrozenBatch], scale_log2: float, *, known: bool = False
 ) -> _Passes:
-    """The passes of all slots; `known` is whether the trial can run in another dtype."""
+    """The passes of all slots; `known` is whether the trial is known to run in bfloat16."""
     try:
         here = _here(context, batches, torch.float16, scale_log2)
     except RuntimeError as error:

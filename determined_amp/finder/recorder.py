@@ -1,8 +1,8 @@
 """Records the magnitudes of the 16-bit tensors of a backward, without keeping the tensors.
 
-In float16, the gradients of activations and the casts of weight gradients to float32 overflow or
-are flushed to 0. `.grad` itself is float32, so a flush cannot be seen there. The recorder hooks
-into torch's dispatch instead, which every tensor passes.
+In float16, activation gradients, and weight gradients before their cast to float32, can overflow or
+be flushed to 0. `.grad` itself is float32 and does not show a flush. So the recorder hooks into
+torch's dispatch, which sees every tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.finder.histogram import Histogram, exponent_counts
 
-# The source of tensors that no module made: usually the loss.
+# The `Source.module` of tensors that no module made, usually those of the loss.
 OUTSIDE = "(outside the model)"
 WHOLE_MODEL = "(the model)"
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# They return memory that has no defined values.
+# Operations that return uninitialised memory.
 _UNINITIALISED = {
     _aten.empty,
     _aten.empty_like,
@@ -37,13 +37,13 @@ _UNINITIALISED = {
 
 
 class Source(NamedTuple):
-    """What made a tensor in a backward. All steps of a recurrent network have the same sources.
+    """The origin of a tensor in a backward, the same for all steps of a recurrent network.
 
     Args:
         module: Name of the module.
         operation: Name of torch's operation.
         output: Index of the tensor among the operation's outputs.
-        shape: Its shape, which tells activations from weights.
+        shape: Shape of the tensor, which tells activations from weights.
     """
 
     module: str
@@ -53,11 +53,11 @@ class Source(NamedTuple):
 
 
 class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Counts the 16-bit tensors of backwards by magnitude, module and operation.
+    """Counts the 16-bit values of backwards by magnitude, module and operation.
 
-    The counts stay on the device until `histograms` is called. The recorder leaves out what a
-    checkpointed forward computes again during the backward. It does not see sums inside a kernel,
-    such as those of fused attention, and the buckets of DistributedDataParallel.
+    The counts stay on the device until `histograms` is called. The recorder skips the forwards that
+    activation checkpointing repeats during the backward. It does not see sums inside a kernel, such
+    as those of fused attention, or the buckets of DistributedDataParallel.
 
     Args:
         models: The models whose modules name the sources.
@@ -89,7 +89,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return {source: Histogram(row) for source, row in zip(self._counts, counts, strict=True)}
 
     def largest(self) -> float:
-        """The largest recorded magnitude, 0 without a tensor; synchronises."""
+        """The largest recorded magnitude, 0 if nothing was recorded; synchronises."""
         if not self._largest:
             return 0.0
         return float(torch.stack(list(self._largest.values())).max())
@@ -104,7 +104,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return result
 
     def _is_backward(self, func: Any) -> bool:
-        """Whether autograd runs `func`, and not a repeated forward, and it makes new values."""
+        """Whether `func` belongs to a backward, not a repeated forward, and makes new values."""
         if torch.is_grad_enabled() or self._origin.in_forward:
             return False
         if not isinstance(func, torch._ops.OpOverload):
@@ -128,7 +128,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
 
 def _only_views(func: Any) -> bool:
-    """Whether every result is a view of an input, whose values were counted before."""
+    """Whether every result is a view of an input: its values are counted already."""
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
@@ -136,8 +136,8 @@ def _only_views(func: Any) -> bool:
 class _Origin:
     """Finds the module whose forward made a node of the autograd graph.
 
-    Autograd numbers nodes in the order in which it makes them. So the numbers at which modules
-    begin and end tell the module of any node.
+    Autograd numbers its nodes in the order of creation. So the numbers at which the forward of each
+    module begins and ends tell which module made a node.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -150,12 +150,12 @@ class _Origin:
 
     @property
     def in_forward(self) -> bool:
-        """Whether this thread runs a module's forward: in a backward, a repeated one."""
+        """Whether this thread is in a module's forward; during a backward, a repeated forward."""
         return bool(self._entered[threading.get_ident()])
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Note when modules begin and end inside this block."""
+        """Record when the forwards of modules begin and end inside this block."""
         with ExitStack() as stack:
             for module, name in self._names.items():
                 before = module.register_forward_pre_hook(self._enter(name))
@@ -190,7 +190,7 @@ class _Origin:
 
 
 def _module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Names of all modules; with several models, after the model's number."""
+    """Names of all modules, prefixed with the model's number if there are several models."""
     names: dict[nn.Module, str] = {}
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

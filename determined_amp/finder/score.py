@@ -1,12 +1,13 @@
 """Scores a loss scale without training, as the metric of a search.
 
 The validation loss after a short training cannot rank loss scales, because seeds change it more
-than scales inside the safe window do. So the score is a distance, in bits, and a chart of it a V:
+than scales inside the safe window do. So the score is a distance in bits, and its chart is a V:
 
     loss_scale_score = |log2 of the scale - log2 of the scale to start with|
 
-The scale to start with is what the finder chooses, see `verdict.choice_of`. Every trial measures on
-its own where float16 overflows. Frozen parameters and identical batches make it exact.
+The scale to start with is the one the finder chooses, see `verdict.choice_of`. Every trial measures
+for itself where float16 overflows. The score is exact, because the parameters are frozen and all
+trials use the same batches.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Score:
         loss_scale_score: Bits between the scale and the one to start with; smaller is better, and 0
             is best. A scale that overflows is that many bits too high.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
-            difference to the float32 gradient); 1 if something overflows.
-        backward_headroom_bits: log2 of 65520 over the largest 16-bit gradient. If that overflows
-            or everything is flushed to 0, the value that bfloat16 predicts.
-        flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, over that of all,
-            in the tensor that loses most.
+            difference from the float32 gradient); 1 if something overflows.
+        backward_headroom_bits: log2(65520 / largest 16-bit gradient). If a gradient overflows or
+            all are flushed to 0, the value that bfloat16 predicts.
+        flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, divided by the
+            2-norm of all, in the tensor that loses most.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
     """
 
@@ -83,7 +84,7 @@ def score(
 
 
 def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> Score:
-    """Score the loss scale 2^`scale_log2`; every rank of a distributed trial gets the same.
+    """Score the loss scale 2^`scale_log2`; the score is the same on every rank.
 
     Raises:
         determined.InvalidHP: if no loss scale helps.
@@ -93,7 +94,7 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     prediction.require_gradients()
     seen = observe(context, batches, scale_log2, prediction)
     headroom = seen.backward_headroom_bits
-    # All is flushed, or an infinity reached no parameter.
+    # Not finite: everything was flushed, or an infinity reached no parameter.
     if seen.overflow or not math.isfinite(headroom):
         headroom = prediction.headroom_log2 - scale_log2
     top = _top(context, batches, seen, prediction)
@@ -118,18 +119,18 @@ def _top(
     """log2 of the largest power of two at which nothing overflows: predicted, then measured.
 
     Raises:
-        determined.InvalidHP: if there is none that leaves a gradient.
+        determined.InvalidHP: if no such scale leaves a gradient.
     """
     if seen.overflow and not observe(context, batches, 0, prediction).loss_is_finite:
         raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
     top = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
     if seen.overflow:
         top = min(top, math.ceil(seen.scale_log2) - 1)
-    # A kernel that adds up in float16 overflows earlier.
+    # A kernel that accumulates in float16 overflows at smaller scales.
     while seen.overflow or top > seen.scale_log2:
         below = observe(context, batches, top, prediction)
         if not below.overflow:
-            if seen.overflow and below.values_left < _FEWEST_VALUES:  # finite, for nothing is left
+            if seen.overflow and below.values_left < _FEWEST_VALUES:  # finite: nothing is left
                 raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
             break
         top -= 1

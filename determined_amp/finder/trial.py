@@ -1,4 +1,4 @@
-"""The initial loss scale of a trial, found in one pass over a few of its batches."""
+"""Finds the initial loss scale of a trial in one pass over a few of its batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_in_trial(
         trial: The trial.
         context: Its context.
         batches: Number of training batches to use.
-        latest_checkpoint: Where to start from, in the context's checkpoint storage.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
         sweep: Also measure every shown scale in float16.
 
     Raises:

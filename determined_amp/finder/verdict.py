@@ -11,18 +11,18 @@ from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
 from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 
-# What PyTorch's GradScaler starts with.
+# log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
 
-# Twice float16's rounding error. If every tensor loses less, parameters' gradients are about as
-# close to float32 as they can be; at 1 % they are off by some percent.
+# Twice float16's rounding error. If every tensor loses less, the parameters' gradients are about as
+# close to float32 as they can be. If tensors lose 1 %, the gradients are off by a few percent.
 FLUSHED_LIMIT = 0.001
 
-# How many powers of two a table shows beside the window, and how many in all.
+# How many powers of two a table shows on each side of the window, and in total.
 _MARGIN = 4
 _MOST_ROWS = 24
 
-# Predictions cover these log2 scales at least, which a search may have tried.
+# Predictions cover at least this range of log2 scales, which a search may have tried.
 _SEARCHED = (-16, 48)
 
 # A loss scale is a float32.
@@ -31,8 +31,8 @@ LARGEST_LOG2 = 127
 # With more float32 modules than this, the model hardly computes in float16.
 _MOST_ISLANDS = 3
 
-# How often the choice is halved. A kernel that adds up in float16 can overflow some bits before its
-# result does.
+# How many times the choice is halved at most. A kernel that accumulates in float16 can overflow a
+# few bits before its result does.
 _MOST_DECREMENTS = 24
 
 
@@ -55,8 +55,8 @@ class Window:
             `FLUSHED_LIMIT`, see `Prediction.flushed_share`.
         top_log2: log2 of the largest power of two at which nothing overflows, verified in float16.
             It is below `low_log2` if no scale is safe.
-        choice_log2: log2 of the loss scale to start with. If the verdict is not for a scale, the
-            scale that loses least; None if no scale helps.
+        choice_log2: log2 of the loss scale to start with. If the verdict is not to use a scale, it
+            is the scale that loses least; None if no scale helps.
     """
 
     low_log2: int
@@ -68,22 +68,22 @@ class Window:
 
     @property
     def window_bits(self) -> int:
-        """Powers of two from the lowest safe scale to the highest; negative if there is none."""
+        """Bits from the lowest safe scale to the highest; negative if no scale is safe."""
         return self.top_log2 - self.low_log2
 
     def expected_skips(self, init_scale_log2: float) -> int:
-        """Steps that a run skips from this initial scale: each skip lowers the scale by one bit."""
+        """Number of steps that a run skips from this initial scale; each skip halves the scale."""
         return max(0, math.ceil(init_scale_log2 - self.top_log2))
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What float16 is predicted to lose of the 16-bit gradients at one loss scale.
+    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss scale.
 
     Args:
         scale_log2: log2 of the loss scale.
-        overflow_share: Share of the nonzero values that overflows, by number.
-        flushed_share: Share of a tensor's norm that is flushed to 0, of the tensor that loses most.
+        overflow_share: Share of the nonzero values that overflow, by count.
+        flushed_share: Largest share of any tensor's norm that is flushed to 0.
     """
 
     scale_log2: int
@@ -146,7 +146,7 @@ class Finding(Window):
 
     @property
     def answer_log2(self) -> int | None:
-        """`choice_log2` where the verdict is to use it; None if it is not for a scale."""
+        """`choice_log2` if the verdict is to use it, otherwise None."""
         return self.choice_log2 if self.verdict in (Verdict.DEFAULT, Verdict.SCALE) else None
 
     @property
@@ -165,17 +165,18 @@ class Finding(Window):
         return self.predicted[min(max(index, 0), len(self.predicted) - 1)]
 
     def shown_scales(self) -> list[int]:
-        """Powers of two from below the window to above it, with 2^16 among them."""
+        """log2 of scales from below the window to above it, including 2^16."""
         measured = (int(seen.scale_log2) for seen in self.verified)
         return _shown_scales(self.low_log2, self.top_log2, measured)
 
 
 def choice_of(low: int, top: int) -> int:
-    """log2 of the scale to start with, of the window from 2^`low` to 2^`top`.
+    """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
 
-    PyTorch's default, if the window has it. Else one bit below the top, because later batches have
-    larger gradients than the few that are used here; a second bit would save one skipped step at
-    most. At the lower end of the window, the same bit can cost thousands of steps of growth.
+    This is PyTorch's default if it lies in the window. Otherwise it is one bit below the top,
+    because later batches have larger gradients than the few used here. A second bit would save at
+    most one skipped step. At the bottom of the window, one bit can cost thousands of steps until
+    the scale has grown.
     """
     if low <= DEFAULT_LOG2 <= top:
         return DEFAULT_LOG2
@@ -261,7 +262,7 @@ def _judge(prediction: Prediction, low: int, top: int) -> tuple[Verdict, tuple[s
 
 
 def _islands(prediction: Prediction) -> tuple[str, ...]:
-    """The fewest modules without which the others have a safe scale.
+    """The fewest modules to keep in float32 so that the others have a safe scale.
 
     Candidates are the modules with the largest gradients, and those with the smallest.
     """
@@ -278,7 +279,7 @@ def _alone(prediction: Prediction, module: str) -> Prediction:
 
 
 def _leading(prediction: Prediction, order: Sequence[str]) -> tuple[str, ...]:
-    """The fewest first modules of `order` without which the others have a safe scale."""
+    """The shortest beginning of `order` without which the other modules have a safe scale."""
     for count in range(1, min(_MOST_ISLANDS, (len(order) - 1) // 2) + 1):
         islands = order[:count]
         if OUTSIDE in islands or WHOLE_MODEL in islands:

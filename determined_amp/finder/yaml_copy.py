@@ -1,4 +1,4 @@
-"""Copies an experiment YAML, with changes in its `amp` section and with its comments."""
+"""Copies an experiment YAML with changes to its `amp` section, and keeps its comments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from determined_amp.config.settings import ConfigError
 
 
 def write_copy(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
-    """Write `source` to `target` with `changes` made in `hyperparameters.amp`.
+    """Write `source` to `target` with `changes` applied to `hyperparameters.amp`.
 
     Args:
         source: An experiment YAML.
@@ -20,11 +20,11 @@ def write_copy(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         changes: New values by key; None removes the key.
 
     Raises:
-        ConfigError: if there is no such section, or `target` exists.
+        ConfigError: if `source` has no such section, or `target` exists.
     """
     yaml = YAML()
     yaml.preserve_quotes = True
-    yaml.width = 4096  # fold nothing
+    yaml.width = 4096  # wrap no lines
     yaml.indent(mapping=2, sequence=4, offset=2)
     config = yaml.load(source)
     try:

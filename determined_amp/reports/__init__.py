@@ -1,1 +1,1 @@
-"""Pictures of what was measured, from local runs or a Determined master."""
+"""Reports with figures, on local runs or on experiments of a Determined master."""

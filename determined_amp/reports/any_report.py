@@ -12,7 +12,7 @@ from determined_amp.reports import loss_scale_report, precision_report, report_c
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report that fits; returns the exit status, 0.
+    """Write the report that fits the source; return the exit status, 0.
 
     Raises:
         UserError: if the report cannot be made.

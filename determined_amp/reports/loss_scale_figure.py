@@ -1,4 +1,4 @@
-"""The figures on the loss scale: panels below each other, or models side by side."""
+"""The loss-scale figures: panels one below the other, or models side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Panel(NamedTuple):
 
 
 def draw(finding: Finding | None, search: Source | None) -> Figure:
-    """Draw prediction and observation of one experiment; panels without data are left out.
+    """Draw prediction and observations of one experiment; panels without data are left out.
 
     Args:
         finding: The prediction of the finder.
@@ -92,7 +92,7 @@ def _draw_metric(
 
 
 def points_of(search: Source) -> list[Point]:
-    """The searcher's metric of every trial that has one."""
+    """The searcher's metric of every trial that reported it, best first."""
     longest = max(run.batches for run in search.runs)
     return [
         Point(run.scale_log2, run.metrics[search.metric], run.seed, run.batches == longest)
@@ -112,8 +112,8 @@ def draw_models(models: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw validation loss and skipped steps by scale, with a thin line per seed.
 
     Args:
-        models: The models of `benchmarks.loss_scale_choice`: `name`, `window_log2`, `comparison`
-            and `trainings`.
+        models: The models from `benchmarks.loss_scale_choice`, each with `name`, `window_log2`,
+            `comparison` and `trainings`.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.0 * len(models), 4.4), layout="constrained")

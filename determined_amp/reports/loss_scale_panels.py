@@ -35,19 +35,19 @@ _SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
 # How many module names fit.
 _MOST_NAMES = 28
 
-# One colour, from nearly transparent: a small share is close to a light or a dark background.
+# One colour, nearly transparent at first: small shares fade into a light or a dark background.
 _HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
 
 
 @dataclass(frozen=True)
 class Point:
-    """A number of one training.
+    """One number measured in one training.
 
     Args:
-        scale_log2: log2 of its initial loss scale.
+        scale_log2: log2 of the training's initial loss scale.
         value: The number.
-        seed: A line joins the trainings with the same seed; None is a different seed each.
-        whole: Whether it was trained to its end.
+        seed: A line joins the points with the same seed; a point without a seed stands alone.
+        whole: Whether the training ran to its end.
     """
 
     scale_log2: float
@@ -62,7 +62,7 @@ def power(log2: float) -> str:
 
 
 def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
-    """Mark window, overflow, choice and PyTorch's default on axes over log2 of the scale."""
+    """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
     low, top, choice = window.low_log2, window.top_log2, window.choice_log2
     if low <= top:
         axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
@@ -101,13 +101,13 @@ def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> 
 def shares(
     axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
 ) -> None:
-    """Draw the shares of the 16-bit gradients that float16 flushes, by norm, and overflows.
+    """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow.
 
     Args:
         axes: Where to draw.
         finding: Gives the predicted lines, and the finder's own measurements.
         flushed: Measured shares of trials without overflow.
-        overflowed: log2 of the scales of trials with an overflow.
+        overflowed: log2 of the scales of the trials that overflowed.
     """
     if finding is not None:
         scales = [p.scale_log2 for p in finding.predicted]
@@ -209,7 +209,7 @@ def metric(
         axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
         axes.axhline(centre, color=AMBER, linewidth=0.8)
     values = [point.value for point in points]
-    # A score in bits is a V on a linear axis; those of older searches were errors, and below 2.
+    # A score in bits is a V on a linear axis. The score of older searches was an error, below 2.
     in_bits = name == "loss_scale_score" and max(values) >= 2
     if min(values) > 0 and max(values) > 10 * min(values) and not in_bits:
         axes.set_yscale("log")
@@ -217,7 +217,7 @@ def metric(
 
 
 def mark_best(axes: Axes, best: Point) -> None:
-    """Draw a ring around the best point, and its scale."""
+    """Draw a ring around the best point, and label it with its scale."""
     axes.plot(
         [best.scale_log2],
         [best.value],
@@ -251,7 +251,7 @@ def _means(points: Sequence[Point]) -> dict[float, float]:
 
 
 def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
-    """Mean and standard deviation over seeds of each seed's mean inside the safe window.
+    """Mean and standard deviation of the seeds' means inside the safe window.
 
     None without a window, or with fewer than three seeds in it.
     """
@@ -278,7 +278,7 @@ def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
 def modules(axes: Axes, finding: Finding) -> None:
     """Draw where each module's gradients lie in float16, at the chosen scale.
 
-    A row is a module, in the order of the forward; a dark cell has many of its values.
+    Each row is a module, in the order of the forward. A dark cell holds many of its values.
     """
     scale = finding.choice_log2 or 0
     rows = [m for m in reversed(finding.modules) if m.values_by_log2]
@@ -320,7 +320,7 @@ def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list
 
 
 def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
-    """Label the rows; if not all names fit, every second, third or later row."""
+    """Label the rows; if not all names fit, label only every n-th row."""
     shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
     axes.set_yticks(list(shown), [rows[i].name for i in shown])
     axes.tick_params(axis="y", length=0)

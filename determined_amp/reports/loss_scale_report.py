@@ -1,12 +1,13 @@
-"""The command `report loss-scale`: draw the finder's prediction and the observation of a search.
+"""The command `report loss-scale`: draw the finder's prediction and the results of a search.
 
     python -m determined_amp report loss-scale runs/loss-scale-grid/TIME # without a cluster
     python -m determined_amp report loss-scale 12                        # on DET_MASTER
     python -m determined_amp report loss-scale SOURCE [--finding FINDING] [--output FOLDER]
 
-It writes loss_scale.png and loss_scale.html. It runs the finder here, which takes seconds, unless
-FINDING names a finding: a file by `python -m determined_amp find CONFIG --json FILE`, or the id of
-an experiment of `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
+It writes loss_scale.png and loss_scale.html. It runs the finder on this machine, which takes
+seconds, unless FINDING names a finding: a file written by
+`python -m determined_amp find CONFIG --json FILE`, or the id of an experiment of
+`hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CAPTION = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report; returns the exit status, 0.
+    """Write the report; return the exit status, 0.
 
     Raises:
         UserError: if the report cannot be made.
@@ -96,7 +97,7 @@ def _finding(source: str) -> FoundScale:
 
 
 def _predicted(search: Source) -> tuple[FoundScale | None, list[str]]:
-    """The finding, or a sentence why there is none: the report is useful without it, too."""
+    """The finding, or a sentence on why there is none: the report is useful without it too."""
     try:
         return predict(search), []
     except UserError as error:

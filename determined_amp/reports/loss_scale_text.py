@@ -1,4 +1,4 @@
-"""The prediction for a search over the loss scale, and sentences that compare the two."""
+"""Predicts the results of a loss-scale search, and compares prediction and search in words."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from determined_amp.search.compose import compose
 # The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
 
-# For the comparison of costs: a grid of trainings, and the batches of each.
+# For the cost comparison: the trainings in a grid, and the batches of each training.
 _GRID_POINTS, _SHORT_TRAINING = 12, 200
 
-# The best scale is a tie if it is within this many standard deviations of the window's mean.
+# A best value within this many standard deviations of the window's mean counts as a tie.
 _SDS_OF_A_TIE = 2.0
 
 
@@ -52,7 +52,7 @@ def predict(search: Source, batches: int = 4) -> FoundScale:
     """Run the finder on the experiment of a search, with the seed of the search.
 
     Args:
-        search: The search. Other hyperparameters than the scale are those of its first trial.
+        search: The search. Hyperparameters other than the scale come from its first trial.
         batches: Number of training batches to use.
 
     Raises:
@@ -78,7 +78,7 @@ def _experiment(search: Source) -> dict[str, Any]:
 
 
 def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
-    """Sentences on agreement of prediction and observation, the best trial, and the cost."""
+    """Sentences on how well prediction and search agree, the best trial, and the cost."""
     finding = None if found is None else found.finding
     if finding is not None:
         yield from _overflow(finding, search)
@@ -178,7 +178,8 @@ def passed_samples(search: Source, found: FoundScale) -> float:
     """Number of samples that a search passed through the model, forward and backward.
 
     A trained trial passes each sample once. A scored trial passes its batches up to five times: in
-    bfloat16, in float32, and in float16 with and without the recorder, and at the window's top.
+    bfloat16, in float32, and three times in float16 (with the recorder, without it, and at the top
+    of the window).
     """
     per_batch = found.run.samples / found.run.batches
     passes = sum(run.batches * (5 if run.is_scored else 1) for run in search.runs)

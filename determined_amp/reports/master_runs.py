@@ -34,24 +34,24 @@ Reports = tuple[Report, ...]
 
 MASTER = "DET_MASTER"
 
-# The report of the command `compare` in its checkpoint.
+# The report that the command `compare` leaves in its checkpoint.
 _TEXT = "precision.md"
 
-# The platform's names for floats that are no JSON numbers.
+# The platform's names for floats that JSON cannot write as numbers.
 _NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
 
-# In the log of a search's trial that ended as invalid; for the platform that trial is completed.
+# These mark the log of a search's invalid trial, which the platform calls completed.
 _GUARD = "determined_amp.amp.guard: "
 _INVALID = "invalid trial: "
 
 
 def read_experiment(number: int, *, with_settings: bool = False) -> Source:
-    """An experiment and its trials, from the master that `DET_MASTER` names.
+    """Read an experiment and its trials from the master that `DET_MASTER` names.
 
     Args:
         number: The id of the experiment.
         with_settings: Also read the configuration of every trial, which must be one for
-            `determined_amp.train`, and its log, for the machine and the reason of its end.
+            `determined_amp.train`, and its log, for the machine and why the trial ended.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -71,7 +71,7 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
 
 
 def _unknown(config: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, ...]:
-    """What a report should say that the master does not."""
+    """Sentences for the report on what the master does not tell."""
     named = {str((trial.hparams or {}).get("experiment")) for trial in trials} - {"None"}
     told = []
     if named:
@@ -88,12 +88,12 @@ def _unknown(config: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, .
 
 
 def read_finding(number: int) -> FoundScale:
-    """The finding of an experiment of `hp_search/find_loss_scale.yaml`, from its checkpoint.
+    """Read the finding of a `hp_search/find_loss_scale.yaml` experiment from its checkpoint.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment, or it has no finding.
-        LossScaleError: if the file in its checkpoint is no finding.
+        LossScaleError: if the file in its checkpoint is not a finding.
     """
     with _on_master(number) as (determined, origin):
         checkpoints = determined.get_experiment(number).list_checkpoints()
@@ -115,7 +115,7 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
         folder: Folder for its files.
 
     Returns:
-        Its text; None for an experiment of another kind.
+        The text of the report; None for another kind of experiment.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -139,7 +139,7 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
 
 
 def is_compare_command(config: Mapping[str, Any]) -> bool:
-    """Whether an experiment is one of `hp_search/compare.yaml`."""
+    """Whether an experiment was created from `hp_search/compare.yaml`."""
     entrypoint = config.get("entrypoint")
     words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
     return words[-2:] == ["determined_amp", "compare"]
@@ -189,8 +189,8 @@ def _ended(
 ) -> tuple[State, str]:
     """How a trial ended, from its state on the master, its reports and its log.
 
-    A trial that the master calls completed may have ended early. That shows only with settings,
-    which tell its length. Without settings the log is not read.
+    A trial that the master calls completed may have ended early. Only the settings show that,
+    because they hold its length. Without settings the log is not read.
     """
     status = str(trial.state.value if trial.state else "").removeprefix("STATE_").lower()
     said = None
@@ -252,9 +252,9 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
-    """The machine of a trial, from the line of `precision.described` in its log.
+    """The machine of a trial, from the `precision.described` line in its log.
 
-    In older logs the startup hook printed that line, and the versions in another one.
+    In older logs the startup hook printed that line, and the versions in a second line.
     """
     described = r"\d+ x (.+), natively: .*tf32 (yes|no)(?:.*; torch (\S+), Python (\S+))?"
     found = _last_match(trial, ", natively: ", described) or (Machine.device, None, None, None)
@@ -274,7 +274,7 @@ def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
 
 
 def _last_match(trial: Trial, text: str, pattern: str) -> tuple[Any, ...] | None:
-    """The groups of `pattern` in the last matching line of a trial's log; `text` preselects."""
+    """The groups of `pattern` in the last matching line of a trial's log; `text` prefilters."""
     lines = trial.iter_logs(search_text=text)
     found = [match.groups() for line in lines if (match := re.search(pattern, line))]
     return found[-1] if found else None
@@ -286,7 +286,7 @@ def _on_master(number: int) -> Iterator[tuple[Determined, str]]:
 
     Raises:
         MasterError: if there is no such master, or the login fails.
-        ReportError: if a request inside the block fails: there is no such experiment.
+        ReportError: if a request inside the block fails, as when there is no such experiment.
     """
     address = os.environ.get(MASTER)
     if not address:

@@ -1,7 +1,7 @@
 """The parts of an HTML page that needs no other file: no script, font or picture.
 
-Figures have the colours of the page, which follow the reader's colour scheme. They are those of
-Okabe and Ito, which people with any colour vision can distinguish.
+Figures use the colours of the page, which follow the reader's colour scheme. The palette is by
+Okabe and Ito: people with any colour vision can tell its colours apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-# `as_svg` replaces these by the page's variables, so no other colour may have these values.
+# `as_svg` replaces these with the page's variables, so no other colour may have these values.
 INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
 
 VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
@@ -123,7 +123,7 @@ def table(
 
 
 def footer(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """The origin of the numbers: facts by name, for every part."""
+    """The origin of the numbers: a paragraph per part, with facts by name."""
     told = (
         f"<p>{escape(part)}: "
         + escape(", ".join(f"{name} {value}" for name, value in facts.items()))
@@ -142,7 +142,7 @@ def save_png(figure: Figure, path: Path) -> None:
 def as_svg(figure: Figure) -> str:
     """A figure as an SVG element, in the colours of the page around it.
 
-    These are the page's variables `--ink`, `--muted`, `--paper` and `--blue`.
+    The colours become the page's variables `--ink`, `--muted`, `--paper` and `--blue`.
     """
     written = io.StringIO()
     with matplotlib.rc_context(STYLE):

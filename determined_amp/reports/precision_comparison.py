@@ -21,7 +21,7 @@ from determined_amp.amp.metrics import MetricName
 from determined_amp.config.amp_settings import Precision
 from determined_amp.reports.runs import Machine, Run, Spread, State
 
-# AMP does not speed up a loop that waits for data for a larger share of its time.
+# AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
 
 # A smaller ratio of speed or memory counts as no difference.
@@ -45,10 +45,10 @@ class Interval:
 
     Args:
         mean: The mean difference.
-        seeds: Number of pairs if paired, else the smaller number of seeds of the two.
+        seeds: Number of pairs if paired, else the smaller of the two numbers of seeds.
         std: Standard deviation of the difference for one seed; None with a single seed.
         half_width: Half width of the interval; None with a single seed.
-        paired: Whether differences are between runs of equal seed.
+        paired: Whether the differences are between runs with the same seed.
     """
 
     mean: float
@@ -66,7 +66,7 @@ class Interval:
         return self.mean + (math.inf if self.half_width is None else self.half_width)
 
     def verdict(self, margin: float) -> Equivalence:
-        """Judge the difference; one that is significant, but within the margin, counts as equal.
+        """Judge the difference; a significant difference within the margin counts as equal.
 
         Without any spread over seeds the verdict is unknown: a metric over few validation samples
         can have the same difference for all seeds by chance.
@@ -82,7 +82,7 @@ class Interval:
     def seeds_needed(self, margin: float) -> int | None:
         """Number of seeds for a verdict, if mean and standard deviation stay the same.
 
-        None without a standard deviation, or if it takes more than a thousand.
+        None without a standard deviation, or if more than a thousand seeds are needed.
         """
         if not self.std:
             return None
@@ -114,7 +114,7 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
 def _half_width(test: Callable[..., Any], *groups: Sequence[float], **options: bool) -> float:
     with warnings.catch_warnings():
-        # It warns about the precision of its p-value if seeds hardly differ; that is not used here.
+        # SciPy warns that its p-value is imprecise if seeds hardly differ; the p-value is not used.
         warnings.simplefilter("ignore", RuntimeWarning)
         low, high = test(*groups, **options).confidence_interval(_CONFIDENCE)
     return float(high - low) / 2
@@ -147,7 +147,7 @@ class Summary:
 
     @property
     def is_only_fp32(self) -> bool:
-        """Whether it is `tf32` on a device without TF32."""
+        """Whether the precision is `tf32` on a device without TF32."""
         return (*self.runs, *self.failed)[0].is_only_fp32
 
     @property
@@ -226,7 +226,8 @@ class Ratio:
         low: Minimum over the pairs; for a single pair the smallest ratio of its reports.
         high: Maximum over the pairs; for a single pair the largest ratio of its reports.
         pairs: Number of pairs.
-        by_seed: Whether a pair has equal seeds; otherwise every run is paired with every other.
+        by_seed: Whether runs with the same seed are paired; otherwise each run of one precision is
+            paired with each run of the other.
     """
 
     median: float
@@ -237,7 +238,7 @@ class Ratio:
 
     @property
     def is_larger(self) -> bool:
-        """Whether it is above 1 in every pair, and its median at least `MIN_EFFECT`."""
+        """Whether the ratio is above 1 in every pair, and its median at least `MIN_EFFECT`."""
         return self.low > 1.0 and self.median >= MIN_EFFECT
 
     @property
@@ -281,7 +282,10 @@ class Comparison:
 
     @property
     def is_not_worse(self) -> bool:
-        """Whether it is equal or better; if that is unknown, whether its mean is, within margin."""
+        """Whether the metric is equal or better.
+
+        If the verdict is unknown, its mean decides: better, or worse by at most the margin.
+        """
         if self.verdict is Equivalence.UNKNOWN:
             return self.is_better or abs(self.difference.mean) <= self.margin
         return self.verdict is Equivalence.EQUAL or self.is_better
@@ -328,7 +332,7 @@ def speed_ratio(ours: Summary, base: Summary) -> Ratio | None:
 def difference(ours: Summary, base: Summary, metric: str) -> Interval:
     """The difference of a metric that all finished runs have.
 
-    It is paired by seed if both have two seeds or more in common.
+    It is paired by seed if both precisions have two or more seeds in common.
     """
     pairs = _by_seed(ours, base)
     if len(pairs) > 1 or (pairs and min(len(ours.runs), len(base.runs)) < 2):
@@ -361,7 +365,7 @@ def _ratio(ours: Summary, base: Summary, value: Callable[[Run], Spread | None]) 
 
 
 def _allocated(run: Run) -> Spread | None:
-    # The last report has the largest peak: peaks only grow, after the reset that follows the first
-    # batches.
+    # The last report has the largest peak: after the reset that follows the first batches, peaks
+    # only grow.
     peak = run.last(MetricName.PEAK_MEMORY_MIB)
     return Spread.of([peak] if peak else [])

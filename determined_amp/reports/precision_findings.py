@@ -38,7 +38,7 @@ _MAY_DIFFER = frozenset(
 )
 _NAMED_RUNS = 2
 
-# The states of runs that count: a stopped or running one says nothing about its precision.
+# The states of the runs that count: a stopped or running run says nothing about its precision.
 _COUNT = (State.FINISHED, State.FAILED)
 
 # The claims of the literature about AMP for ResNet-50.
@@ -63,7 +63,7 @@ class Findings:
         summaries: A summary per precision, in the order of `Precision`.
         comparisons: Comparisons, those with the baseline first.
         left_out: A sentence for each run that does not count.
-        notes: Further sentences of the sources.
+        notes: Further sentences from the sources.
     """
 
     metric: str
@@ -114,7 +114,7 @@ def find(
         margin: Difference of the metric that does not matter; by default 0.003 for an accuracy (0.3
             if it is in percent), and 1 % of the baseline's mean for another metric.
         smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
-            else that which the name implies.
+            else the direction that the name implies.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -163,7 +163,7 @@ def _metric(finished: Sequence[Run], wanted: str | None) -> str:
 
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
-    """The searcher's direction for its own metric; for others, that which the name implies."""
+    """The searcher's direction for its own metric; for others, the one that the name implies."""
     if metric == _searched(run):
         return bool(run.settings[SMALLER_IS_BETTER])
     if not is_accuracy(metric) and "loss" not in metric:
@@ -199,8 +199,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
         runs: Finished and failed runs.
 
     Raises:
-        ReportError: naming every difference that is not allowed; or if there are fewer than two
-            precisions, no finished baseline, or two finished runs of one precision and seed.
+        ReportError: if the runs differ in settings, devices or versions that must be the same (the
+            message names them all), or if there are fewer than two precisions, no finished
+            baseline, or two finished runs with the same precision and seed.
     """
     problems = [*_differences(runs), *_duplicates(runs)]
     if problems:
@@ -217,7 +218,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def baseline(runs: Sequence[Run]) -> Precision:
-    """The precision to compare with: fp32 if a run of it has finished, else tf32."""
+    """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
     finished = {run.precision for run in runs if run.state is State.FINISHED}
     return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
 

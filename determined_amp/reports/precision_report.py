@@ -43,7 +43,7 @@ _METHOD = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report; returns the exit status, 0.
+    """Write the report; return the exit status, 0.
 
     Raises:
         UserError: if the report cannot be made.
@@ -119,7 +119,7 @@ class Written:
     Args:
         short: The answer, the lines to paste and the sentences that bear on them.
         markdown: The whole report in Markdown.
-        files: Its picture, its page, its Markdown and its numbers.
+        files: The PNG, HTML, Markdown and JSON files.
     """
 
     short: str
@@ -187,7 +187,7 @@ def _page(
 
 
 def numbers(findings: Findings, advice: Advice) -> dict[str, Any]:
-    """All numbers for JSON; null stands for what was not measured or is not finite."""
+    """All numbers for JSON; null means not measured or not finite."""
     machine = findings.machine
     found: dict[str, Any] = _finite(
         {
@@ -275,7 +275,7 @@ def _plain(found: Any) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no number for infinity and NaN."""
+    """Replace infinity and NaN with None: JSON has no numbers for them."""
     if isinstance(value, Mapping):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

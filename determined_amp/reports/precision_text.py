@@ -67,7 +67,7 @@ def sentences(findings: Findings) -> list[str]:
 
 
 def short_answer(findings: Findings, advice: Advice) -> str:
-    """What a terminal or a log shows: the answer, the lines to paste, and what bears on both.
+    """The text for a terminal or a log: the answer, lines to paste, and what bears on them.
 
     The tables, the setting of the measurement and its general limits are in the report's files.
     """
@@ -185,7 +185,7 @@ def _all_in_precision(findings: Findings) -> bool:
 
 
 def _mixed(findings: Findings) -> Iterator[str]:
-    """Differences between runs that are allowed and are not the precision."""
+    """Allowed differences between runs, other than the precision."""
     for summary in findings.summaries:
         runs = (*summary.runs, *summary.failed)
         for key in SCALER_KEYS:
@@ -328,7 +328,7 @@ def _scale(summary: Summary) -> str:
 
 
 def _range(spread: Spread | None) -> str:
-    """The median, and the range if it differs from the median when written."""
+    """The median, and the range if its ends still differ after rounding."""
     if spread is None:
         return ""
     median, low, high = map(_number, (spread.median, spread.low, spread.high))

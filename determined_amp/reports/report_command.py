@@ -60,7 +60,7 @@ def is_experiment(source: str) -> bool:
 
 
 def read(source: str, *, with_settings: bool = False) -> Source:
-    """The runs of a source of the command line.
+    """Read the runs of a source given on the command line.
 
     Args:
         source: A run folder, the folder of a local search or its `study.db`, or the id of an
@@ -88,14 +88,14 @@ _REPORT = "python -m determined_amp report"
 
 
 def refuse_precisions(given: str, source: Source) -> None:
-    """For the report on the loss scale.
+    """Refuse a source that the loss-scale report cannot draw.
 
     Args:
         given: The source, as it was typed.
-        source: What was read there.
+        source: The runs that were read from it.
 
     Raises:
-        ReportError: if no loss scale is searched for there. The message has the right command.
+        ReportError: if the source is no search for a loss scale. The message has the right command.
     """
     kind, config = TrialKind.of(source.config), source.config
     if kind is TrialKind.FIND:
@@ -115,14 +115,14 @@ def refuse_precisions(given: str, source: Source) -> None:
 
 
 def refuse_loss_scales(given: str, source: Source) -> None:
-    """For the report on precisions.
+    """Refuse a source that belongs in the loss-scale report.
 
     Args:
         given: The source, as it was typed.
-        source: What was read there.
+        source: The runs that were read from it.
 
     Raises:
-        ReportError: if a loss scale is searched for there. The message has the right command.
+        ReportError: if the source is about the loss scale. The message has the right command.
     """
     if TrialKind.of(source.config) is TrialKind.FIND:
         refuse_precisions(given, source)
@@ -146,7 +146,7 @@ def is_over_loss_scale(source: Source) -> bool:
 
 
 def folder_beside(source: str) -> Path:
-    """The default output folder for a source; it is made if it does not exist."""
+    """The default output folder for a source; it is created if it does not exist."""
     path = Path(source)
     if is_experiment(source):
         path = Path("runs") / f"experiment-{source}"
@@ -157,7 +157,7 @@ def folder_beside(source: str) -> Path:
 
 
 def drawn() -> dict[str, str]:
-    """Date and versions of a report."""
+    """The date of a report, and the versions it was made with."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),

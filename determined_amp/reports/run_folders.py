@@ -18,15 +18,15 @@ from determined_amp.search.study_file import FILE_NAME, SearchTrial, StudyError,
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")
 
-# The file of `compare` in its folder: precisions left out, and sentences on the loss scale.
+# The file that `compare` writes: the precisions left out, and sentences on the loss scale.
 REMARKS = "compare.json"
 
 
 def read_folder(path: Path) -> Run:
-    """The run in a run folder.
+    """Read the run in a run folder.
 
     Raises:
-        ReportError: if it is no run folder.
+        ReportError: if the folder is not a run folder.
     """
     return _read(path, read_end)
 
@@ -37,7 +37,7 @@ def is_search(path: Path) -> bool:
 
 
 def read_search(path: Path) -> Source:
-    """The trials of a local search, from its folder or its `study.db`.
+    """Read the trials of a local search from its folder or its `study.db`.
 
     Raises:
         ReportError: if there is no search.
@@ -132,7 +132,7 @@ def _machine(environment: Mapping[str, Any]) -> Machine:
 
 
 def _reports(path: Path) -> tuple[tuple[Report, ...], tuple[Report, ...]]:
-    """The reports of training and of validation."""
+    """The training reports and the validation reports."""
     found: dict[str, list[Report]] = {"training": [], "validation": []}
     for line in read_metrics(path):
         numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}

@@ -23,10 +23,10 @@ ACCURACY = "validation_accuracy"
 
 
 def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a `resolved.yaml` of either form, converted to our form.
+    """The settings in a `resolved.yaml` of either form, converted to our form.
 
     Raises:
-        LookupError, TypeError, AttributeError, ValueError: if it is no such configuration.
+        LookupError, TypeError, AttributeError, ValueError: if it is not such a configuration.
     """
     problems: list[str] = []
     given = resolved["hyperparameters"]

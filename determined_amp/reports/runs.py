@@ -37,7 +37,7 @@ class State(enum.Enum):
     UNFINISHED = "unfinished"
 
 
-# Metrics that older runs report without `watch_`.
+# Current names of the metrics that older runs report without `watch_`.
 _WATCHED = {
     name.removeprefix("watch_"): name
     for names in (MetricName, AuditMetricName)
@@ -47,7 +47,7 @@ _WATCHED = {
 
 
 def _todays(name: str) -> str:
-    """Today's name of a metric, which may end in the number of an optimizer."""
+    """The current name of a metric, which may end in the number of an optimizer."""
     base = re.sub(r"_\d+$", "", name)
     return _WATCHED[base] + name[len(base) :] if base in _WATCHED else name
 
@@ -58,8 +58,8 @@ class Report:
 
     Args:
         batches: Number of batches trained before it.
-        metrics: Its numbers, which may be infinite or NaN, by today's names: those of older runs
-            are without `watch_`.
+        metrics: Its numbers by name, which may be infinite or NaN. Names from older runs, without
+            `watch_`, are replaced with the current names.
         date: Time of the report, ISO 8601; None if unknown.
     """
 
@@ -189,14 +189,14 @@ class Run:
 
     @property
     def speed(self) -> Spread | None:
-        """Samples per second over its steady reports; None if it shared the device or has none."""
+        """Samples per second in steady reports; None without one, or if it shared the device."""
         if self.shares_device:
             return None
         return Spread.of([r.metrics[MetricName.SAMPLES_PER_SECOND] for r in self._steady()])
 
     @property
     def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median of its steady reports."""
+        """Share of the time that the loop waited for data: the median over steady reports."""
         shares = [r.metrics.get(MetricName.DATA_WAIT_SHARE) for r in self._steady()]
         known = Spread.of([share for share in shares if share is not None])
         return known.median if known else None
@@ -225,7 +225,7 @@ class Run:
     def scale_log2(self) -> float:
         """log2 of the initial loss scale; NaN if it has none.
 
-        The metric `init_scale_log2` comes first, because a sampled scale is rounded before use.
+        The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
         """
         if "init_scale_log2" in self.metrics:
             return self.metrics["init_scale_log2"]
@@ -296,7 +296,7 @@ class Source:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a dotted name is that of an initial loss scale."""
+    """Whether a dotted name names an initial loss scale."""
     return name.rpartition(".")[2] == SCALE
 
 
@@ -312,7 +312,7 @@ def ended(
         settings: The settings of the run; empty if unknown.
         training: Its training reports.
         validation: Its validation reports.
-        end: The record of the run, its search or its master; None if there is none.
+        end: The end as recorded by the run, its search or its master; None if not recorded.
     """
     unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
     length = settings.get(f"{LENGTH}.{unit}", math.inf)
