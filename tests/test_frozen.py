@@ -250,6 +250,20 @@ class TestInTraining:
 
         assert self.looked_at(work) is error
 
+    def test_loop_saves_and_reports_nothing_and_starts_where_it_is_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(pytorch.Trainer, "fit", lambda trainer, **named: given.update(named))
+        with open_trial(config(SummedLoss), "test") as found:
+            trial = self.ThreeBackwards(_another_context(found.context))
+            with pytest.raises(SystemExit) as stopped:  # as where the platform asks for it
+                in_training(trial, trial.context, 1, len, latest_checkpoint="batch-00000004")
+        assert stopped.value.code == 0
+        assert given["checkpoint_policy"] == "none"
+        assert given["latest_checkpoint"] == "batch-00000004"
+        assert given["reporting_period"].value == given["max_length"].value > 10**12
+
     def test_cause_is_that_of_float16_without_a_scale_and_moves_nothing(self) -> None:
         """Weights of 2^12 and images of 1: the first layer adds up 64 * 2^12 = 2^18."""
 
@@ -300,14 +314,34 @@ class TestErrors:
         config = with_overrides(raw, SMALL)
         with (
             open_trial(config, "test") as found,
-            pytest.raises(LossScaleError, match=r"scales no loss: .*set .*amp\.precision to amp_"),
+            pytest.raises(LossScaleError) as caught,
         ):
             wrapped_scaler(found.context)
+        assert str(caught.value) == (
+            "this trial scales no loss: float32 and bfloat16 need no loss scale; "
+            "for float16, set hyperparameters.amp.precision to amp_fp16"
+        )
 
     def test_trial_without_a_scaler(self) -> None:
         context: Any = SimpleNamespace(_scaler=None)
-        with pytest.raises(LossScaleError, match="wrap_scaler knows; --precision amp_"):
+        with pytest.raises(LossScaleError) as caught:
             wrapped_scaler(context)
+        assert str(caught.value) == (
+            "this trial scales no loss: float32 and bfloat16 need no loss scale; it has no enabled "
+            "GradScaler that context.wrap_scaler knows; --precision amp_fp16 trains it in float16 "
+            "as it is"
+        )
+
+    def test_trial_with_nothing_to_train(self) -> None:
+        with open_trial(config(SummedLoss), "test") as found:
+            trial: Any = found.trial
+            trial.model.requires_grad_(False)
+            with pytest.raises(LossScaleError) as caught:
+                in_training(trial, found.context, 1, len)
+        assert str(caught.value) == (
+            "no parameter of this trial requires a gradient: there is nothing to train, or to "
+            "scale; leave out requires_grad_(False) for what is to be trained"
+        )
 
     def test_trial_that_goes_around_the_context(self) -> None:
         class Around(SummedLoss):
