@@ -1,4 +1,4 @@
-"""Measures what `amp.compile` gains in Determined's loop, on the device that is here.
+"""Measures what `amp.compile` gains in Determined's loop, on this machine.
 
     python -m benchmarks.compiling [--rounds 8]
 
@@ -41,7 +41,7 @@ SETTINGS = ("false", "default")
 
 _WIDE = ("hyperparameters.hidden_features=4096", "hyperparameters.global_batch_size=512")
 _BATCH_OF_16 = ("hyperparameters.global_batch_size=16",)
-# By name the experiment and what is changed in it.
+# By name: the experiment, and the settings changed in it.
 TRIALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wide MLP, fp32": ("mlp/fp32.yaml", _WIDE),
     "wide MLP, amp_bf16": ("mlp/bf16.yaml", _WIDE),
@@ -53,7 +53,7 @@ TRIALS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def loop(config: str, overrides: Sequence[str], setting: str, turns: Turns) -> None:
-    """Train an experiment, for as long as it is given turns, with that `amp.compile`."""
+    """Train an experiment with this `amp.compile`, until its turns are over."""
     lengths = ("max_length", "validation_period", "checkpoint_period")
     changes = [f"hyperparameters.training.{name}={{batches: 1000000}}" for name in lengths]
     changes += [*overrides, f"hyperparameters.amp.compile={setting}"]

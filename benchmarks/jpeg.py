@@ -53,7 +53,7 @@ def measure(photos: list[bytes], folder: Path, rounds: int) -> dict[str, list[fl
         "torchvision: decode and augment": lambda: [augment(with_torchvision(p)) for p in photos],
         "Pillow: flip": lambda: [p.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for p in decoded],
     }
-    # The flip is of an image of the size that it has after the crop.
+    # The flip is measured on images of the size after the crop.
     decoded = [image.resize((SIDE, SIDE)) for image in decoded]
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):

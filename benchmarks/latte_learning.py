@@ -2,7 +2,7 @@
 
     python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
 
-It does not train runs again that are in FOLDER. It prints a table and writes the numbers to
+It does not repeat runs that are already in FOLDER. It prints a table and writes the numbers to
 `benchmarks/results/latte_learning.json`.
 """
 
@@ -35,11 +35,11 @@ PASSES = 6
 
 
 def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
-    """The validation losses, over all timesteps, of predictors of the noise without a network.
+    """The validation losses, over all timesteps, of noise predictors without a network.
 
     Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance v, the best
     linear prediction of e leaves a v / (a v + 1 - a) of its variance (Wiener). The directions are
-    single pixels, or the principal components of whole clips, the best linear predictor.
+    single pixels, or the principal components of whole clips, which give the best linear predictor.
 
     Returns:
         The losses `zero`, `linear_per_pixel` and `linear`.
@@ -66,7 +66,7 @@ def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
 
 
 def trained(config: str, seed: int, batches: int, runs: Path) -> float:
-    """The final validation loss, with EMA weights, of a run; trains it if necessary."""
+    """The final validation loss of a run, with EMA weights; trains it if necessary."""
     folder = runs / f"{config}-{batches}-{seed}"
     if not (loss := _final_loss(folder, batches)):
         changes = {

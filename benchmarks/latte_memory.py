@@ -2,16 +2,17 @@
 
     python -m benchmarks.latte_memory
 
-It measures with and without checkpointing, and writes `benchmarks/results/latte_memory_cpu.json`,
-on a GPU `latte_memory_cuda.json`, after each row, then a table beside it and the picture
-`docs/pictures/latte_memory.png`.
+It measures with and without checkpointing. After each row it writes
+`benchmarks/results/latte_memory_cpu.json`, on a GPU `latte_memory_cuda.json`. At the end it writes
+a table beside that file, and the picture `docs/pictures/latte_memory.png`.
 
 The bytes are counted on fake tensors, which have shapes but no values, so the paper's sizes need no
 memory. A real step of the small model keeps the same number of bytes, in BF16 within 0.02 %. On a
 CPU the times are those of the small model. Peak memory and largest batch need a GPU.
 
-Weights, clips and targets of a timed step are random. Latte's gates begin at 0, so that all but one
-product of its first backward have a factor of zeros, and hardware multiplies those faster.
+Weights, clips and targets of a timed step are random. Latte's own initial weights would not do: its
+gates begin at 0, so all but one product of the first backward have a factor of zeros, which
+hardware multiplies faster.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Row:
         step_seconds: Time of forward, backward and AdamW, the minimum of a few steps. On a CPU it
             is processor time of one thread, which other processes disturb least.
         peak_bytes: Largest allocation during a step, on a GPU.
-        predicted_batch: Largest batch that should fit on this GPU, by the peaks of two batches.
+        predicted_batch: Largest batch that should fit on this GPU, from the peaks of two batches.
     """
 
     model: str
@@ -134,7 +135,7 @@ class Step:
         return total
 
     def run(self, batch: int) -> None:
-        self._optimizer.zero_grad()  # after a step that ran out of memory
+        self._optimizer.zero_grad()  # gradients of a step that ran out of memory
         self.loss(batch).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -158,7 +159,7 @@ def timed(
 ) -> Iterator[Row]:
     """Measure bytes, step time and, on a GPU, memory of every variant of a model.
 
-    A batch without memory for it has no row.
+    A batch that does not fit in memory has no row.
     """
     for precision, checkpointing in variants(precisions):
         prepare_backend(precision, device, set_switches=True)
@@ -178,11 +179,11 @@ def timed(
 
 
 def predicted(peaks: dict[int, int], memory: int) -> int:
-    """The largest batch whose peak is at most `memory`: peaks grow by the same with every clip.
+    """The largest batch whose peak is at most `memory`: every clip adds the same to the peak.
 
     Args:
         peaks: Bytes by batch, of two batches or more.
-        memory: Bytes that torch may have.
+        memory: Bytes that torch may use.
     """
     (small, low), (large, high) = min(peaks.items()), max(peaks.items())
     of_a_clip = (high - low) / (large - small)
@@ -190,13 +191,13 @@ def predicted(peaks: dict[int, int], memory: int) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """What is free, and what torch holds already."""
+    """Bytes that are free, and those that torch holds already."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def measure(step: Step, batch: int, device: torch.device) -> tuple[float, int | None]:
     """The minimum time of a few steps, and on a GPU the peak of allocated bytes."""
-    step.run(batch)  # the first allocates
+    step.run(batch)  # the first step allocates
     if device.type != "cuda":
         times = []
         for _ in range(STEPS):
@@ -286,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = options.folder / f"latte_memory_{device.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
-    # First what needs the device: it may be lent for a while only.
+    # First the rows that need the device: it may be available for a short time only.
     sources = [
         timed(name, batches, device),
         *(counted(model, COUNTED[model]) for model in COUNTED),

@@ -29,7 +29,7 @@ BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
 
 
 class Case:
-    """The training of all loops of one comparison: a 64-64-10 MLP in batches of 8.
+    """The training that all loops of one comparison repeat: a 64-64-10 MLP in batches of 8.
 
     Args:
         precision: `amp.precision`.
@@ -102,7 +102,7 @@ class Case:
 
 
 class NoReports(core.DummyTrainContext):
-    """Drops reports: Determined's class formats a debug line with every metric of every batch."""
+    """Drops reports: Determined's own formats a debug line with every metric of every batch."""
 
     def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
         return
@@ -162,7 +162,8 @@ class StockTrial(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, torch.Tensor]:
-        images, labels = loading.to_device(batch, self.case.device)  # there already, as pixels
+        # The batch is on the device already; this converts its pixels.
+        images, labels = loading.to_device(batch, self.case.device)
         with self.case.autocast():
             loss = functional.cross_entropy(self.model(images), labels)
         self.context.backward(self.scaler.scale(loss))
@@ -230,7 +231,7 @@ def ours(case: Case, turns: Turns) -> nn.Module:
 
 
 def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
-    """Let the training of a trial go on by turns, and end with them."""
+    """Make a trial train by turns, and end when the turns are over."""
     train_batch = trial.train_batch
 
     def in_turn(*arguments: Any, **named: Any) -> Any:

@@ -104,7 +104,7 @@ class Comparison:
         difference: Mean of the paired differences, choice minus best.
         half_width: Half width of their 95 % interval.
         verdict: `tie` within `seed_sd`, otherwise `better` or `worse`.
-        ratio: Samples of the grid with one seed, over those of the finder.
+        ratio: Samples of the grid with one seed, divided by those of the finder.
     """
 
     choice_log2: int
@@ -162,7 +162,7 @@ def train(model: Model, seed: int, scale_log2: int, steps: int) -> Training:
                 checkpoint_policy="none",
             )
         scaler = wrapped_scaler(found.context)
-        # Before the first growth, each bit that the scale has lost is a skipped step.
+        # Before the scale first grows, only skipped steps change it: each one halves it.
         assert steps < scaler.get_growth_interval()
         skipped = scale_log2 - round(math.log2(scaler.get_scale()))
     return Training(scale_log2, seed, last.loss, skipped)

@@ -68,9 +68,9 @@ def _rounds(times: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def summary(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
     """Medians over the quarter of the rounds in which all loops together took the least CPU time.
 
-    In the other rounds the machine was busy with something else. The time of a single loop must not
-    select the rounds, because that loop would look better than the others. The time that a loop
-    adds is a difference within each round.
+    In the other rounds the machine was busy with something else. Rounds are not selected by
+    the time of a single loop, because that loop would look better than the others. The time that a
+    loop adds is a difference within each round.
     """
     bare = [cpu for _, cpu in found[REFERENCE]]
     together = [sum(cpu for _, cpu in each) for each in zip(*found.values(), strict=True)]

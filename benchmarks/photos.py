@@ -1,4 +1,4 @@
-"""Photos to decode where there is no ImageNet: noise of all scales, as large as its files."""
+"""Makes stand-ins for ImageNet's photos: noise at all scales, in files of the same size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 # The mean of ImageNet's training set is about 500 x 375 pixels and 110 kB.
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
-# Distance of the random values, in pixels, and their standard deviation: the coarser, the larger.
+# Distance between random values, in pixels, and their standard deviation: larger where coarser.
 OCTAVES = ((125, 60.0), (32, 35.0), (8, 20.0), (2, 8.0), (1, 6.0))
 
 
@@ -29,7 +29,7 @@ def photo(seed: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
 
 
 def write_photos(folder: Path, photos: list[bytes], copies: int) -> None:
-    """Lay them out for the dataset `image_folder`: two classes, some for validation.
+    """Write photos for the dataset `image_folder`: two classes, some for validation.
 
     Args:
         folder: Gets `train/CLASS/*.jpg` and `val/CLASS/*.jpg`.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme
 
-The table of a GPU takes the place of the sentence that none has been measured, once there is the
-`gpu.json` of `python -m benchmarks.gpu`.
+If there is a `gpu.json` of `python -m benchmarks.gpu`, its table replaces the sentence that no GPU
+has been measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
 RESULTS = ROOT / "benchmarks" / "results"
-# By the name of the model: a report on its precisions.
+# The report on precisions, by the name of the model.
 PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
@@ -147,7 +147,7 @@ def with_gpu(readme: str, result: Mapping[str, Any]) -> str:
     """The text of the README with the table of a GPU.
 
     Args:
-        readme: The text so far, with such a table or with the sentence that there is none.
+        readme: The text so far, with an older table or with the sentence `NO_GPU`.
         result: The JSON of `benchmarks.gpu`.
     """
     on = result["machine"]

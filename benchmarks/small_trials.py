@@ -7,7 +7,7 @@ They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's
 | trial | what is special |
 |---|---|
 | `BatchNormCNN` | running statistics |
-| `PreNormTransformer` | LayerNorm and attention; parameters whose gradients never are 16-bit |
+| `PreNormTransformer` | LayerNorm and attention; parameters whose gradients are never 16-bit |
 | `SummedLoss` | the loss is a sum: gradients overflow at PyTorch's default of 2^16 |
 | `TinyLoss` | targets near 1e-4: gradients are flushed to 0 at 2^16 |
 | `DeepPlain` | forty layers without normalisation: no scale fits them all |
@@ -31,7 +31,7 @@ TRAINING_SAMPLES = 1500
 
 
 class SmallTrial(pytorch.PyTorchTrial):
-    """Native AMP in Determined, in few lines.
+    """Native AMP in Determined, in a few lines.
 
     Hyperparameters: `global_batch_size`, `learning_rate`, and optionally `init_scale`.
 

@@ -23,8 +23,8 @@ class Turns:
         batches: Length of a turn.
 
     Attributes:
-        times: Wall and CPU seconds of each turn; a GPU has done its work by then.
-        over: Whether the loop must end; to be checked after `batch_begins`.
+        times: Wall and CPU seconds of each turn; a turn ends when the GPU has done its work.
+        over: Whether the loop must end; the loop checks it after `batch_begins`.
     """
 
     def __init__(self, batches: int = BATCHES_PER_TURN) -> None:
@@ -40,8 +40,8 @@ class Turns:
         """Called by the loop at every batch: ends a turn, and waits for the next one."""
         if self._batch % self._batches == 0:
             if self._batch:
-                cpu = time.thread_time()  # before the wait, which may be a busy one
-                if torch.cuda.is_available():  # else the next loop's turn would do this one's work
+                cpu = time.thread_time()  # before `synchronize`, which may be a busy wait
+                if torch.cuda.is_available():  # else this work would run in the next loop's turn
                     torch.cuda.synchronize()
                 wall = time.perf_counter()
                 self.times.append((wall - self._started[0], cpu - self._started[1]))

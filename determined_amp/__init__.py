@@ -1,7 +1,7 @@
-"""Native mixed precision for any `PyTorchTrial` of Determined: right, watched and proven.
+"""Native mixed precision for any `PyTorchTrial` of Determined: correct, monitored and verified.
 
-The names below are the public ones. Each is imported when it is first asked for, so that
-`import determined_amp` costs nothing and a trial loads no more than it uses.
+The names below are the public ones. Each is imported on first use, so `import determined_amp`
+costs nothing and a trial loads only what it uses.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from determined_amp.config.errors import NO_RETRY, UserError, exit_status
 
-# By command, the module with its `main(arguments)`, and its help.
+# By command: the module that has its `main(arguments)`, and its help text.
 _COMMANDS = {
     "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
     "audit": ("determined_amp.commands.audit", "show what one training batch is computed in"),
@@ -30,7 +30,7 @@ _COMMANDS = {
     ),
 }
 
-# Packages of the extras `search` and `reports`.
+# Packages that the extras `search` and `reports` install.
 _OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy")
 
 
@@ -61,15 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"got {command!r}" if given else "no command given"
         print(f"{said}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
-    # `python -m` puts this folder on the path; an installed script does not.
+    # `python -m` puts the working directory on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    # A cluster restarts a failed task, unless its log has these words.
+    # A cluster restarts a failed task unless its log has this text.
     in_task = command == "train" or "DET_TASK_TYPE" in os.environ
     before = NO_RETRY if in_task else ""
 
     def run() -> int:
-        # Imported here, where Ctrl-C ends it with a word: it takes seconds.
+        # The import takes seconds. Here, Ctrl-C during it prints no traceback.
         try:
             module = importlib.import_module(_COMMANDS[command][0])
             return int(module.main(given[words:]))

@@ -29,7 +29,7 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
 
     Raises:
         ConfigError: if the configuration is wrong.
-        AuditError: if the first batch is not computed in the precision of the configuration.
+        AuditError: if the first batch is not computed in the configured precision.
         GuardError: if the run no longer trains.
     """
     config, hyperparameters = _configuration(context)
@@ -41,7 +41,7 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
-    """A context has it from whoever made it, and reads no configuration."""
+    """Raise if the context was made with another frequency: it does not read the configuration."""
     if frequency != context._aggregation_frequency:
         raise ConfigError(
             "experiment configuration",

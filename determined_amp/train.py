@@ -6,8 +6,8 @@
     python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
     torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
 
-It trains any `PyTorchTrial`, from YAMLs of our form and of Determined's own. On a cluster it is the
-entrypoint. There its only option is `--trial`, for a configuration that does not name the trial.
+It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a cluster it is the
+entrypoint. Its only option there is `--trial`, for a configuration that does not name the trial.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher of the ranks.
+    """In a task of several slots, replace this process by Determined's launcher.
 
-    Called when the configuration has been checked, so that its mistakes are said once and without
-    the launcher's traceback. A process that a launcher has started goes on.
+    Call it after the configuration was checked, so that mistakes are reported once and without the
+    launcher's traceback. In a process that a launcher has started, it returns.
 
     Args:
         info: Determined's information on the task.
@@ -84,7 +84,7 @@ def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
 
 
 def _parse(info: det.ClusterInfo, trial: str | None) -> experiment.Experiment[Any]:
-    """The experiment of this task of a cluster."""
+    """The experiment of this cluster task."""
     return experiment.parse(
         info.trial._config,
         "experiment",
@@ -97,7 +97,7 @@ def _parse(info: det.ClusterInfo, trial: str | None) -> experiment.Experiment[An
 def train_on_cluster(
     info: det.ClusterInfo, prepare: Prepare | None = None, trial: str | None = None
 ) -> int:
-    """Train the trial of this task of a cluster.
+    """Train the trial of this cluster task.
 
     Args:
         info: Determined's information on the task, with configuration and hyperparameters.
@@ -125,10 +125,10 @@ def train_on_cluster(
 def task_context(
     hparams: dict[str, Any], aggregation_frequency: int
 ) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context of a task, which says why a trial ended that no longer trains.
+    """Determined's context of a task; if the trial no longer trains, it reports why.
 
-    Determined drops the text of an `InvalidHP`: overview and metadata of the run have it, and the
-    last line of its log.
+    Determined drops the text of an `InvalidHP`. This writes it to the overview and the metadata of
+    the run, and to the last line of its log.
     """
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=aggregation_frequency) as context:
@@ -139,7 +139,7 @@ def task_context(
                 raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):
-            # Where Determined's own lines go, or the log may have them after it.
+            # To stderr, like Determined's own lines: otherwise they may follow it in the log.
             print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
         raise
 
@@ -180,7 +180,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     with ExitStack() as held:
         try:
             train_here(config, choose_folder, resume, listeners=listeners)
-        except SystemExit as left:  # a search would go on with other hyperparameters, with status 0
+        except SystemExit as left:  # InvalidHP exits with 0, so that a search goes on
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
             raise UserError(str(left.__context__)) from left
@@ -215,7 +215,7 @@ def _is_inside(file: object, folder: str) -> bool:
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:
-    """Raise if this is the configuration of a search, or of no search method there is."""
+    """Raise if this configures a search, or names an unknown search method."""
     method = value_at(config, "searcher.name")
     if method is not None and method not in _METHODS:
         raise ConfigError(

@@ -15,7 +15,7 @@ from determined_amp.config.settings import read_section, setting
 from determined_amp.config.training import Length, TrainingSettings
 from trials.schedule import LRSchedule, warmup_then
 
-# A checkpoint may follow each of these, and accumulated gradients are not in checkpoints.
+# A checkpoint may follow each of these, and checkpoints hold no accumulated gradients.
 _WHOLE_WINDOWS = ("max_length", "validation_period", "checkpoint_period")
 
 
@@ -64,7 +64,7 @@ class Hparams:
     def scheduler(
         self, optimizer: torch.optim.Optimizer, batches_per_epoch: int
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """The scheduler of the learning rate, by optimizer steps; None for a constant rate.
+        """The learning-rate scheduler, which counts optimizer steps; None for a constant rate.
 
         Raises:
             ConfigError: if a length in epochs ends within an accumulation window.

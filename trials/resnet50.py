@@ -4,7 +4,7 @@
     det experiment create experiment_configs/resnet50/amp.yaml .              # on a cluster
 
 The model is torchvision's (He et al. 2016, arXiv 1512.03385; stride in the 3 x 3 convolution), in
-channels_last, the layout that tensor cores convolve in.
+channels_last, the layout that tensor cores use for convolutions.
 
 Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 """
@@ -32,8 +32,8 @@ class ResNet50Hparams(Hparams):
     """Hyperparameters of `ResNet50Trial`.
 
     Args:
-        momentum: Of SGD; Nesterov's variant is not used.
-        label_smoothing: Of the training loss only; validation reports the plain cross-entropy.
+        momentum: Momentum of SGD, without Nesterov's variant.
+        label_smoothing: For the training loss only; validation reports the plain cross-entropy.
     """
 
     momentum: float = setting(0.9, at_least=0, below=1)

@@ -71,7 +71,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
             by `det checkpoint download`.
 
     Raises:
-        CheckpointError: if there is no checkpoint, it is damaged, or it is not one of a Latte.
+        CheckpointError: if there is no checkpoint, it is damaged, or it is not from a Latte.
         ConfigError: if this version cannot read its configuration.
     """
     checkpoints = complete_checkpoints(source / "checkpoints")
@@ -151,7 +151,7 @@ def sample(
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = denoiser.to(device)
-    in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # these end at -1 and 1
+    in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # pixels lie in [-1, 1]
     scheduler = DDIMScheduler(**config.hparams.diffusion.scheduler_config(), clip_sample=in_pixels)
     scheduler.set_timesteps(steps, device=device)
     shape = (len(labels), *config.data.clip_shape)
@@ -173,7 +173,7 @@ def write(clips: torch.Tensor, out: Path) -> list[Path]:
 
     Args:
         clips: (B, C, F, S, S), float32.
-        out: A name in `.gif`, which also writes a `.png`, or in `.npy`.
+        out: A name that ends in `.gif`, which also writes a `.png`, or in `.npy`.
 
     Returns:
         The files.
@@ -217,7 +217,7 @@ def _pictures(clips: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
-    """A picture with all pictures, (N, C, H, W), row by row, and grey between them."""
+    """One picture of all `pictures`, (N, C, H, W), row by row, with grey between them."""
     grid = make_grid(pictures, nrow=columns, padding=BORDER, pad_value=96)
     picture: Image.Image = to_pil_image(grid)
     return picture

@@ -1,4 +1,4 @@
-"""The time box of a part, and the one way in which parts time a step."""
+"""The time box of a part, and the function that times a step for all parts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from determined_amp.config.amp_settings import Precision
 
-# A stretch shorter than this is not measured: clocks and caches need a while to settle.
+# Measure for at least this long: clocks and caches need a while to settle.
 SECONDS = 0.6
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a part may use.
+    """The device and the time that a part may use.
 
     Args:
-        device: Where it measures.
-        tiny: Whether this is a rehearsal, at sizes of a second or less.
-        ends: When the part must have ended, by `time.monotonic`.
+        device: The device to measure.
+        tiny: Whether this is a rehearsal, at sizes that take a second or less.
+        ends: When the part must have ended, on the clock of `time.monotonic`.
     """
 
     device: torch.device
@@ -32,10 +32,10 @@ class Box:
 
     @property
     def amp(self) -> tuple[Precision, ...]:
-        """The AMP precisions to measure; the first one, where one is enough."""
+        """The AMP precisions to measure; the first is used where one is enough."""
         if self.device.type == "cuda":
             return Precision.AMP_FP16, Precision.AMP_BF16
-        return (Precision.AMP_BF16,)  # float16 convolutions take a hundred times as long there
+        return (Precision.AMP_BF16,)  # float16 convolutions take a hundred times as long on a CPU
 
     def left(self) -> float:
         """Seconds left."""
@@ -43,14 +43,14 @@ class Box:
 
 
 def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
-    """Call `step` until the clock of the device has moved far enough.
+    """Time calls of `step`, for about `SECONDS`.
 
     Args:
-        step: What is measured; it is called at least once before, to warm up.
-        box: Where; a rehearsal measures one call.
+        step: The function to time; it is called at least once before, to warm up.
+        box: Has the device; a rehearsal times one call.
 
     Returns:
-        Mean seconds of a call, and the most bytes that tensors occupied meanwhile; None on a CPU.
+        Mean seconds of a call, and the peak of the bytes that tensors occupied; None on a CPU.
     """
     alone = _timed(step, 1, box.device)
     calls = 1 if box.tiny else max(3, math.ceil(SECONDS / max(alone, 1e-6)))
@@ -62,7 +62,7 @@ def stretch(step: Callable[[], object], box: Box) -> tuple[float, int | None]:
 
 
 def _timed(step: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of so many calls, by events of the device or by the clock."""
+    """Seconds of this many calls, by CUDA events or, on a CPU, by the clock."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):

@@ -1,4 +1,4 @@
-"""What the device itself reaches: products, copies in its memory, copies to it."""
+"""Measures the limits of the device: matmuls, copies in its memory, copies to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 
     if target.numel() < BATCH_BYTES:
         batch = batch[: target.numel()]
-    # By name: what runs, and how a second of it is expressed.
+    # By name: the step, its unit, and its value in that unit as a function of its seconds.
     measured: dict[str, tuple[Callable[[], object], str, Callable[[float], float]]] = {
         "bf16 matmul": (
             lambda: torch.mm(left, right, out=out),

@@ -1,4 +1,4 @@
-"""ResNet-50 with `torch.compile` and without, in a bare loop and through the library's setting."""
+"""Measures ResNet-50 with and without `torch.compile`, in a bare loop and by `amp.compile`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.gpu.resnet import Bare, batch_on
 from determined_amp.config.amp_settings import Precision
 
 ROUNDS = 3
-# On a rehearsal the compiler only traces: a real one needs a C++ compiler and a minute.
+# A rehearsal only traces: compiling needs a C++ compiler and a minute.
 MODES: dict[str, dict[str, str]] = {
     "default": {"mode": "default"},
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 TINY_MODES: dict[str, dict[str, str]] = {"default": {"backend": "eager"}}
-# What a mode needs to compile; with less left it is not begun.
+# Seconds that a mode needs to compile; with less left it is skipped.
 SECONDS = 60
 
 
@@ -34,11 +34,11 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
             yield {"mode": mode, "note": f"not begun: {box.left():.0f} s are left"}
             continue
         compiled, started = Bare(box), time.monotonic()
-        compiled.model.compile(**options)  # in place, so that names of parameters stay
+        compiled.model.compile(**options)  # in place, so that parameter names stay
         step = partial(compiled.step, batch, precision)
         try:
             step()
-        except Exception as error:  # a compiler has many ways to fail, and the next mode may not
+        except Exception as error:  # a compiler has many ways to fail; the next mode may work
             yield {"mode": mode, "note": problem_of(error)}
             continue
         yield {"mode": mode, "compile_seconds": time.monotonic() - started}

@@ -1,7 +1,7 @@
-"""What the rows of `benchmarks.gpu` say about its goals: yes, no, or cannot be told.
+"""Tells from the rows of `benchmarks.gpu` if its goals are met: yes, no, or cannot be told.
 
-A ratio is taken within each round, in which both sides ran shortly after one another. The answer
-is yes or no only if all rounds agree.
+Ratios are taken within a round, in which both sides ran shortly after one another. The answer is
+yes or no only if all rounds agree.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 
-# The largest published images/s of ResNet-50 in AMP on one H200; TF32 has 2259 there. By NVIDIA's
-# script, NCHW, batch 2560: github.com/lambdal/deeplearning-benchmark, results of 1xH200.
+# The highest published images/s of ResNet-50 in AMP on one H200; TF32 reaches 2259. NVIDIA's script
+# measured it, NCHW, batch 2560: github.com/lambdal/deeplearning-benchmark, results of 1xH200.
 RECORD, RECORD_DEVICE = 3079.0, "H200"
 RECORD_OVER_TF32 = 1.36
 AMP = ("amp_fp16", "amp_bf16")
-# The batch of the YAML.
+# The batch size in the YAML.
 BATCH = 256
 
 
@@ -52,7 +52,7 @@ def goals(rows: Rows, device: str) -> list[dict[str, Any]]:
     for precision in AMP:
         bare, ours = (_loop(rows, precision, name) for name in ("bare", "determined_amp"))
         ratios = [our / alone for our, alone in zip(ours, bare, strict=False)]
-        # The median, as the turns of two loops differ by what the device does meanwhile.
+        # The median, because other work of the device affects single turns of the two loops.
         found.append(
             _goal(
                 f"at least 97 % of the bare loop, {precision}",
@@ -91,7 +91,7 @@ def _goal(
 
 
 def by_round(rows: Rows, precision: str, key: str, batch: int = BATCH) -> dict[int, float]:
-    """A value of the bare loop by round."""
+    """One value of the bare loop, by round."""
     return {
         row["round"]: float(row[key])
         for row in rows
@@ -103,7 +103,7 @@ def by_round(rows: Rows, precision: str, key: str, batch: int = BATCH) -> dict[i
 
 
 def _speeds(rows: Rows, precision: str) -> list[float]:
-    """Of the batch at which this precision is fastest."""
+    """Images per second at the batch size at which this precision is fastest."""
     batches = {row["batch"] for row in rows if row["part"] == "resnet" and "batch" in row}
     of_each = [list(by_round(rows, precision, "images_per_second", b).values()) for b in batches]
     return max(of_each, key=_median, default=[])
@@ -120,7 +120,7 @@ def _loop(rows: Rows, precision: str, loop: str) -> list[float]:
 def _best_ratio(
     rows: Rows, baseline: str, key: str, better: Callable[..., list[float]]
 ) -> list[float]:
-    """Of the better of the two AMP precisions."""
+    """The ratios to `baseline`, in each round, of the better of the two AMP precisions."""
     base = by_round(rows, baseline, key)
     each = [
         [value / base[n] for n, value in by_round(rows, precision, key).items() if n in base]
@@ -134,7 +134,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def words(found: Sequence[Mapping[str, Any]]) -> str:
-    """The goals and their answers, a line each."""
+    """The goals and their answers, one per line."""
     return "\n".join(f"{goal['answer']:>14}: {goal['goal']}{_value(goal)}" for goal in found)
 
 

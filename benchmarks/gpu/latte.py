@@ -1,4 +1,4 @@
-"""Latte-S and Latte-XL/2, with gradient checkpointing and without: step, peak, largest batch."""
+"""Measures Latte-S and Latte-XL/2, with and without checkpointing: step, peak, largest batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import latte_memory
 from benchmarks.gpu.box import Box
 from determined_amp.config.amp_settings import Precision
 
-# The largest one first, and in the precision that it is trained in.
+# The largest model first, and first in the precision that it is trained in.
 MODELS = {"latte_xl": (1, 4), "latte_s": (2, 8)}
 
 

@@ -1,4 +1,4 @@
-"""How fast the loader brings images of 224 px: bytes from memory, and photos that it decodes."""
+"""Measures the loader with images of 224 px: bytes from memory, and photos that it decodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from benchmarks.photos import photo, write_photos
 from determined_amp.config.experiment import Experiment
 from trials.data import images, loading
 
-# Distinct photos, and copies of each: decoding is the work, not the disk.
+# Distinct photos, and copies of each. The time goes into decoding, not into the disk.
 PHOTOS, COPIES = 128, 16
-# Of the loader alone.
+# Time for the loader alone.
 SECONDS = 5.0
 
 
@@ -49,12 +49,12 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 
 
 def _alone(experiment: Experiment[Any], box: Box) -> float:
-    """Images per second that come out of the loader, with nothing trained."""
+    """Images per second of the loader alone, without training."""
     size, workers = loops.batch_size(box), experiment.data.workers
     samples, _ = images.load(experiment.data, experiment.seed)
     loader = loading.training_loader(samples, size, experiment.seed, workers)
     batches = iter(loader.get_data_loader(repeat=True))
-    for _ in range(1 if box.tiny else 2 * workers):  # they have been waiting, ready
+    for _ in range(1 if box.tiny else 2 * workers):  # batches that were ready already
         next(batches)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < (0.1 if box.tiny else SECONDS):
@@ -64,7 +64,7 @@ def _alone(experiment: Experiment[Any], box: Box) -> float:
 
 
 def _nvjpeg(photos: list[bytes], box: Box) -> dict[str, Any]:
-    """Decoding on the GPU, which no dataset here does: what would it bring?"""
+    """Images per second of decoding on the GPU, which no dataset here does."""
     files = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in photos]
 
     def decode() -> None:
@@ -73,6 +73,6 @@ def _nvjpeg(photos: list[bytes], box: Box) -> dict[str, Any]:
     try:
         decode()
         seconds, _ = stretch(decode, box)
-    except RuntimeError as error:  # this torchvision was built without it
+    except RuntimeError as error:  # this torchvision was built without nvJPEG
         return {"note": problem_of(error)}
     return {"round": 0, "images_per_second": len(files) / seconds}

@@ -1,6 +1,6 @@
-"""ResNet-50 in Determined's loop with determined_amp, beside the bare loop, by turns.
+"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, by turns.
 
-Then it counts what made the host wait for the device in training batches.
+It also counts how often the host waits for the device in training batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ YAMLS = {
     Precision.AMP_BF16: "imagenet_bf16.yaml",
 }
 ROUNDS = 6
-# By then the audit has looked, and cuDNN has chosen.
+# By this batch the audit is over, and cuDNN has chosen its algorithms.
 WARM = 20
 COUNTED = 40
 
@@ -56,7 +56,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 def in_turns(
     box: Box, precision: Precision, loops: dict[str, Any], rounds: int = ROUNDS
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all rounds but the first, in which everything is warmed up."""
+    """Rows of all rounds but the first, which is a warm-up."""
     size, batches = batch_size(box), 2 if box.tiny else BATCHES_PER_TURN
     with controlled_by(SafeController):
         found = by_turns(loops, 1 + (2 if box.tiny else rounds), batches)
@@ -72,7 +72,7 @@ def batch_size(box: Box) -> int:
 
 
 def noise_of(box: Box) -> dict[str, Any]:
-    """The `data` section of noise that is made on the device once."""
+    """The `data` section for noise that is made once, on the device."""
     return {"dataset": "device_synthetic", "workers": 0, "samples": 100 * batch_size(box)}
 
 
@@ -114,11 +114,11 @@ def ours(experiment: Experiment[Any], turns: Turns) -> None:
 
 
 class Counting(SafeController):
-    """Determined's loop; what waits between two reports is counted, from batch `WARM` on.
+    """Determined's loop, which counts synchronisations from batch `WARM` on.
 
     Args:
-        caught: Gets a warning for each.
-        fitted: What `Trainer.fit` hands over.
+        caught: Gets a warning for each synchronisation.
+        fitted: The arguments that `Trainer.fit` gives to the controller.
     """
 
     def __init__(self, caught: list[warnings.WarningMessage], **fitted: Any) -> None:
@@ -140,7 +140,7 @@ class Counting(SafeController):
 
 @contextmanager
 def waits() -> Iterator[list[warnings.WarningMessage]]:
-    """Collect what makes the host wait for the device; torch warns of it on request."""
+    """Collect torch's warnings of operations that make the host wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -152,7 +152,7 @@ def waits() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def count_synchronisations(box: Box, precision: Precision) -> dict[str, Any]:
-    """Count them in so many training batches, and those of a planted `item()`."""
+    """Count synchronisations in `COUNTED` training batches, and those of a planted `item()`."""
     experiment = experiment_of(box, precision, noise_of(box))
     caught: list[warnings.WarningMessage] = []
     with (

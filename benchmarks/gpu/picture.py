@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.gpu`: speed and memory of ResNet-50 over the batch."""
+"""Draws the picture of `benchmarks.gpu`: speed and memory of ResNet-50 over the batch size."""
 
 from __future__ import annotations
 

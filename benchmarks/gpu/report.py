@@ -1,4 +1,4 @@
-"""Tables and picture of what `benchmarks.gpu` measured."""
+"""Writes the tables and draws the picture of the results of `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# What is measured; the other keys of a row say of what.
+# The keys of measured values; the other keys of a row say what was measured.
 _VALUES = {
     "value",
     "images_per_second",
@@ -89,11 +89,11 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw speed and memory over the batch, if that is possible here."""
+    """Draw speed and memory over the batch size, if that is possible here."""
     try:
-        # matplotlib may be missing beside a GPU.
+        # A machine with a GPU may lack matplotlib.
         from benchmarks.gpu.picture import picture  # noqa: PLC0415
 
         picture(result).savefig(path, dpi=110)
-    except Exception as error:  # no picture is worth the parts that follow
+    except Exception as error:  # a missing picture must not end the command
         print(f"no picture: {error}")

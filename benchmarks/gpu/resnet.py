@@ -1,4 +1,4 @@
-"""ResNet-50 at 224 px, images on the device, bare loop: four precisions and four batches."""
+"""Measures ResNet-50 in a bare loop, images on the device: four precisions and batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from determined_amp.amp.precision import prepare_backend
 from determined_amp.config.amp_settings import Precision
 from trials.data.loading import Batch
 
-# The batch of the YAML first: if the time does not suffice, the others are missing.
+# The batch size in the YAML comes first: the time may not suffice for the others.
 BATCHES = (256, 128, 512, 64)
 TINY_BATCHES = (2,)
 ROUNDS = 5
@@ -27,7 +27,7 @@ class Bare:
     """PyTorch's own recipe of AMP, with the settings of `trials.resnet50` and imagenet_*.yaml.
 
     Args:
-        box: Where; a rehearsal has a small network.
+        box: Has the device; a rehearsal has a small network.
     """
 
     def __init__(self, box: Box) -> None:
@@ -43,7 +43,7 @@ class Bare:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=fused
         )
-        # A first step that is skipped leaves the momentum of fused SGD undefined: none is, here.
+        # A skipped first step leaves fused SGD's momentum undefined. This init_scale skips none.
         self._scalers = {
             precision: torch.amp.GradScaler(
                 box.device.type, init_scale=1024.0, enabled=precision is Precision.AMP_FP16
@@ -86,7 +86,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
             step = partial(bare.step, batch, precision)
             where = {"precision": precision.value, "batch": size, "round": number}
             try:
-                # In the first round cuDNN times its algorithms, in the first step.
+                # In the first step of the first round, cuDNN times its algorithms.
                 for _ in range(1 if number or box.tiny else 3):
                     step()
                 seconds, peak = stretch(step, box)

@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu --folder OUT               # less than nine minutes
     python -m benchmarks.gpu --folder OUT --tiny        # a rehearsal; with --device cpu, too
-    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the rows that are there
+    python -m benchmarks.gpu --folder OUT --parts       # no part: sums up the existing rows
 
-`OUT/rows.jsonl` gets a row as soon as it is measured. A part that fails, or that is not ready in
-time, leaves a note there, and the next one begins. At the end the rows are summed up in `gpu.json`,
-`gpu.md` and, where there is matplotlib, `gpu.png`. Copied to `benchmarks/results`, `gpu.json` is
-what `benchmarks.readme` writes into the README.
+Each row is written to `OUT/rows.jsonl` as soon as it is measured. A part that fails or runs out of
+time leaves a note there, and the next part begins. At the end the rows are summed up in `gpu.json`,
+`gpu.md` and, if matplotlib is installed, `gpu.png`. Copy `gpu.json` to `benchmarks/results`, and
+`benchmarks.readme` writes it into the README.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.gpu.box import Box, problem_of
 from benchmarks.gpu.goals import goals, words
 from benchmarks.gpu.report import draw, markdown
 
-# Modules of this package, and seconds; a part may use what those before it have left over.
+# By module of this package: its seconds. A part may also use what earlier parts left over.
 WHERE = "benchmarks.gpu.{}:measure"
 PARTS = {"ceilings": 20, "resnet": 155, "loops": 70, "loader": 75, "latte": 75, "compiled": 85}
-# A row that is being measured when the time is over may be finished.
+# Seconds to finish the row that is being measured when the time is over.
 GRACE = 10
-# What a part needs to begin; without it the time left is not worth a process.
+# A part begins only with this many seconds left; less is not worth a process.
 LEAST = 5
 PACKAGES = ("torch", "torchvision", "determined", "diffusers", "numpy", "triton")
 
@@ -56,11 +56,11 @@ def measure(
 
     Args:
         folder: Where the results go.
-        parts: Seconds of each, by the name of its module.
+        parts: Seconds of each part, by the name of its module.
         device: `cuda` or `cpu`.
         tiny: Whether this is a rehearsal.
-        grace: Seconds after its time at which a part is cut off.
-        where: The function of a part, with its name left open.
+        grace: Seconds that a part may exceed its time before it is cut off.
+        where: Path of a part's function, with `{}` for the name of the part.
 
     Returns:
         All rows.
@@ -68,7 +68,7 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     path.write_text("")
-    imported = _processes.Process()  # does nothing, when all is imported
+    imported = _processes.Process()  # does nothing, once everything is imported
     imported.start()
     imported.join()
     ends = time.monotonic()
@@ -105,7 +105,7 @@ def write(folder: Path) -> dict[str, Any]:
     """Write JSON, Markdown and picture of the rows in a folder; returns the result."""
     rows = rows_of(folder / "rows.jsonl")
     on: dict[str, Any] = next((row["machine"] for row in rows if "machine" in row), {})
-    # The sizes of a rehearsal say nothing.
+    # A rehearsal is too small to tell anything about the goals.
     told = [] if on.get("rehearsal") else rows
     result = {"machine": on, "goals": goals(told, on.get("device", "")), "rows": rows}
     (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -120,15 +120,15 @@ def _append(path: Path, part: str, row: Mapping[str, Any]) -> None:
 
 
 def _part(part: str, where: str, path: Path, box: Box) -> None:
-    """A part, in a process of its own: a fault of the device ends with the process."""
-    # Loader processes are forks, as they are of a run; else each would import all, and get a copy
-    # of the dataset.
+    """Run a part in a process of its own, so that a device fault ends with the process."""
+    # Loader processes are forks, as in a run. Otherwise each would import everything, and get a
+    # copy of the dataset.
     multiprocessing.set_start_method("fork", force=True)
     try:
         if box.device.type == "cpu":
             torch.set_num_threads(1)
         _append(path, part, {"machine": {**machine(box.device.type), "rehearsal": box.tiny}})
-        # Here, because a package may be missing that other parts do without.
+        # Imported here, because a package that only this part needs may be missing.
         for row in pkgutil.resolve_name(where.format(part))(box):
             _append(path, part, row)
             if box.left() <= 0:
@@ -139,7 +139,7 @@ def _part(part: str, where: str, path: Path, box: Box) -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What was measured on, and with what."""
+    """The device and the versions of the measurement."""
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--parts", nargs="*", choices=PARTS, default=list(PARTS), help="by default all"
     )
     options = parser.parse_args(arguments)
-    # Imported once, in the process that the others are forks of; it has no device. Only what is
-    # certain to work: a fault here would end all parts.
+    # Imported once, in the process that forks the others and does not use the device. Only
+    # imports that are certain to work: a fault here would end all parts.
     multiprocessing.set_forkserver_preload(["torch._dynamo", "torchvision"])
     parts = {name: PARTS[name] for name in options.parts}
     tiny = options.tiny or options.device == "cpu"

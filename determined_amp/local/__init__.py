@@ -1,1 +1,1 @@
-"""Runs without a cluster: what a cluster provides to a trial (storage, reports, stop, resume)."""
+"""Runs without a cluster: the storage, reports, stop and resume that a cluster would provide."""

@@ -22,13 +22,13 @@ from determined.common import storage
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.run_listener import LocalReports
 
-# Of the machine, not of the trial: no space, a quota, a disk or mount that is gone or read only.
+# Errors of the machine, not the trial: no space, a quota, a disk or mount gone or read-only.
 _OF_THE_MACHINE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
 )
 
 
-# The counts of Determined's loop, in a checkpoint, and their checksum in its metadata.
+# The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 
 
@@ -37,7 +37,7 @@ class DiskError(CheckpointError):
 
 
 def is_of_the_machine(error: BaseException) -> bool:
-    """Whether the disk or a permission is the cause, which another trial would meet, too."""
+    """Whether the cause is the disk or a permission, so that another trial would fail, too."""
     if isinstance(error, DiskError):
         return True
     return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
@@ -55,7 +55,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         reports: Tells which validation was the best; None if nothing is saved.
 
     Attributes:
-        finite: Set it before a save: whether all weights are.
+        finite: Whether all weights are finite; set it before a save.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             self._clean_up()
 
     def _clean_up(self) -> None:
-        """After a process that was killed: restore what it was replacing, delete what it left."""
+        """After a killed process: restore the checkpoint it was replacing, delete its leftovers."""
         for replaced in self._folder.glob(".batch-*.replaced"):
             final = self._folder / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not final.exists():
@@ -118,7 +118,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._reports.saved(complete_checkpoints(self._folder))
 
     def _prune(self) -> None:
-        # What cannot be read stays: nobody knows what it was.
+        # Keep a checkpoint whose metadata cannot be read: nobody knows what it was.
         found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
         metadata = {path: known for path, known in found if known is not None}
         saved = list(metadata)
@@ -128,7 +128,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             *[path for path in saved if metadata[path].get("finite", True)][-1:],
         }
         for path in saved:
-            if path not in keep and not path.is_symlink():  # a link is somebody's
+            if path not in keep and not path.is_symlink():  # links are the user's
                 # Renamed first: a process killed here leaves no half-deleted `batch-*`.
                 doomed = path.rename(path.with_name(f".{path.name}.deleted"))
                 shutil.rmtree(doomed)
@@ -148,14 +148,14 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """The metadata of a checkpoint: `steps_completed` (batches), `best`, versions.
 
     Raises:
-        CheckpointError: if it cannot be read, or is not that of this checkpoint.
+        CheckpointError: if they cannot be read, or belong to another checkpoint.
     """
     try:
         metadata = json.loads((checkpoint / "metadata.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint}: metadata.json cannot be read: {error}") from error
     steps = metadata.get("steps_completed") if isinstance(metadata, dict) else None
-    # A changed digit is still JSON, and would train other data than the run does.
+    # With a changed digit it is still JSON, but a resume would train on the wrong data.
     if not isinstance(steps, int) or checkpoint_name(steps) != checkpoint.name:
         raise CheckpointError(
             f"{checkpoint}: metadata.json is damaged: it does not say that it is of these batches"
@@ -164,7 +164,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
-    """Compare the counts of the loop with the checksum of the metadata, which older ones lack.
+    """Check the loop's counts against the checksum in the metadata; old checkpoints have none.
 
     Raises:
         CheckpointError: if a byte has changed, or the file is not there.
@@ -193,15 +193,15 @@ def _is_of_the_disk(error: BaseException) -> bool:
 
 
 def _check_whole(weights: Path) -> None:
-    """Raise if the end of the file is missing: torch does not notice a last flush that fails."""
+    """Raise if the end of the file is missing: torch does not notice if the last flush fails."""
     with zipfile.ZipFile(weights):
         pass
 
 
 def _flush(folder: Path) -> None:
-    """Write every file to the disk, before a rename makes them visible.
+    """Flush every file to the disk, before a rename makes them visible.
 
-    The disk takes many at once in a tenth of the time that one after another takes.
+    Flushing many files at once takes a tenth of the time of flushing them one by one.
     """
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(_sync, folder.rglob("*")):  # raises what a thread raised
@@ -210,7 +210,7 @@ def _flush(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file to the disk; of a folder, the names of its files."""
+    """Flush a file to the disk; for a folder, the names of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -124,7 +124,7 @@ class DetachedTrial(RunListener):
             first_try.set_result(None)
 
     def _explained(self, error: Exception) -> Exception:
-        """One sentence for an error at the start; what is no fault of the master stays as it is."""
+        """One sentence for the master's error at the start; any other error is unchanged."""
         if isinstance(error, MasterError):
             return error
         if is_away(error):

@@ -48,7 +48,7 @@ _CLOSING = (
     ("peak memory (MiB)", MetricName.PEAK_MEMORY_MIB, "{:,.0f}"),
 )
 
-# The most metrics with unknown names that one line or table shows.
+# One line or table shows at most this many metrics with unknown names.
 _MOST_OTHERS = 12
 
 
@@ -102,7 +102,7 @@ class Display(RunListener):
     def on_report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
         group, batches, numbers = line["group"], line["batches"], _numbers(line)
-        # A training and a validation metric may have the same name: the table shows the former.
+        # A training and a validation metric may share a name: the table shows the training metric.
         if group == "training":
             self._of_training.update(numbers)
         self._latest.update({**numbers, **self._of_training})
@@ -137,7 +137,7 @@ class Display(RunListener):
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _others(self, numbers: Mapping[str, float], known: Collection[str]) -> list[str]:
-        """The other metrics to show: the searcher's; all, if the trial reports no known one."""
+        """The other metrics to show: the searcher's, or all if the trial reports no known one."""
         others = [name for name in numbers if name not in known and name not in LENGTH_UNITS]
         if any(name in known for name in numbers):
             return [name for name in others if name == self._metric]

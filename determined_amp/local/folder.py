@@ -1,14 +1,14 @@
 """The folder of a local run.
 
 config.yaml        the configuration, with the trial and the seed filled in
-resolved.yaml      the same with every default filled in: it trains the same
+resolved.yaml      the same with every default filled in; training from it gives the same run
 environment.json   versions, device, commit, command and date of the first start
 metrics.jsonl      one report per line
 tensorboard/       event files
 checkpoints/       the newest and the best checkpoint
 log.txt            the log of Determined and of this package
 ended.json         how the run ended; absent while it runs and after a kill
-.lock              the number of the process that writes here
+.lock              the id of the process that writes here
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """Keep other processes from writing into a folder inside this block.
 
     Args:
-        folder: The folder; the lock ends with the process, whatever ends it.
-        what: What it holds, for the error message.
+        folder: The folder. The lock ends with the process, however the process ends.
+        what: What the folder holds, for the error message.
         wait: Whether to wait for another process to finish.
 
     Raises:
-        FolderInUseError: if another process holds the lock, with its number.
+        FolderInUseError: if another process holds the lock; the message has its id.
     """
     with (folder / ".lock").open("a+") as file:
         try:
-            # Of this process alone: processes that it forks, to load data, do not hold it.
+            # Only this process holds the lock, not the loader processes that it forks.
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
@@ -132,7 +132,7 @@ class RunFolder:
         return folder
 
     def discard(self) -> None:
-        """Remove the folder, and those above, as far as they were made for this run and are empty.
+        """Remove the folder and its empty parents, if they were made for this run.
 
         A folder that was there before stays as it is.
         """
@@ -144,7 +144,7 @@ class RunFolder:
 
     def describe(self, experiment: Experiment[Any], *, resumed: bool = False) -> None:
         """Write the configuration, and the environment unless a resumed run has it already."""
-        # A resume rewrites these files, and a later one needs them: a kill must not cut them off.
+        # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
         text = dump_yaml(experiment.resolved())
         write_whole(self.path / "resolved.yaml", text)
@@ -213,8 +213,8 @@ def read_end(folder: Path) -> End | None:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The reports in a `metrics.jsonl`; none without the file.
 
-    A last line that a kill cut off is no report. Any other line that is none is damaged: it is left
-    out with a warning.
+    A last line that a kill cut off is left out. Any other line that is not a report is damaged, and
+    is left out with a warning.
     """
     if not path.exists():
         return
@@ -232,7 +232,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _report(line: bytes) -> dict[str, Any] | None:
-    """The report in a line; None if there is none."""
+    """The report in a line; None if the line is not a report."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -243,14 +243,14 @@ def _report(line: bytes) -> dict[str, Any] | None:
 
 
 def _missing(path: Path) -> list[Path]:
-    """The folders that have to be made for `path` to be there, innermost first."""
+    """The folders to make so that `path` exists, innermost first."""
     return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
 
 
 def fresh_folder(root: Path, name: str) -> Path:
     """Create and return a new folder `root/name/TIME`.
 
-    What is no part of a file name in `name`, such as a slash, becomes a hyphen.
+    Characters of `name` that do not belong in a file name, such as slashes, become a hyphen.
 
     Raises:
         FolderError: if it cannot be made.

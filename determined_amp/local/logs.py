@@ -36,7 +36,7 @@ class _MayVanish:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What is still buffered goes nowhere, now and when the program ends."""
+        """Send all further output nowhere, including what is still buffered at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

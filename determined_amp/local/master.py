@@ -19,7 +19,7 @@ _FIRST_ANSWER = 10
 # Seconds that a master may be silent in any later request.
 ANSWER = 20
 
-# What Determined's bindings raise at an answer of another shape than a master's.
+# What Determined's bindings raise if an answer does not look like a master's.
 NONSENSE = (LookupError, TypeError, AttributeError, ValueError)
 
 
@@ -106,7 +106,7 @@ def _find_master(url: str) -> None:
 
 
 def not_a_master(url: str) -> MasterError:
-    """The error for an address whose answers are not those of a master."""
+    """The error for an address where something other than a master answers."""
     return MasterError(f"{url}: what answers there is not a Determined master")
 
 

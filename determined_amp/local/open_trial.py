@@ -47,7 +47,7 @@ def open_trial(
         config: The experiment configuration.
         source: Where it comes from, for the error message.
         trial: `module:Class`, if the configuration does not name it.
-        checkpoint: A checkpoint to start from, or a run folder with one; its newest is used.
+        checkpoint: A checkpoint to start from, or a run folder, whose newest checkpoint is used.
 
     Raises:
         ConfigError: if the configuration is wrong or names no trial.

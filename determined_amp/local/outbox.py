@@ -13,11 +13,11 @@ from determined_amp.local.master import is_away
 
 logger = logging.getLogger(__name__)
 
-IDLE = 30.0  # seconds without a call, then `idle` is called
+IDLE = 30.0  # seconds without a call after which `idle` is called
 RETRY = 5.0  # seconds between two attempts while the server is away
-TRIES = 3  # attempts at a call that fails on a server that answers others
+TRIES = 3  # attempts at a call that fails while the server answers `idle`
 PATIENCE = 20.0  # at the end, stop waiting after this many seconds without a delivery
-HURRY = 2.0  # the same in all, for somebody who waits for the end
+HURRY = 2.0  # at the end, if hurried, stop waiting after this many seconds in all
 
 _AWAY = "is away"
 _FAILS = "fails at what it is sent"
@@ -27,13 +27,13 @@ _REFUSES = "refuses what it is sent"
 class Outbox:
     """Calls functions on a thread of its own, and repeats a call while the server is away.
 
-    A call that the server refuses is lost, and so is one that fails `TRIES` times while the server
-    answers `idle`; the calls after it are made.
+    A call that the server refuses is dropped, and so is one that fails `TRIES` times while the
+    server answers `idle`. The calls after it are still made.
 
     Args:
         server: Name of the server, for warnings.
-        idle: Called after every `IDLE` seconds without a call, and to see whether the server is
-            away or fails at a single call only.
+        idle: Called after every `IDLE` seconds without a call, and to tell whether the server is
+            away or only a single call fails.
     """
 
     def __init__(self, server: str, idle: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ class Outbox:
         """Inside this block make the queued calls; at its end wait for a while for the rest.
 
         Args:
-            hurried: Whether somebody waits for the end.
+            hurried: Tells whether somebody is waiting for the end.
         """
         thread = threading.Thread(target=self._work, name="outbox", daemon=True)
         thread.start()

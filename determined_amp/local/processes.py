@@ -52,7 +52,7 @@ class _Processes(core.DistributedContext):
     """The processes of a run, of which several may share a GPU.
 
     Args:
-        gpu: That of this process: Determined takes the GPU whose number is `local_rank`.
+        gpu: The GPU of this process. Determined takes the GPU whose number is `local_rank`.
         ranks: The arguments of `DistributedContext`.
     """
 
@@ -63,7 +63,7 @@ class _Processes(core.DistributedContext):
             self.local_rank = gpu
 
     def get_local_rank(self) -> int:
-        """Called where processes are told apart, and not their GPUs."""
+        """Determined calls this to tell processes apart, so it is the rank and not the GPU."""
         return self._local_rank
 
 
@@ -89,7 +89,7 @@ def _backend() -> str:
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle SIGINT and SIGTERM inside this block; only in the main thread.
 
-    A terminal that is closed sends SIGHUP, which changes nothing.
+    A terminal that is closed sends SIGHUP, which is ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -102,7 +102,7 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 class StopOnSignal(core.DummyPreemptContext):
-    """Stops a run like a cluster that pauses a trial: at the next report, with a checkpoint.
+    """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
 
     The first SIGINT or SIGTERM requests the stop; a second SIGINT interrupts at once. The chief
     decides for all ranks.
@@ -114,7 +114,7 @@ class StopOnSignal(core.DummyPreemptContext):
         requested: Whether to stop at the next report; set it to stop the run.
         obeyed: Whether the loop has been told to stop.
         reason: Why it stopped, for the record of the end.
-        answer: What the terminal says to the first signal; None says nothing.
+        answer: Text to print at the first signal; None prints nothing.
     """
 
     def __init__(self, processes: core.DistributedContext) -> None:
@@ -140,14 +140,14 @@ class StopOnSignal(core.DummyPreemptContext):
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.requested and self.answer is not None:
-            # Not by print: the signal may have come in the middle of another one.
+            # Not by print: the signal may have interrupted another print.
             with suppress(OSError):
                 os.write(2, f"\n{self.answer}\n".encode())
         self.requested = True
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that differ: each is held until all are found."""
+    """Free ports, all different: each stays bound until all are found."""
     with ExitStack() as held:
         listeners = [held.enter_context(closing(socket.socket())) for _ in range(count)]
         for listener in listeners:

@@ -67,7 +67,7 @@ class Resume:
     def latest(folder: Path) -> Resume:
         """The newest checkpoint of a run folder that is whole and has finite weights.
 
-        Warns of each newer one that is passed over.
+        Warns of each newer checkpoint that it passes over.
 
         Raises:
             CheckpointError: if there is none.
@@ -92,9 +92,9 @@ class Resume:
 
 
 class RunRecorder(RunListener):
-    """Records in the run folder what is trained, and how the run ended unless it is killed.
+    """Records in the run folder what is trained and, unless it is killed, how the run ended.
 
-    A resume changes nothing in the folder before its training starts, so one that is refused
+    A resume changes nothing in the folder before its training starts, so a refused resume
     leaves the run as it was.
 
     Args:
@@ -127,7 +127,7 @@ class RunRecorder(RunListener):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record how this block ends, before other listeners are told, which may fail."""
+        """Record how this block ends, before the other listeners are told: they may fail."""
         try:
             yield
         except BaseException as error:
@@ -170,11 +170,11 @@ class LocalController(SafeController):
     state as an array, which torch 2.6 and later refuses to load; this class saves plain types.
 
     Args:
-        experiment: Tells the metric that ranks checkpoints.
+        experiment: Has the metric that ranks checkpoints.
         length: Length of the whole run.
-        listeners: Are told when the training starts.
+        listeners: Told when the training starts.
         first_batch: Number of batches that earlier processes trained.
-        fitted: The arguments of `Trainer.fit` to the controller.
+        fitted: The arguments that `Trainer.fit` gives to the controller.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class LocalController(SafeController):
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
         loader: Any = self.validation_loader
-        # Determined looks at the first validation, when a period has been trained.
+        # Determined would notice only at the first validation, after a period of training.
         if self._evaluate_batch_defined() and hasattr(loader, "__len__") and not len(loader):
             raise UserError(
                 "the validation data loader has no batch on this slot; allowed: at least one batch "
@@ -273,7 +273,7 @@ def train(
         chosen = choose_folder() if chief else None
         path = processes.broadcast(chosen.path if chosen else None)
         folder = chosen or RunFolder(path)
-        processes.allgather(None)  # no rank makes the folder when another has discarded it
+        processes.allgather(None)  # no rank may make the folder after another has discarded it
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
@@ -304,7 +304,7 @@ def train(
 
 
 def _check_ranks(experiment: Experiment[Any], processes: core.DistributedContext) -> None:
-    """Ranks with other settings would diverge, or wait for each other for ever."""
+    """Raise if ranks differ in settings: they would diverge, or wait for each other for ever."""
     ranks = processes.allgather(flat(experiment.resolved()))
     names = sorted({name for rank in ranks for name in rank})
     differing = [
@@ -336,14 +336,14 @@ def _tell(
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:
-    """Whether all parameters and buffers are; looked at on the device, and read once."""
+    """Whether all parameters and buffers are finite; checked on the device, and read once."""
     tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
     flags = [torch.isfinite(tensor.detach()).all() for tensor in tensors if tensor.numel()]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
 def _policy(experiment: Experiment[Any]) -> CheckpointPolicy:
-    """The experiment's policy; `all` instead of `best` if no metric tells the best."""
+    """The experiment's policy; `all` instead of `best` if there is no metric to rank by."""
     policy = experiment.platform.checkpoint_policy
     ranks = experiment.platform.searcher.metric is not None
     return policy if ranks or policy is not CheckpointPolicy.BEST else CheckpointPolicy.ALL
@@ -353,11 +353,11 @@ def _copy_user_code(path: Path, on_cluster: bool) -> None:
     """Copy the code that `determined.pytorch.load_trial_from_checkpoint_path` needs.
 
     These are the modules imported from the working directory, and all Python files of the packages
-    imported from there. Files in its `.detignore`, data, environments and installed packages are
-    not copied.
+    imported from there. Files that `.detignore` excludes, data, environments and installed packages
+    are not copied.
     """
     here = Path.cwd()
-    # Of thousands of modules: paths would take longer than the copy.
+    # Compare strings: `Path` objects of thousands of modules would take longer than the copy.
     inside, tops = f"{here}{os.sep}", set[str]()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""

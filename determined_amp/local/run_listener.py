@@ -62,9 +62,10 @@ class LocalReports(core.DummyTrainContext):
 
     Args:
         folder: Folder for `metrics.jsonl` and the event files.
-        experiment: Tells the validation metric and the direction of the best checkpoint.
+        experiment: Has the metric that ranks checkpoints, and whether smaller is better.
         listeners: Receive every event.
-        first_batch: Batches trained before; later reports in the folder are trained again.
+        first_batch: Number of batches that earlier processes trained. Later reports in the folder
+            are ignored, because their batches are trained again.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class LocalReports(core.DummyTrainContext):
 
 
 def _number(value: Any) -> Any:
-    """A plain number for a numpy scalar; text for anything that is no number."""
+    """A plain number for a numpy scalar; text for anything that is not a number."""
     if getattr(value, "size", None) == 1 and hasattr(value, "item"):
         value = value.item()
     return value if isinstance(value, (int, float)) else str(value)

@@ -40,8 +40,8 @@ def crop_and_flip(
 def uniform_numbers(seed: int, samples: Sequence[Sample], draws: int) -> NDArray[np.float64]:
     """`draws` numbers in [0, 1) per sample, a function of (seed, epoch, image) only.
 
-    They are the finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195) over a
-    counter.
+    The finaliser of splitmix64 (Steele et al. 2014, doi 10.1145/2660193.2660195) computes them from
+    a counter.
 
     Returns:
         (B, draws), float64.

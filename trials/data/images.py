@@ -159,7 +159,7 @@ class FolderImages:
             resizes and crops the centre.
 
     Raises:
-        DataError: if there is no such folder, or a class in it without a file.
+        DataError: if there is no such folder, or a class in it has no file.
     """
 
     def __init__(self, root: Path, settings: DataSettings, augment_seed: int | None) -> None:
@@ -205,7 +205,7 @@ class DeviceNoise:
     """One batch of noise on a device: nothing is loaded or copied. For throughput only.
 
     Args:
-        count: Number of images that it says it has.
+        count: Number of images that `len` reports.
         settings: Size, channels and classes.
         seed: Seed of the noise.
         device: Where the images are.

@@ -19,8 +19,8 @@ class LatentFolder:
 
     A file holds one clip (C, F, S, S) or several (N, C, F, S, S), in any floating dtype, already
     scaled to a variance of about 1 by the autoencoder's `scaling_factor`. The constructor reads all
-    headers; a batch reads its clips only. It opens their files again, because a mapping holds a
-    file descriptor, and there may be more files than a process may open.
+    headers; a batch reads only its own clips. A batch opens their files again: a mapping that stays
+    open holds a file descriptor, and there may be more files than a process may open.
 
     Args:
         root: The folder of class folders.
@@ -31,7 +31,7 @@ class LatentFolder:
         classes: Number of classes.
 
     Raises:
-        DataError: if there is no such folder, or naming the files without clips of this shape.
+        DataError: if there is no such folder, or if files lack clips of this shape; it names them.
     """
 
     def __init__(self, root: Path, clip_shape: tuple[int, int, int, int]) -> None:
@@ -39,7 +39,7 @@ class LatentFolder:
         folder = class_folders(root, "video_latents", read)
         self.class_names: list[str] = folder.classes
         self.classes = len(self.class_names)
-        self._clips: list[tuple[str, int, int]] = []  # file, which of its clips, label
+        self._clips: list[tuple[str, int, int]] = []  # file, position in the file, label
         problems = []
         for path, label in folder.samples:
             try:
@@ -63,7 +63,7 @@ class LatentFolder:
 
 
 def mapped(path: str) -> torch.Tensor:
-    """The memory-mapped array of a `.npy` or tensor of a `.pt` file; no code in it runs.
+    """The memory-mapped array of a `.npy` file or tensor of a `.pt` file; runs no code in it.
 
     Raises:
         DataError: if it holds anything else or cannot be read.

@@ -23,7 +23,7 @@ from torchvision import datasets
 
 from determined_amp import UserError
 
-# Loader processes of a slot. Hundreds of thousands would take the whole machine down.
+# The most loader processes of a slot. Hundreds of thousands would take the machine down.
 MOST_WORKERS = 256
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -47,7 +47,7 @@ class Samples(Protocol):
 class Labelled(Protocol):
     """`Samples` whose batches are (images or clips, labels in [0, classes)).
 
-    With an attribute `on_device` that is true, the batches are on the device already.
+    If it has a true attribute `on_device`, the batches are on the device already.
     """
 
     classes: int
@@ -71,7 +71,7 @@ class DatasetSettings:
     def dataset_contradictions(
         self, given: frozenset[str], *, reads_directory: bool, synthetic: bool
     ) -> Iterator[tuple[str, str]]:
-        """A sentence for each key that the dataset lacks or does not use."""
+        """A key and a sentence for each key that is missing or that the dataset does not use."""
         name = self.dataset.value
         if reads_directory and self.directory is None:
             yield "directory", f"missing; dataset {name} needs a directory"
@@ -81,7 +81,7 @@ class DatasetSettings:
             yield "samples", f"given, but dataset {name} has its own size"
 
     def check_classes(self, found: Labelled) -> None:
-        """Raises: DataError: if the dataset has another number of classes than `classes`."""
+        """Raise DataError if the dataset does not have `classes` classes."""
         if found.classes != self.classes:
             raise DataError(
                 f"data.classes: got {self.classes}, but {self.dataset.value} has "
@@ -176,10 +176,10 @@ def batches_per_epoch(loader: pytorch.DataLoader, slots: int) -> int:
 def to_device(batch: Any, device: torch.device) -> tuple[Any, ...]:
     """Copy the tensors of a batch without waiting: from pinned memory the copy is asynchronous.
 
-    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. Pixels of 8
-    bits cross the bus as they are, a quarter of float32, and become float32 in [-1, 1] on the
-    device. Images with three channels become channels_last, the layout of tensor cores for
-    convolutions.
+    Determined's own copy waits for the device; `disable_auto_to_device` turns that off. 8-bit
+    pixels are copied as they are, a quarter of the bytes of float32, and become float32 in [-1, 1]
+    on the device. Images with three channels become channels_last, the layout that tensor cores use
+    for convolutions.
     """
     return tuple(_copied(v, device) if isinstance(v, torch.Tensor) else v for v in batch)
 
@@ -200,7 +200,7 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
         make: Makes torchvision's dataset.
 
     Raises:
-        DataError: if there is no such folder, or a class in it without a file.
+        DataError: if there is no such folder, or a class in it has no file.
     """
     if not root.is_dir():
         raise DataError(f"data.directory: {root} is not a directory; {dataset} reads it")
@@ -211,7 +211,7 @@ def class_folders(root: Path, dataset: str, make: Callable[[str], FolderT]) -> F
 
 
 def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[str]) -> None:
-    """Check that training and validation have the same classes, so a label means the same.
+    """Check that training and validation have the same classes, so labels mean the same.
 
     Raises:
         DataError: if `root/train` and `root/val` have different class folders.

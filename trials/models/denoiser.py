@@ -112,7 +112,7 @@ class Denoiser(nn.Module):
         )
         initialize(self.transformer)
         if gradient_checkpointing:
-            # Non-reentrant: only this repeats blocks under the autocast state of their forward.
+            # Non-reentrant: only this recomputes blocks under the autocast state of their forward.
             self.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
 
     def forward(
@@ -134,7 +134,7 @@ class Denoiser(nn.Module):
 
 
 def initialize(transformer: LatteTransformer3DModel) -> None:
-    """Set the initial weights of Latte, those of DiT (Peebles and Xie 2023, arXiv 2212.09748).
+    """Set Latte's initial weights, the same as in DiT (Peebles and Xie 2023, arXiv 2212.09748).
 
     Every block starts as the identity (adaLN-Zero), and the predicted noise as 0. diffusers expects
     trained weights, and initialises the model with torch's defaults.

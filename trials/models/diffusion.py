@@ -3,8 +3,8 @@
 Noise, timesteps and withheld labels of a training batch are drawn on the device, from a seed in the
 batch. The seed is a function of (seed, epoch, first clip). So the numbers are the same after a
 resume, differ between ranks, and are the same when the guard repeats a batch to find a fault. The
-numbers of a validation clip are functions of its index only, drawn on the host: all runs, of any
-precision, seed and device, are validated on the same numbers.
+random numbers of a validation clip are drawn on the host, and depend on its index only. So all
+runs, of any precision, seed and device, are validated on the same numbers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DiffusionSettings:
     Args:
         num_train_timesteps: Number of noise levels.
         beta_schedule: Schedule of their variances.
-        beta_start: Variance added at the first timestep; the cosine has none.
-        beta_end: Variance added at the last timestep; the cosine has none.
+        beta_start: Variance added at the first timestep; the cosine schedule has none.
+        beta_end: Variance added at the last timestep; the cosine schedule has none.
         conditioning: Whether the model learns the classes.
         class_dropout: Share of the training clips whose class is withheld, for sampling with
             classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598).
@@ -102,7 +102,7 @@ class Noised(NamedTuple):
     Args:
         clips: The noisy clips, (B, C, F, S, S), float32.
         timesteps: Their noise levels, (B,), int64.
-        labels: Their classes, (B,), int64; the null label, the number of classes, hides a class.
+        labels: Their classes, (B,), int64; the null label (the number of classes) hides a class.
         noise: The target, (B, C, F, S, S), float32.
     """
 
@@ -127,7 +127,7 @@ class Diffusion:
         unconditional = settings.conditioning is Conditioning.NONE
         self._dropout = 1.0 if unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
-        # Otherwise it copies this table to the device in the first batch, and waits.
+        # Otherwise the scheduler copies this table to the device in the first batch, and waits.
         self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
         self._unconditional = unconditional
         self._generator = torch.Generator(device)
