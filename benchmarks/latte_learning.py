@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from determined_amp.config import experiment
+from determined_amp.local.folder import read_metrics
 from trials.data import clips
 from trials.data.loading import Sample
 from trials.latte import LatteHparams
@@ -68,7 +69,7 @@ def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
 def trained(config: str, seed: int, batches: int, runs: Path) -> float:
     """The final validation loss of a run, with EMA weights; trains it if necessary."""
     folder = runs / f"{config}-{batches}-{seed}"
-    if not (loss := _final_loss(folder, batches)):
+    if (loss := _final_loss(folder, batches)) is None:
         changes = {
             "reproducibility.experiment_seed": seed,
             "hyperparameters.training.max_length": f"{{batches: {batches}}}",
@@ -89,10 +90,8 @@ def trained(config: str, seed: int, batches: int, runs: Path) -> float:
 
 
 def _final_loss(folder: Path, batches: int) -> float | None:
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    reports: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    last = [r for r in reports if r.get("batches") == batches and "validation_loss" in r]
+    reports = read_metrics(folder / "metrics.jsonl")
+    last = [r for r in reports if r["batches"] == batches and "validation_loss" in r]
     return float(last[-1]["validation_loss"]) if last else None
 
 
