@@ -312,7 +312,7 @@ def lines_to_paste(found: FoundScale) -> str:
     changes = yaml_changes(found)
     if found.run.is_ours:
         return yaml_lines(changes)
-    if "init_scale" in changes:
+    if changes.get("init_scale") is not None:  # None removes the key
         return f"torch.amp.GradScaler(..., init_scale={_yaml(changes['init_scale'])})"
     if "fp32_modules" in changes:
         return "torch.autocast(..., enabled=False) around these modules, and float32 inputs"

@@ -1,0 +1,305 @@
+"""`finder.advice`: what is said of a finding, on the terminal, in YAML, in Python and in JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from determined_amp.finder.advice import (
+    FinderRun,
+    FoundScale,
+    lines_to_paste,
+    run_now,
+    sentences,
+    yaml_changes,
+    yaml_lines,
+)
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.passes import Observation
+from determined_amp.finder.verdict import Finding, ModuleGradients, Shares, Verdict
+
+# Overflows from 2^15 on: half of its values lie in the uppermost power of two.
+HEAD = ModuleGradients("head", True, 0, {-3: 2, 0: 2}, 15, 2)
+# Is flushed below 2^9.
+DEEP = ModuleGradients("blocks[0]", True, 3, {-20: 4}, 36, 9)
+
+
+def shares(scale: int) -> Shares:
+    """At 2^6 a tenth of a tensor is flushed, a bit less at every bit more; 2^15 overflows."""
+    return Shares(
+        scale, 0.25 if scale >= 15 else 0.0, 0.0 if scale >= 9 else 0.1 / 2 ** (scale - 6)
+    )
+
+
+MEASURED = (
+    Observation(14, True, False, 0.0004, 2.0, 1.0),
+    Observation(15, False, True, 0.0, -math.inf, 0.5),
+    Observation(13, True, False, 0.002, 3.0, 0.75),
+)
+FINDING = Finding(
+    low_log2=9,
+    top_log2=14,
+    choice_log2=13,
+    verdict=Verdict.SCALE,
+    predicted=tuple(shares(scale) for scale in range(6, 20)),
+    verified=MEASURED,
+    modules=(HEAD, DEEP),
+    headroom_log2=14.5,
+)
+RUN = FinderRun(
+    name="mlp [amp]",
+    device="Some GPU",
+    torch="2.15.0",
+    date="2026-11-22",
+    batches=3,
+    samples=192,
+    init_scale=65536.0,
+    growth_interval=2000,
+    is_ours=True,
+    min_scale=1.0,
+    fp32_modules=("^stem$",),
+)
+FOUND = FoundScale(FINDING, RUN)
+
+
+def found(**changes: Any) -> FoundScale:
+    """Another finding of the same run."""
+    return FoundScale(dataclasses.replace(FINDING, **changes), RUN)
+
+
+def of_run(**changes: Any) -> FoundScale:
+    """The same finding of another run."""
+    return FoundScale(FINDING, dataclasses.replace(RUN, **changes))
+
+
+BF16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13)
+ISLANDS = found(verdict=Verdict.ISLANDS, low_log2=16, islands=("model 1: head.out", "stem.0"))
+HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
+
+
+class TestText:
+    def test_has_tables_sentences_and_the_lines_to_paste(self) -> None:
+        """The choice is 2^13. Of the default, 2^16, the shares are those of the prediction."""
+        lines = [line.rstrip() for line in str(FOUND).splitlines()]
+        assert lines[:2] == ["mlp [amp]: 3 batches, 192 samples, on Some GPU", ""]
+        tables = [line for line in lines if "│" in line or "┃" in line]
+        cells = [[cell.strip() for cell in line.strip("│┃").split(line[0])] for line in tables]
+        scales = [row for row in cells if len(row) == 4]
+        assert "16-bit gradients by loss scale" in lines
+        assert "modules that limit it" in lines
+        header, *rows = scales[: scales.index(["module", *scales[-3][1:]])]
+        assert header == ["init_scale", "overflow", "flushed to 0", "measured in float16"]
+        by_scale = {row[0]: row[1:] for row in rows}
+        assert by_scale["2^8"] == ["0", "2.5%", ""]
+        assert by_scale["2^13"] == ["0", "0", "0.2%"]
+        assert by_scale["2^14"] == ["0", "0", "4e-04"]
+        assert by_scale["2^15"] == ["25.0%", "0", "overflow"]
+        assert by_scale["2^16"] == ["25.0%", "0", ""]
+        assert scales[-3:] == [
+            ["module", "largest gradient", "overflows at", "0.1% flushed below"],
+            ["head", "2^0", "2^15", "2^2"],
+            ["blocks[0]", "2^-20", "2^36", "2^9"],
+        ]
+        assert "\n".join(lines).endswith(
+            "\n".join(
+                [*sentences(FOUND), "", "hyperparameters:", "  amp:", "    init_scale: 8192.0"]
+            )
+        )
+
+    def test_lists_four_modules_a_side_and_none_without_gradients(self) -> None:
+        def module(index: int) -> ModuleGradients:
+            return ModuleGradients(f"m{index}", True, 0, {0: 1}, 15 + index, index)
+
+        modules = (*map(module, range(12)), ModuleGradients("dead", True, 5, {}, None, None))
+        listed = [
+            line.strip("│").split("│")[0].strip()
+            for line in str(found(modules=modules)).splitlines()
+            if line.startswith(("│ m", "│ dead"))
+        ]
+        assert listed == ["m0", "m1", "m2", "m3", "m11", "m10", "m9", "m8"]
+
+
+class TestSentences:
+    def test_of_a_window_with_another_scale_than_the_default(self) -> None:
+        assert [*sentences(FOUND)] == [
+            "safe window: 2^9 to 2^14, 6 powers of two",
+            "verdict: use 2^13",
+            "the YAML's 2^16 skips 2 steps at the start, which nobody notices in a run of more "
+            "than 40 steps",
+        ]
+
+    def test_of_a_scale_below_the_window(self) -> None:
+        """From 2^6 three doublings, each after 2000 steps."""
+        assert [*sentences(of_run(init_scale=64.0))][2:] == [
+            "the YAML's 2^6 flushes 10.0% of a gradient, and takes 6000 steps to grow into the "
+            "window",
+            "the default 2^16 skips 2 steps at the start, which nobody notices in a run of more "
+            "than 40 steps",
+        ]
+
+    def test_of_a_trial_without_a_section_amp_name_its_scaler(self) -> None:
+        assert [*sentences(of_run(is_ours=False))][2].startswith("the scaler's 2^16 skips 2 steps")
+
+    def test_of_the_default(self) -> None:
+        given = found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16)
+        assert [*sentences(given)] == [
+            "safe window: 2^9 to 2^16, 8 powers of two",
+            "verdict: default is fine: 2^16 lies inside. No search will find better",
+        ]
+
+    def test_of_no_window(self) -> None:
+        none = (
+            "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses more "
+            "than 0.1% of its norm, flushed to 0"
+        )
+        skips = [*sentences(FOUND)][2]
+        assert [*sentences(BF16)] == [
+            none,
+            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
+            "gradients at every scale, the fewest at 2^13",
+            skips,
+        ]
+        assert [*sentences(ISLANDS)] == [
+            none,
+            "verdict: keep these modules in float32: model 1: head.out, stem.0; then run this "
+            "again",
+            skips,
+        ]
+
+    def test_of_a_forward_that_overflows_end_with_the_cause(self) -> None:
+        assert [*sentences(HOPELESS)] == ["verdict: no scale helps: head overflows"]
+
+    def test_of_a_recording_in_float16_say_why(self) -> None:
+        given = found(recorded_log2=7, reason="no kernel")
+        assert next(sentences(given)) == (
+            "recorded in float16 at 2^7: this trial cannot run in bfloat16: no kernel"
+        )
+
+    def test_of_modules_without_gradients(self) -> None:
+        dead = ModuleGradients("dead", True, 5, {}, None, None)
+        given = found(modules=(HEAD, dead, dataclasses.replace(dead, name="other")))
+        assert [*sentences(given)][-1] == (
+            "2 modules have gradients of exactly 0, for instance dead: an output that starts at 0 "
+            "hides them. Train ten steps and run this again from there (a trial: with --checkpoint)"
+        )
+
+
+class TestChanges:
+    @pytest.mark.parametrize(
+        ("given", "changes"),
+        [
+            (FOUND, {"init_scale": 8192.0}),
+            (of_run(min_scale=8192.0), {"init_scale": 8192.0}),
+            (of_run(min_scale=8193.0), {"init_scale": 8192.0, "min_scale": 32.0}),
+            (ISLANDS, {"fp32_modules": ["^stem$", "^head[.]out$", "^stem[.]0$"]}),
+        ],
+        ids=["scale", "at the limit", "below the limit", "islands"],
+    )
+    def test_are_those_of_the_verdict(self, given: FoundScale, changes: dict[str, Any]) -> None:
+        assert yaml_changes(given) == changes
+
+    @pytest.mark.parametrize("given", [BF16, HOPELESS], ids=["bf16", "hopeless"])
+    def test_to_bfloat16_remove_the_settings_of_the_scale(self, given: FoundScale) -> None:
+        changes = yaml_changes(given)
+        assert changes.pop("precision") == "amp_bf16"
+        assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
+        assert set(changes.values()) == {None}
+
+    def test_are_yaml_as_it_was_meant(self) -> None:
+        changes = {"init_scale": 2.0**40, "fp32_modules": ["^a[.]b$"], "precision": "amp_bf16"}
+        assert yaml.safe_load(yaml_lines(changes)) == {"hyperparameters": {"amp": changes}}
+        assert yaml_lines({"init_scale": None}).endswith("\n    # without init_scale")
+
+    @pytest.mark.parametrize(
+        ("given", "line"),
+        [
+            (FOUND, "torch.amp.GradScaler(..., init_scale=8192.0)"),
+            (
+                ISLANDS,
+                "torch.autocast(..., enabled=False) around these modules, and float32 inputs",
+            ),
+            (BF16, "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"),
+        ],
+        ids=["scale", "islands", "bf16"],
+    )
+    def test_of_a_trial_without_a_section_amp_are_python(
+        self, given: FoundScale, line: str
+    ) -> None:
+        run = dataclasses.replace(RUN, is_ours=False)
+        assert lines_to_paste(FoundScale(given.finding, run)) == line
+        assert lines_to_paste(given) == yaml_lines(yaml_changes(given))
+
+
+class TestJson:
+    @pytest.mark.parametrize(
+        "given", [FOUND, BF16, ISLANDS, HOPELESS], ids=lambda f: f.finding.verdict
+    )
+    def test_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
+        given.write(tmp_path / "found.json")
+        assert FoundScale.read(tmp_path / "found.json") == given
+
+    def test_says_what_a_program_asks(self) -> None:
+        written = json.loads(json.dumps(found(recorded_log2=7, reason="no kernel").as_json()))
+        numbers = {key: written[key] for key in ("choice_log2", "window_log2", "headroom_log2")}
+        assert numbers == {"choice_log2": 13, "window_log2": [9, 14], "headroom_log2": 14.5}
+        assert written["verdict"] == Verdict.SCALE.value
+        assert written["first_overflow_log2"] == 15
+        assert (written["recorded_log2"], written["reason"]) == (7, "no kernel")
+        assert written["expected_skips"] == {"default": 2, "yaml": 2}
+        assert written["yaml"] == {"init_scale": 8192.0}
+        assert written["sentences"][2] == "verdict: use 2^13"
+        assert [seen["backward_headroom_bits"] for seen in written["measured"]] == [2.0, None, 3.0]
+        assert written["predicted"][0] == {
+            "scale_log2": 6,
+            "overflow_share": 0.0,
+            "flushed_share": 0.1,
+        }
+        assert [module["largest_log2"] for module in written["modules"]] == [0, -20]
+        assert written["run"]["fp32_modules"] == ["^stem$"]
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "found.json: cannot be read: No such file or directory"),
+            ("{", "found.json: is not JSON: Expecting property name"),
+            ("[]", "found.json: is not a finding: TypeError "),
+            (
+                '{"run": {}}',
+                "found.json: is not a finding: KeyError 'fp32_modules'; allowed: what ",
+            ),
+        ],
+    )
+    def test_of_another_kind_is_one_sentence(
+        self, content: str | None, said: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "found.json"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(LossScaleError) as caught:
+            FoundScale.read(path)
+        assert said in str(caught.value)
+
+    def test_counts_the_samples_of_all_passes(self) -> None:
+        """One pass in bfloat16, three in float16."""
+        assert FOUND.passed_samples == 4 * 192
+
+    def test_has_the_scale_for_a_scaler(self) -> None:
+        assert FOUND.init_scale == 8192.0
+        assert HOPELESS.init_scale is None
+
+
+def test_run_of_today_names_device_and_torch() -> None:
+    counts = {"batches": 3, "samples": 192}
+    run = run_now(
+        "x", torch.device("cpu"), **counts, init_scale=2.0, growth_interval=5, is_ours=False
+    )
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    assert run == FinderRun("x", "cpu", torch.__version__, today, 3, 192, 2.0, 5, False)
