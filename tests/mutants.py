@@ -29,7 +29,7 @@ pytest_add_cli_args =
     -p
     no:cacheprovider
 also_copy =
-{folders}
+{copied}
 use_git_change_detection = 0
 track_dependencies = 0
 """
@@ -56,10 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
     _copy_checkout(folder)
     folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    lists = {
-        "tests": tests,
-        "folders": [f for f in folders if f not in ("determined_amp", "tests")],
-    }
+    others = [name for name in folders if name not in ("determined_amp", "tests")]
+    lists = {"tests": tests, "copied": [*others, ".detignore"]}
     indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
     (folder / "setup.cfg").write_text(_SETTINGS.format(module=module, **indented))
     status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"))

@@ -12,8 +12,8 @@ import yaml
 from determined_amp.config.errors import one_line
 from determined_amp.config.settings import ConfigError
 
-# YAML and JSON can express a surrogate. UTF-8 cannot, so no file or terminal accepts it.
-_SURROGATE = re.compile("[\ud800-\udfff]")
+# YAML and JSON can express both. But no path or database takes a NUL, and UTF-8 has no surrogates.
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -88,14 +88,15 @@ def _problem(error: Exception) -> str:
 def _unusual(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if isinstance(key, str) and not _SURROGATE.search(key):
+            if isinstance(key, str) and not _NO_TEXT.search(key):
                 yield from _unusual(inner, f"{path}.{key}" if path else key)
             else:
                 yield f"{path or 'top level'}: got the key {key!r}; allowed: text, in quotes"
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _unusual(inner, f"{path}[{index}]")
-    elif isinstance(value, str) and _SURROGATE.search(value):
-        yield f"{path}: got {value!r}, half of a character; allowed: text"
+    elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
+        what = "a NUL" if found[0] == "\0" else "half of a character"
+        yield f"{path}: got {value!r}, with {what}; allowed: text"
     elif not isinstance(value, _PLAIN):
         yield f"{path}: got a {type(value).__name__}; allowed: text in quotes, or a number"
