@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from determined_amp.finder.advice import (
     FinderRun,
@@ -85,34 +88,64 @@ ISLANDS = found(verdict=Verdict.ISLANDS, low_log2=16, islands=("model 1: head.ou
 HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
 
 
+# The choice is 2^13. What lies outside the predictions is that of the nearest of them.
+TEXT = """\
+mlp [amp]: 3 batches, 192 samples, on Some GPU
+
+16-bit gradients by loss scale
+┏━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━┓
+┃ init_scale ┃ overflow ┃ flushed to 0 ┃ measured in float16 ┃
+┡━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━┩
+│        2^5 │        0 │        10.0% │                     │
+│        2^6 │        0 │        10.0% │                     │
+│        2^7 │        0 │         5.0% │                     │
+│        2^8 │        0 │         2.5% │                     │
+│        2^9 │        0 │            0 │                     │
+│       2^10 │        0 │            0 │                     │
+│       2^11 │        0 │            0 │                     │
+│       2^12 │        0 │            0 │                     │
+│       2^13 │        0 │            0 │                0.2% │
+│       2^14 │        0 │            0 │               4e-04 │
+│       2^15 │    25.0% │            0 │            overflow │
+│       2^16 │    25.0% │            0 │                     │
+│       2^17 │    25.0% │            0 │                     │
+│       2^18 │    25.0% │            0 │                     │
+│       2^19 │    25.0% │            0 │                     │
+│       2^20 │    25.0% │            0 │                     │
+└────────────┴──────────┴──────────────┴─────────────────────┘
+modules that limit it
+┏━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━┓
+┃ module    ┃ largest gradient ┃ overflows at ┃ 0.1% flushed below ┃
+┡━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━┩
+│ head      │              2^0 │         2^15 │                2^2 │
+│ blocks[0] │            2^-20 │         2^36 │                2^9 │
+└───────────┴──────────────────┴──────────────┴────────────────────┘
+safe window: 2^9 to 2^14, 6 powers of two
+verdict: use 2^13
+the YAML's 2^16 skips 2 steps at the start, which nobody notices in a run of more than 40 steps
+
+hyperparameters:
+  amp:
+    init_scale: 8192.0
+"""
+
+
 class TestText:
     def test_has_tables_sentences_and_the_lines_to_paste(self) -> None:
-        """The choice is 2^13. Of the default, 2^16, the shares are those of the prediction."""
         lines = [line.rstrip() for line in str(FOUND).splitlines()]
-        assert lines[:2] == ["mlp [amp]: 3 batches, 192 samples, on Some GPU", ""]
-        tables = [line for line in lines if "│" in line or "┃" in line]
-        cells = [[cell.strip() for cell in line.strip("│┃").split(line[0])] for line in tables]
-        scales = [row for row in cells if len(row) == 4]
-        assert "16-bit gradients by loss scale" in lines
-        assert "modules that limit it" in lines
-        header, *rows = scales[: scales.index(["module", *scales[-3][1:]])]
-        assert header == ["init_scale", "overflow", "flushed to 0", "measured in float16"]
-        by_scale = {row[0]: row[1:] for row in rows}
-        assert by_scale["2^8"] == ["0", "2.5%", ""]
-        assert by_scale["2^13"] == ["0", "0", "0.2%"]
-        assert by_scale["2^14"] == ["0", "0", "4e-04"]
-        assert by_scale["2^15"] == ["25.0%", "0", "overflow"]
-        assert by_scale["2^16"] == ["25.0%", "0", ""]
-        assert scales[-3:] == [
-            ["module", "largest gradient", "overflows at", "0.1% flushed below"],
-            ["head", "2^0", "2^15", "2^2"],
-            ["blocks[0]", "2^-20", "2^36", "2^9"],
-        ]
-        assert "\n".join(lines).endswith(
-            "\n".join(
-                [*sentences(FOUND), "", "hyperparameters:", "  amp:", "    init_scale: 8192.0"]
-            )
-        )
+        assert lines == TEXT.splitlines()
+
+    def test_choice_is_bold_and_what_is_outside_the_window_dim(self) -> None:
+        text = io.StringIO()
+        FOUND.show(Console(file=text, width=100, force_terminal=True, color_system="standard"))
+        # The codes of bold and dim in a row, by its scale.
+        rows = [line for line in text.getvalue().splitlines() if line.startswith("│")]
+        styles = {
+            re.findall(r"2\^\d+|$", row)[0]: {*re.findall(r"\x1b\[[12]m", row)} for row in rows
+        }
+        assert styles["2^13"] == {"\x1b[1m"}
+        assert styles["2^8"] == styles["2^15"] == {"\x1b[2m"}
+        assert styles["2^9"] == styles["2^14"] == set()
 
     def test_lists_four_modules_a_side_and_none_without_gradients(self) -> None:
         def module(index: int) -> ModuleGradients:
