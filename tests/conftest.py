@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from determined_amp.search import command
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from a run of anything but the GPU tests, and from the processes that it starts.
@@ -69,9 +71,8 @@ def _workers_import_once() -> None:
 
     Each would spend seconds on it. `TestKilledSearch` starts its workers as a user's search does.
     """
-    modules = ["determined_amp.search.workers", "sklearn.datasets", "sklearn.model_selection"]
-    modules += ["torch.utils.tensorboard", "trials.mlp"]
-    multiprocessing.set_forkserver_preload(modules)
+    modules = ["sklearn.model_selection", "trials.mlp"]
+    multiprocessing.set_forkserver_preload([*command.PRELOADED, *modules])
     forkserver.ensure_running()  # here: it finds the repository in the current directory
 
 

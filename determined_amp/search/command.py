@@ -41,7 +41,7 @@ _MOST_WORKERS = 16
 
 # The server that forks the workers imports these. The first optimizer needs `_dynamo`, the first
 # report tensorboard, the default data scikit-learn.
-_PRELOADED = [
+PRELOADED = [
     "determined_amp.search.workers",
     "torch._dynamo",
     "torch.utils.tensorboard",
@@ -75,7 +75,7 @@ def start_server() -> None:
     GPU. With the environment variable it asks the driver instead.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     # The server itself ignores SIGINT only after its imports. This way it does so from the start.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
