@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 
 # Before torch is imported: it is inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is imported
 
 import torch
 
@@ -84,6 +86,18 @@ LONGEST = (
     *("test_your_trial.py", "test_reports_precision.py", "test_benchmarks_gpu.py"),
     *("test_reports.py", "test_lr_schedulers.py", "test_run_folder.py"),
 )
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at what was imported, millions of objects, again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that count what they leak would count all of it."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -285,6 +285,7 @@ def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
         sys.stdout = sys.stderr = file
         logging.getLogger().handlers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.freeze()  # a look at what was imported would copy every page of it
         gc.callbacks.clear()  # Hypothesis has one, in which Python drops an interrupt
         torch.set_num_threads(1)
         # The server of a search would import everything again; its workers can be forks of this

@@ -12,6 +12,7 @@ those of a run that nobody disturbed, and every report must be there once.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -68,6 +69,7 @@ def fork(work: Callable[[], object], log: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         torch.set_num_threads(1)
+        gc.freeze()  # a look at what was imported would copy every page of it
         status = int(bool(work()))
     except BaseException:
         sys.excepthook(*sys.exc_info())

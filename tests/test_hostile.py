@@ -37,7 +37,7 @@ BOUNDED = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=150,
+    max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
 

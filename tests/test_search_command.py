@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -89,20 +90,23 @@ def test_mistake_in_the_command_is_one_message(
     assert words in line
 
 
-def test_ctrl_c_does_not_reach_the_server_while_it_imports() -> None:
+def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> None:
     """Ctrl-C would reach every process of the terminal, and the server print a traceback."""
     program = (
         "import signal\n"
         "from multiprocessing import forkserver\n"
-        "from determined_amp.search.command import start_server\n"
-        "start_server()\n"
+        "from determined_amp.search import command\n"
+        "command.PRELOADED[:] = ['takes_long']\n"
+        "command.start_server()\n"
         "server = forkserver._forkserver._forkserver_pid\n"
         "print(open(f'/proc/{server}/status').read())\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )
+    (tmp_path / "takes_long.py").write_text("import time; time.sleep(3)")
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -61,6 +62,7 @@ class Worker:
 
 
 def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
+    gc.freeze()  # what the server has imported: a look at it would copy every page of it
     # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
