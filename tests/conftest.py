@@ -15,11 +15,12 @@ import pytest
 
 # Before torch is imported: it is inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # until all is imported
 
 import torch
 
 from determined_amp.search import command
+
+gc.disable()  # until all tests are imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
