@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Otherwise tests of the CPU would train on them, since a run takes the device that is there. A
     process that has started CUDA cannot hide them any more, so it is all or nothing.
     """
+    # A shell has its background jobs ignore SIGINT, which the processes of tests would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
