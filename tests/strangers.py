@@ -6,6 +6,7 @@ Nothing here imports it, and nothing of it may: the file is copied into folders 
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from determined import pytorch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 24
 
@@ -82,6 +83,44 @@ class WithLoaderProcesses(WithHparams):
                 torch.stack(column) for column in zip(*rows, strict=True)
             ),
         )
+
+
+class Jittered(TensorDataset):
+    """Each sample is disturbed anew whenever it is read, by numpy's numbers and by Python's."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        points, labels = self.tensors
+        return points[index] + 0.1 * np.random.rand() * random.random(), labels[index]
+
+
+class Shuffled(Stranger):
+    """The loader of most tutorials, noise in the loop, and a last batch that is smaller."""
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        workers = self.context.get_hparams().get("workers", 0)
+        # Processes of a loader begin their random numbers anew, so there only the order is random.
+        data = samples(0) if workers else Jittered(*samples(0).tensors)
+        return pytorch.DataLoader(data, batch_size=5, shuffle=True, num_workers=workers)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        points, classes = batch
+        points = points + 0.1 * torch.randn_like(points) * random.random() * np.random.rand()
+        return super().train_batch((points, classes), epoch_idx, batch_idx)
+
+
+class Weighted(Shuffled):
+    """Draws rare classes more often, and validates on what it trains on."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        data = samples(0)
+        drawn = WeightedRandomSampler((1 + data.tensors[1]).tolist(), SAMPLES)
+        self.loader = pytorch.DataLoader(data, batch_size=4, sampler=drawn)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return self.loader
+
+    build_validation_data_loader = build_training_data_loader
 
 
 class WithSecond(Stranger):

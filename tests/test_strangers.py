@@ -338,6 +338,18 @@ class TestTraining:
         (schedule,) = training.checkpoint(again, 12)["lr_schedulers_state_dict"]
         assert schedule["last_epoch"] == 12
 
+    def test_completed_between_validations_goes_on_as_if_it_had_been_longer(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        """Its end was one more validation, which draws from the random state."""
+        again = run(tmp_path / "again", str(write(tmp_path, "searcher.max_length.batches=7")))
+        assert (
+            train.main(["--resume", str(again), "--config", "searcher.max_length.batches=12"]) == 0
+        )
+        assert training.digest(training.checkpoint(again, 12)) == training.digest(
+            training.checkpoint(folder, 12)
+        )
+
     def test_both_forms_train_the_same(self, folder: Path, tmp_path: Path) -> None:
         ours = {
             "hyperparameters": {
@@ -487,6 +499,45 @@ class TestVerbs:
         path = str(write(tmp_path, without=("searcher",)))
         assert door.main(["find", path, "--trial", "tests.strangers:WithHparams"]) == 2
         assert "scales no loss" in capsys.readouterr().err
+
+
+# Trials whose batches are drawn at random, and what their YAML says of it.
+SHUFFLED = {
+    "shuffled": ("Shuffled",),
+    "workers": ("Shuffled", "hyperparameters.workers=2"),
+    "weighted": ("Weighted",),
+    "accumulated": (
+        "Shuffled",
+        "optimizations.aggregation_frequency=2",
+        "hyperparameters.amp={precision: amp_fp16, audit: false}",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SHUFFLED)
+def shuffled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, Path]:
+    """The class of such a trial, its YAML, and the folder of an undisturbed run."""
+    name, *overrides = SHUFFLED[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
+    config = write(directory, f"entrypoint=tests.strangers:{name}", *overrides)
+    return getattr(strangers, name), config, run(directory / "run", str(config))
+
+
+class TestShuffledBatches:
+    @pytest.mark.parametrize("batch", [5, 8, 10])
+    def test_resumed_is_the_undisturbed_to_the_bit(
+        self, shuffled: tuple[Any, Path, Path], tmp_path: Path, batch: int
+    ) -> None:
+        """An epoch is 5 or 6 batches, a checkpoint every 4th."""
+        trial, config, whole = shuffled
+        with training.killed_in_batch(batch, trial):
+            run(tmp_path, str(config))
+        training.resume(tmp_path)
+        assert training.same_numbers(tmp_path) == training.same_numbers(whole)
+        ends = (training.checkpoint(path, 12) for path in (tmp_path, whole))
+        assert len({training.digest(end) for end in ends}) == 1
 
 
 class InBFloat16(strangers.Stranger):

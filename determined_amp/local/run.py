@@ -21,7 +21,6 @@ from torch import nn
 
 from determined_amp.amp.checkpoint import (
     CheckpointError,
-    PortableCheckpoint,
     SafeController,
     check_bytes,
     controlled_by,
@@ -162,12 +161,11 @@ class RunRecorder(RunListener):
 
 
 class LocalController(SafeController):
-    """Determined's loop, with three corrections for runs without a master.
+    """Determined's loop, with two corrections for runs without a master.
 
     `Trainer.fit` sets `steps_completed` to 0 and the searcher's metric to None, so a resumed run
     would repeat data from the first batch and exceed its length. It copies the whole working
-    directory into every checkpoint; this class copies the user's code only. It saves numpy's random
-    state as an array, which torch 2.6 and later refuses to load; this class saves plain types.
+    directory into every checkpoint; this class copies the user's code only.
 
     Args:
         experiment: Has the metric that ranks checkpoints.
@@ -216,21 +214,8 @@ class LocalController(SafeController):
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _are_finite(self.context.models)
-        with patched(util, "write_user_code", _copy_user_code), self._portable():
+        with patched(util, "write_user_code", _copy_user_code):
             super()._save(path)
-
-    @contextmanager
-    def _portable(self) -> Iterator[None]:
-        """Inside this block checkpoints hold plain types only, for every trial."""
-        save = torch.save
-
-        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
-            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
-                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
-            save(checkpoint, *others, **named)
-
-        with patched(torch, "save", save_plain):
-            yield
 
 
 def train(
