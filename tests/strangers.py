@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from determined import pytorch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 24
 
@@ -86,11 +87,12 @@ class WithLoaderProcesses(WithHparams):
 
 
 class Jittered(TensorDataset):
-    """Each sample is disturbed anew whenever it is read, by numpy's numbers and by Python's."""
+    """Each sample is disturbed anew whenever it is read: by torch, by numpy and by Python."""
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         points, labels = self.tensors
-        return points[index] + 0.1 * np.random.rand() * random.random(), labels[index]
+        noise = 0.1 * torch.rand(FEATURES) * np.random.rand() * random.random()
+        return points[index] + noise, labels[index]
 
 
 class Shuffled(Stranger):
@@ -98,8 +100,7 @@ class Shuffled(Stranger):
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         workers = self.context.get_hparams().get("workers", 0)
-        # Processes of a loader begin their random numbers anew, so there only the order is random.
-        data = samples(0) if workers else Jittered(*samples(0).tensors)
+        data = Jittered(*samples(0).tensors)
         return pytorch.DataLoader(data, batch_size=5, shuffle=True, num_workers=workers)
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -121,6 +122,38 @@ class Weighted(Shuffled):
         return self.loader
 
     build_validation_data_loader = build_training_data_loader
+
+
+class OwnOrder(Stranger):
+    """Its batches come in an order that it makes itself, or in order from a worker."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        context.experimental.disable_dataset_reproducibility_checks()
+
+    def build_training_data_loader(self) -> Any:
+        data = samples(0)
+        order = list(reversed(range(SAMPLES)))
+        loaders: dict[str, Any] = {
+            "generator": lambda: pytorch.DataLoader(data, 4, True, generator=torch.Generator()),
+            "sampler": lambda: pytorch.DataLoader(data, 4, sampler=FromEnd(order)),
+            "loader": lambda: DataLoader(data, 4, shuffle=True),
+            "workers": lambda: pytorch.DataLoader(data, 4, num_workers=1),
+        }
+        return loaders[self.context.get_hparams()["order"]]()
+
+
+class FromEnd(Sampler[int]):
+    """Any order, in a class of its own."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
 
 
 class WithSecond(Stranger):

@@ -540,6 +540,33 @@ class TestShuffledBatches:
         assert len({training.digest(end) for end in ends}) == 1
 
 
+SAID = "a resumed run sees the batches of an undisturbed one if "
+
+
+class TestOrderOfTheTrialsOwn:
+    @pytest.mark.parametrize(
+        ("order", "condition"),
+        [
+            ("generator", "the generator of its loader starts with the same seed again"),
+            ("sampler", "its FromEnd gives the same order again"),
+            ("loader", "the trial skips them: its loader is no determined.pytorch.DataLoader"),
+            ("workers", "its loader's workers draw nothing at random"),
+        ],
+    )
+    def test_is_said_in_one_line_at_the_start(
+        self, tmp_path: Path, order: str, condition: str
+    ) -> None:
+        overrides = (f"hyperparameters.order={order}", "searcher.max_length.batches=1")
+        config = write(tmp_path, "entrypoint=tests.strangers:OwnOrder", *overrides)
+        log = (run(tmp_path / "run", str(config)) / "log.txt").read_text()
+        assert f"{SAID}{condition}" in log
+        assert log.count(SAID) == 1
+
+    def test_is_not_said_of_shuffled_batches(self, shuffled: tuple[Any, Path, Path]) -> None:
+        *_, whole = shuffled
+        assert SAID not in (whole / "log.txt").read_text()
+
+
 class InBFloat16(strangers.Stranger):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         with torch.autocast("cpu", dtype=torch.bfloat16):

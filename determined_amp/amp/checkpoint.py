@@ -8,7 +8,6 @@ to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fi
 
 from __future__ import annotations
 
-import logging
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +23,6 @@ from determined import pytorch, util
 from determined_amp.amp.random_state import random_state, restore_random_state, settle_order
 from determined_amp.config.errors import GuardError, UserError
 from determined_amp.config.settings import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointError(UserError):
@@ -74,9 +71,7 @@ class SafeController(pytorch._PyTorchTrialController):
         super()._set_data_loaders()
         seed = self.context._trial_seed  # None off a cluster, where a script sets its own
         seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
-        condition = settle_order(self.training_loader, seed)
-        if condition is not None and self.is_chief:
-            logger.info("a resumed run sees the batches of an undisturbed one if %s", condition)
+        settle_order(self.training_loader, seed, say=self.is_chief)
         if not self.context._epoch_len:  # Determined asserts it, at the first batch
             raise UserError(
                 "the training data loader has no batch: the data is empty, or smaller than the one "
@@ -94,7 +89,7 @@ class SafeController(pytorch._PyTorchTrialController):
     def _validate(self) -> dict[str, Any]:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
             # A longer run has no validation here, and each one draws from the random state.
-            self._before_validation = random_state(self.context.device)
+            self._before_validation = random_state(self.context.distributed.local_rank)
         metrics: dict[str, Any] = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
@@ -117,8 +112,10 @@ class SafeController(pytorch._PyTorchTrialController):
 
     def _checkpoint(self, already_exiting: bool) -> None:
         if self._before_validation is not None:
-            restore_random_state(self._before_validation, self.context.device)
-        self._of_ranks = self.context.distributed.gather(random_state(self.context.device))
+            restore_random_state(self._before_validation, self.context.distributed.local_rank)
+        self._of_ranks = self.context.distributed.gather(
+            random_state(self.context.distributed.local_rank)
+        )
         super()._checkpoint(already_exiting)
 
     def _save(self, path: Path) -> None:
