@@ -156,6 +156,16 @@ class FromEnd(Sampler[int]):
         return len(self.order)
 
 
+class BecomesNaN(Stranger):
+    """Its weights are lost in batch 30."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 30:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
 class WithSecond(Stranger):
     """The second parameter is what the first caller passed, whatever it is called."""
 

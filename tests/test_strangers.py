@@ -540,6 +540,39 @@ class TestShuffledBatches:
         assert len({training.digest(end) for end in ends}) == 1
 
 
+class TestWeightsThatBecomeNaN:
+    @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32", None])
+    def test_leave_a_checkpoint_with_finite_ones_that_every_resume_goes_on_from(
+        self, tmp_path: Path, precision: str | None
+    ) -> None:
+        """The last one before batch 30 is after 28."""
+        config = write(
+            tmp_path,
+            "entrypoint=tests.strangers:BecomesNaN",
+            "searcher.max_length.batches=60",
+            "min_validation_period.batches=60",
+            "scheduling_unit=20",
+            *([f"hyperparameters.amp={{precision: {precision}}}"] if precision else []),
+        )
+        folder = tmp_path / "run"
+        for arguments in (
+            [str(config), "--run-folder", str(folder)],
+            *2 * [["--resume", str(folder)]],
+        ):
+            door.main(["train", *arguments])
+            finite = {
+                path.name
+                for path in complete_checkpoints(folder / "checkpoints")
+                if read_metadata(path)["finite"]
+            }
+            assert finite == {"batch-00000028"}
+            weights = training.checkpoint(folder, 28)["models_state_dict"][0].values()
+            assert all(weight.isfinite().all() for weight in weights)
+        restored = "Restoring trial from checkpoint batch-"
+        log = (folder / "log.txt").read_text()
+        assert (log.count(restored), log.count(f"{restored}00000028")) == (2, 2)
+
+
 SAID = "a resumed run sees the batches of an undisturbed one if "
 
 
