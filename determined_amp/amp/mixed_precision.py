@@ -134,6 +134,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._warm_start = False
         self._started = False
         self._steps = True
+        self._filled_groups: dict[torch.optim.Optimizer, int] = {}
         setattr(context, _ATTRIBUTE, self)
         use_safe_controller()
 
@@ -414,8 +415,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
             self._move_schedule(optimizer)
         if self.scaler.is_enabled():
             self.metrics.drifting = _drifting(self._context)
-            for optimizer in self._context.optimizers:
-                fill_momentum(optimizer)
+        for optimizer in self._context.optimizers:
+            self._fill_momentum(optimizer)
         watched = self._step_and_note_clip(self._context.step_optimizer)
         self._patches.enter_context(patched(self._context, "step_optimizer", watched))
         for optimizer in self._context.optimizers:
@@ -469,8 +470,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
         return step
 
-    def _check_step(self, *call: Any) -> None:
+    def _fill_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of each group; a trial may add one when it thaws a layer."""
+        if self._filled_groups.get(optimizer) != len(optimizer.param_groups):
+            self._filled_groups[optimizer] = len(optimizer.param_groups)
+            fill_momentum(optimizer, can_skip=self.scaler.is_enabled())
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Before every step, in every precision, so that fp32 shows a mistake, too."""
+        self._fill_momentum(optimizer)
         self.scaler.moved = True
         if not self.scaler.stepping:
             raise _wrong(
