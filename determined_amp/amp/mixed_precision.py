@@ -135,6 +135,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._warm_start = False
         self._started = False
         self._steps = True
+        self._counted_batch: int | None = None
         self._filled_groups: dict[torch.optim.Optimizer, int] = {}
         setattr(context, _ATTRIBUTE, self)
         use_safe_controller()
@@ -247,8 +248,12 @@ class MixedPrecision(pytorch.PyTorchCallback):
     ) -> dict[str, float]:
         """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
+        Call it once a batch, or after each of several steps of one optimizer: the batch and its
+        samples are counted by its first call.
+
         Args:
-            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`.
+            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`, of
+                several the mean.
             samples: Samples in it; by default what the trial's `get_batch_length` says.
 
         Returns:
@@ -272,7 +277,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
             raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
         if loss is not None and self.settings.compile.replays_graphs:
             loss = loss.detach().clone()  # kept until the report
-        return self.metrics.add(loss, self._batch_length() if samples is None else samples)
+        samples = self._batch_length() if samples is None else samples
+        batch_idx, counted = self._context._current_batch_idx, self._counted_batch
+        self._counted_batch = batch_idx
+        again = batch_idx is not None and batch_idx == counted
+        return self.metrics.add(loss, samples, again=again)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
         """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
