@@ -249,6 +249,26 @@ class WithoutValidationData(Stranger):
         return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
 
 
+class Recurrent(Stranger):
+    """Reads its features one after the other."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        model = context.wrap_model(LastState())
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.model = model
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, CLASSES, batch_first=True)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.lstm(points.unsqueeze(-1))[0]
+        return states[:, -1]
+
+
 class WithoutParameters(Stranger):
     """Forgot to thaw its model."""
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from determined import pytorch
+from torch import nn
 
 from determined_amp import __main__ as door
 from determined_amp import train
@@ -159,6 +162,14 @@ class TestDeterminedsForm:
             _ = found.max_length
         assert "hyperparameters.training.max_length: {batches: N}" in str(caught.value)
         assert "--config searcher.max_length.batches=N" in str(caught.value)
+
+    @pytest.mark.parametrize("length", ["{epochs: 3}", "{records: 9}", "{batches: 9}", "null"])
+    @pytest.mark.parametrize(
+        "override", ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"]
+    )
+    def test_length_is_replaced_by_one_in_another_unit(self, length: str, override: str) -> None:
+        """The first is what the message proposes where there is none."""
+        assert parse(f"searcher.max_length={length}", override).max_length == Length(batches=40)
 
 
 class TestOurForm:
@@ -696,6 +707,22 @@ class TestTrialsThatCannotTrain:
         assert door.main([command, "config.yaml", *names]) == 2
         assert said in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+    @pytest.mark.parametrize("command", ["train", "audit"])
+    def test_lstm_that_a_cpu_has_no_float16_for_is_one_sentence(
+        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = "could not create a primitive descriptor for the LSTM forward propagation primitive"
+        with suppress(RuntimeError), torch.autocast("cpu", torch.float16):
+            nn.LSTM(1, 1)(torch.ones(1, 1))  # some CPUs have one
+            monkeypatch.setattr(nn.LSTM, "forward", Mock(side_effect=RuntimeError(text)))
+        names = ["--trial", "tests.strangers:Recurrent", "--precision", "amp_fp16"]
+        assert door.main([command, "config.yaml", *names]) == 2
+        said = capsys.readouterr().err.splitlines()
+        (line,) = [line for line in said if text in line]
+        assert "this device cannot compute an operation in 16 bits" in line
+        assert "allowed: amp.precision amp_bf16" in line
+        assert not any("Traceback" in line for line in said)
 
     def test_module_with_a_syntax_error_is_named_with_its_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

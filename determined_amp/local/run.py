@@ -28,7 +28,7 @@ from determined_amp.amp.checkpoint import (
 )
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.dotted import flat
-from determined_amp.config.errors import UserError, short_of_memory
+from determined_amp.config.errors import UserError, limits_of_the_machine
 from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
@@ -275,7 +275,7 @@ def train(
         )
         logged = logging_to(folder.log if chief else None, console)
         recorded = recorder.recording() if chief else nullcontext()
-        with logged, core_context, _tell(told, folder, stop), recorded, short_of_memory():
+        with logged, core_context, _tell(told, folder, stop), recorded, limits_of_the_machine():
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)
