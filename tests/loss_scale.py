@@ -84,4 +84,5 @@ def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
     counts = np.zeros(BINS, dtype=np.int64)
     for power, count in values_by_log2.items():
         counts[2 * (power + 127)] = count
-    return Histogram(counts)
+    powers = np.ldexp(1.0, np.arange(BINS) // 2 - 127)
+    return Histogram(counts, counts * powers**2, float(powers[counts > 0].max(initial=0.0)))
