@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.passes import Prediction
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder, Source
+from determined_amp.finder.recorder import BackwardRecorder, Source
 
 BF16 = torch.bfloat16
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder import verdict
 from determined_amp.finder.passes import Observation, Prediction
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.verdict import (
     Finding,
     Verdict,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -97,7 +98,7 @@ class _Watch:
 
     def _on_output(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if self.forward is None and not _finite(tensor):
                     self.forward = _forward_sentence(name, module, inputs)
                 if tensor.requires_grad:
@@ -189,7 +190,7 @@ def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 def _bad_input(batch: Any) -> str | None:
-    for position, tensor in enumerate(_tensors(batch)):
+    for position, tensor in enumerate(tensors_of(batch)):
         if not tensor.numel():
             continue
         samples = len(tensor) if tensor.dim() else 1
@@ -215,7 +216,7 @@ def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
 
 def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> str:
     """The module's output in float32 tells an overflow from a NaN."""
-    outputs = [t for t in _tensors(_in_float32(module, inputs)) if t.is_floating_point()]
+    outputs = [t for t in tensors_of(_in_float32(module, inputs)) if t.is_floating_point()]
     largest = max((float(output.abs().max()) for output in outputs), default=math.nan)
     if all(torch.isfinite(output).all() for output in outputs) and largest > FLOAT16_MAX:
         return (
@@ -230,7 +231,7 @@ def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> 
 
 def _in_float32(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Its output; None if it needs more than the positional arguments that a hook sees."""
-    device = next(_tensors(inputs), torch.empty(0)).device.type
+    device = next(tensors_of(inputs), torch.empty(0)).device.type
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return module.forward(*as_float32(inputs))
@@ -263,12 +264,29 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and mappings, in their order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
+
+
+def own_copy(batch: Any, *, shared: bool = False) -> Any:
+    """A batch that a trial may take apart and change in place, as if nobody else had it.
+
+    Args:
+        batch: Tensors in anything that can be copied. What cannot be is handed on itself.
+        shared: Whether to copy containers only, and share the tensors.
+    """
+    tensors = {id(tensor): tensor for tensor in tensors_of(batch)}
+    # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
+    own = tensors if shared else {i: tensor.detach().clone() for i, tensor in tensors.items()}
+    try:
+        return copy.deepcopy(batch, {**own})
+    except Exception:  # copying runs code of the batch's own, which can raise anything
+        return batch

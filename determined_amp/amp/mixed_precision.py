@@ -7,7 +7,6 @@ in checkpoints. Nothing in a training step waits for the device.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,7 @@ from determined_amp.amp.checkpoint import (
     use_safe_controller,
 )
 from determined_amp.amp.compiled import compile_forward
-from determined_amp.amp.diagnosis import without_steps
+from determined_amp.amp.diagnosis import own_copy, tensors_of, without_steps
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
@@ -128,6 +127,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._guard: Guard | None = None
         self._train_batch: Callable[..., Any] | None = None
         self._newest_batch: Any = None
+        self._changes_batches = True
         self._newest_indices = 0, 0  # of its epoch and of the batch
         self._hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
@@ -537,10 +537,13 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._train_batch is not None
-        # A trial may take its batch apart, so the container is copied. Tensors are shared.
-        self._newest_batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+        # A trial may take its batch apart, and change tensors in place. Copying tensors costs time,
+        # so it is done for the first batch, and for the others if the first one was changed.
+        self._newest_batch = own_copy(batch, shared=not self._changes_batches)
         self._newest_indices = epoch_idx, batch_idx
+        versions = _versions(batch)
         result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+        self._changes_batches = any(tensor._version != before for tensor, before in versions)
         if self.scaler.stepped and self._steps:
             raise _wrong("train_batch", "it steps an optimizer, and must end with amp.update(...)")
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
@@ -557,7 +560,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
         def train() -> None:
             with self.without_steps():
-                train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+                train_batch(batch=own_copy(batch), epoch_idx=epoch_idx, batch_idx=batch_idx)
 
         return batch, train
 
@@ -565,6 +568,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if self._trial is None or self._newest_batch is None:
             return None
         return int(self._trial.get_batch_length(self._newest_batch))
+
+
+def _versions(batch: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors of a batch, and how often each has been changed."""
+    return [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import find_cause, undisturbed, without_steps
+from determined_amp.amp.diagnosis import find_cause, own_copy, undisturbed, without_steps
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.errors import UserError
 
@@ -144,7 +144,7 @@ class TrialBatch(FrozenBatch):
         trial: The trial.
         context: Its context, with an enabled `GradScaler`.
         batch: The argument of `train_batch` from Determined's loop.
-        train: Calls the trial's `train_batch` on this batch.
+        train: Calls the trial's `train_batch`; gets a copy of the batch in each pass.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TrialBatch(FrozenBatch):
         trial: pytorch.PyTorchTrial,
         context: pytorch.PyTorchTrialContext,
         batch: Any,
-        train: Callable[[], object],
+        train: Callable[[Any], object],
     ) -> None:
         super().__init__(context.models, batch)
         self._trial = trial
@@ -173,7 +173,7 @@ class TrialBatch(FrozenBatch):
             after_backward(loss)
 
         with self._without_step(scale), patched(self._context, "backward", watched):
-            self._train()
+            self._train(own_copy(self.batch))
         if not backwards:
             raise LossScaleError(
                 "train_batch of this trial does not call context.backward, which Determined needs "
@@ -234,7 +234,7 @@ def in_training(
     invalid: list[det.InvalidHP] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        train = partial(train_batch, batch, epoch_idx, batch_idx)
+        train = partial(train_batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
         frozen.append(TrialBatch(trial, context, batch, train))
         if len(frozen) == batches:
             try:

@@ -12,12 +12,8 @@ an operation on marked values.
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.origin import Origin, hooked, only_views
 from determined_amp.finder.histogram import Histogram, Tally
-
-# The `Source.module` of tensors that no module made, usually those of the loss.
-OUTSIDE = "(outside the model)"
-WHOLE_MODEL = "(the model)"
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -89,7 +82,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._models = models
-        self._origin = _Origin(models)
+        self._origin = Origin(models)
         self._flow = _Flow()
         self._flows = [self._flow]
         self._tally, self._recorded = Tally(), list[tuple[Source, int]]()
@@ -118,7 +111,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
         def followed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             parameters = (p for model in self._models for p in model.parameters())
-            with _hooked(_dense(tensors), self._flow.begin), _hooked(parameters, self._flow.end):
+            with hooked(_dense(tensors), self._flow.begin), hooked(parameters, self._flow.end):
                 backward(tensors, *args, **kwargs)
 
         def followed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +121,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             outer, self._flow = self._flow, _Flow()
             self._flows.append(self._flow)
             try:
-                with _hooked(_dense(outputs), self._flow.begin):
+                with hooked(_dense(outputs), self._flow.begin):
                     gradients = grad(outputs, *args, **kwargs)
                 self._flow.end(gradients)
             finally:
@@ -163,7 +156,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         node = torch._C._current_autograd_node()
         if node is None or getattr(func, "overloadpacket", None) in _NEW:
             return result
-        if self._flow.passes(args, kwargs, result) and not _only_views(func):
+        if self._flow.passes(args, kwargs, result) and not only_views(func):
             self._record(self._origin.of(node), str(func), result)
         return result
 
@@ -175,15 +168,6 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
                     source = Source(module, operation, number, tuple(tensor.shape))
                     self._recorded.append((source, _storage(values)))
                     self._tally.add(values)
-
-
-@cache
-def _only_views(func: Any) -> bool:
-    """Whether every result is a view of an input: its values are counted already."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return False  # a higher-order operator, such as flex_attention
-    aliases = [result.alias_info for result in func._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 class _Flow:
@@ -240,19 +224,6 @@ class _Flow:
         return self._sources[storage]
 
 
-@contextmanager
-def _hooked(
-    tensors: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]
-) -> Iterator[None]:
-    """Call `hook` with the gradient of each tensor that gets one."""
-    with ExitStack() as stack:
-        for tensor in tensors:
-            if tensor.requires_grad:
-                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch
-                stack.callback(handle.remove)
-        yield
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -272,65 +243,3 @@ def _dense(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _dense(item)
-
-
-class _Origin:
-    """Finds the module whose forward made a node of the autograd graph.
-
-    Autograd numbers its nodes in the order of creation. So the numbers at which the forward of each
-    module begins and ends tell which module made a node.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._names = _module_names(models)
-        self._starts: list[int] = [0]
-        self._modules: list[str] = [OUTSIDE]
-        self._entered: defaultdict[int, list[str]] = defaultdict(list)  # by thread
-        self._thread = threading.get_ident()
-        self._probe = torch.zeros((), requires_grad=True)
-
-    @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Record when the forwards of modules begin and end inside this block."""
-        with ExitStack() as stack:
-            for module, name in self._names.items():
-                before = module.register_forward_pre_hook(self._enter(name))
-                after = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            yield
-
-    def of(self, node: Any) -> str:
-        return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._entered[threading.get_ident()].append(name)
-            self._mark(name)
-
-        return hook
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        entered = self._entered[threading.get_ident()]
-        entered.pop()
-        self._mark(entered[-1] if entered else OUTSIDE)
-
-    def _mark(self, name: str) -> None:
-        # Each thread numbers its own nodes. Checkpointing makes nodes on another thread, and their
-        # numbers mean nothing here.
-        if torch.is_grad_enabled() and threading.get_ident() == self._thread:
-            with torch._C._DisableTorchDispatch():
-                number = self._probe.clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
-            self._starts.append(number)
-            self._modules.append(name)
-
-
-def _module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Names of all modules, prefixed with the model's number if there are several models."""
-    names: dict[nn.Module, str] = {}
-    for number, model in enumerate(models):
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        prefix = f"model {number}: " if len(models) > 1 else ""
-        for name, module in inner.named_modules():
-            names.setdefault(module, prefix + (name or WHOLE_MODEL))
-    return names

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
