@@ -28,7 +28,6 @@ from determined_amp.amp.checkpoint import (
     use_safe_controller,
 )
 from determined_amp.amp.compiled import compile_forward
-from determined_amp.amp.diagnosis import own_copy, tensors_of, without_steps
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
@@ -38,6 +37,7 @@ from determined_amp.amp.precision import (
     prepare_backend,
     warn_of_slow_operations,
 )
+from determined_amp.amp.replay import own_copy, tensors_of, without_steps
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
@@ -551,15 +551,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return result
 
     def _train_newest_batch_again(self) -> Any:
-        """The newest batch and a function that replays it without a step; None before it."""
+        """The newest batch, and how to train it at a loss scale without a step; None before it."""
         batch, train_batch = self._newest_batch, self._train_batch
         if batch is None or train_batch is None:
             return None
 
         epoch_idx, batch_idx = self._newest_indices
 
-        def train() -> None:
-            with self.without_steps():
+        def train(scale: float) -> None:
+            with self.without_steps(), self.scaler.at(scale):
                 train_batch(batch=own_copy(batch), epoch_idx=epoch_idx, batch_idx=batch_idx)
 
         return batch, train

@@ -21,8 +21,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import find_cause, own_copy, undisturbed, without_steps
+from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.replay import float16_as, own_copy, undisturbed, without_steps
 from determined_amp.config.errors import UserError
 
 T = TypeVar("T")
@@ -118,10 +119,9 @@ class FrozenBatch(ABC):
         must call this.
         """
 
-        def train() -> None:
-            parameters = [p for model in self._models for p in model.parameters()]
-            with undisturbed(*self._models), _restored(parameters):
-                self._pass(1.0, lambda loss: None)
+        def train(scale: float) -> None:
+            with _restored([p for model in self._models for p in model.parameters()]):
+                self._pass(scale, lambda loss: None)
 
         return find_cause(self._models, self.batch, train)
 
@@ -278,21 +278,3 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
         )
     found: torch.amp.GradScaler = scaler
     return found
-
-
-@contextmanager
-def float16_as(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make every float16 autocast region compute in `dtype`, or in float32 for None."""
-    enter = torch.autocast.__enter__
-
-    def enter_as(region: torch.autocast) -> Any:
-        given = region.fast_dtype, region._enabled
-        if given == (torch.float16, True):
-            region.fast_dtype, region._enabled = dtype or torch.float16, dtype is not None
-        try:
-            return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
-        finally:
-            region.fast_dtype, region._enabled = given
-
-    with patched(torch.autocast, "__enter__", enter_as):
-        yield
