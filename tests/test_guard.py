@@ -270,7 +270,7 @@ class TestTrouble:
 class TestCause:
     def test_is_what_the_newest_batch_shows(self) -> None:
         batch = torch.tensor([1.0, math.nan])
-        watched = guard(replay=lambda: ((batch,), lambda: None))
+        watched = guard(replay=lambda: ((batch,), lambda scale: None))
         with pytest.raises(GuardError, match=r"Cause: .*not finite in samples \[1\]"):
             judge(watched, counted(100, 9, 9))
 
@@ -298,6 +298,35 @@ class TestCause:
         train(1.0)
         assert trained == [(2, 7), (2, 7)]
         assert (weight.item(), amp.attempted_steps) == (0.75, 1)
+
+    def test_is_looked_for_in_the_batch_as_it_was_before_the_trial_changed_it(self) -> None:
+        """The first batch is copied with its tensors, and later ones once the trial changed one."""
+        context: Any = Context()
+        amp = MixedPrecision(context, dataclasses.replace(FP16, audit=False))
+        trained: list[tuple[float, int]] = []
+        changes = [True, False, True]
+
+        def train_batch(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+            (rows,) = batch.pop("inputs")
+            if changes[batch_idx]:
+                rows.mul_(100.0)
+            trained.append((rows.item(), len(batch)))
+            return amp.update(samples=1)
+
+        trial: Any = SimpleNamespace(train_batch=train_batch, build_training_data_loader=None)
+        watched: Any = amp.callbacks(trial)["guard"]
+        amp.on_training_start()
+        shared = []
+        for index in range(3):
+            given = torch.full((1,), 0.5)
+            trial.train_batch(batch={"inputs": [given]}, epoch_idx=0, batch_idx=index)
+            batch, train = watched._replay()
+            shared.append(batch["inputs"][0] is given)
+            train(1.0)
+            train(1.0)
+        changed, left = (50.0, 0), (0.5, 0)
+        assert trained == [changed] * 3 + [left] * 3 + [changed] * 3
+        assert shared == [False, False, False]
 
     def test_that_is_not_found_is_said(self) -> None:
         with pytest.raises(GuardError, match=r"in a row .*\. The newest batch alone is finite"):

@@ -127,7 +127,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._guard: Guard | None = None
         self._train_batch: Callable[..., Any] | None = None
         self._newest_batch: Any = None
-        self._changes_batches = True
+        self._changes_batches: bool | None = None  # not known before the first one
         self._newest_indices = 0, 0  # of its epoch and of the batch
         self._hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
@@ -538,12 +538,13 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._train_batch is not None
         # A trial may take its batch apart, and change tensors in place. Copying tensors costs time,
-        # so it is done for the first batch, and for the others if the first one was changed.
-        self._newest_batch = own_copy(batch, shared=not self._changes_batches)
+        # so it is done for the first batch, and from then on if the trial has changed one.
+        self._newest_batch = own_copy(batch, shared=self._changes_batches is False)
         self._newest_indices = epoch_idx, batch_idx
         versions = _versions(batch)
         result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
-        self._changes_batches = any(tensor._version != before for tensor, before in versions)
+        has_changed = any(tensor._version != before for tensor, before in versions)
+        self._changes_batches = has_changed or bool(self._changes_batches)
         if self.scaler.stepped and self._steps:
             raise _wrong("train_batch", "it steps an optimizer, and must end with amp.update(...)")
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
@@ -234,7 +233,9 @@ def in_training(
     invalid: list[det.InvalidHP] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        train = partial(train_batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+        def train(own: Any) -> object:
+            return train_batch(own, epoch_idx, batch_idx)
+
         frozen.append(TrialBatch(trial, context, batch, train))
         if len(frozen) == batches:
             try:
