@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import loss_scale_models as models
+from benchmarks.loss_scale_models import Case, first_skip, other_models, train
 from determined_amp.finder import recorder
 from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.histogram import Histogram, Tally
@@ -344,3 +346,10 @@ def test_flush_is_what_a_cast_of_the_gradients_loses(
             lost = exact.where((exact * 2.0**scale).half() == 0, 0.0).norm() / exact.norm()
             share = counted.finite().flushed_share(scale)
             assert share == pytest.approx(lost.nan_to_num().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("case", other_models(), ids=lambda case: case.name)
+def test_first_skip_of_a_training_is_predicted(case: Case) -> None:
+    for steps in (0, 3):
+        train(case, steps, 2.0**8)
+        assert models.prediction(case)[0] - first_skip(case) in (-1, 0, 1)
