@@ -21,11 +21,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of nested lists, tuples and mappings, in their order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, (dict, Mapping)):
+        for item in value.values():
             yield from tensors_of(item)
 
 
@@ -36,11 +36,17 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         batch: Tensors in anything that can be copied. What cannot be is handed on itself.
         shared: Whether to copy containers only, and share the tensors.
     """
-    tensors = {id(tensor): tensor for tensor in tensors_of(batch)}
-    # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
-    own = tensors if shared else {i: tensor.detach().clone() for i, tensor in tensors.items()}
+    if isinstance(batch, torch.Tensor):
+        # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
+        return batch if shared else batch.detach().clone()
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        return kind(own_copy(item, shared=shared) for item in batch)
+    if kind is dict:
+        return {key: own_copy(item, shared=shared) for key, item in batch.items()}
+    known = {id(tensor): own_copy(tensor, shared=shared) for tensor in tensors_of(batch)}
     try:
-        return copy.deepcopy(batch, {**own})
+        return copy.deepcopy(batch, known)
     except Exception:  # copying runs code of the batch's own, which can raise anything
         return batch
 
