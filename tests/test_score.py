@@ -21,6 +21,8 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from determined_amp.amp.checkpoint import patched
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.passes import Observation, Prediction, predict
@@ -28,6 +30,7 @@ from determined_amp.finder.score import Score, score, score_batches, worth_of_be
 from determined_amp.finder.verdict import FLUSHED_LIMIT, find
 from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import Context, Trial, config, looked_at, prediction_of
+from tests.training import ROOT, SMALL
 
 Batches = Sequence[FrozenBatch]
 
@@ -360,6 +363,21 @@ def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None
     assert scored(TinyLoss, -20) == (10, 1)
 
 
+@pytest.mark.parametrize(("floor", "invalid"), [(2.0**18, False), (2.0**21, True)])
+def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: bool) -> None:
+    """Of the MLP, whose gradients overflow above 2^18 or 2^19."""
+    scales = [f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")]
+    mlp = with_overrides(
+        read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), [*SMALL, *scales]
+    )
+    with open_trial(mlp, "mlp") as found:
+        if invalid:
+            with pytest.raises(det.InvalidHP, match=r"from 2\^21 up, which is amp.min_scale"):
+                score(found.trial, found.context, 1)
+        else:
+            assert score(found.trial, found.context, 1)["steps_lost"] == 0
+
+
 def test_is_finite_where_everything_is_flushed() -> None:
     found = scores(TinyLoss, [-20, 30])
     assert found[-20].flushed_share == found[-20].gradient_error == 1.0
@@ -412,10 +430,10 @@ def test_gradients_set_to_zero_after_the_step_are_still_seen(
     assert scores(SummedLoss, [8]) == plain
 
 
-def trials(*steps: float, **others: float) -> Iterator[dict[str, float]]:
+def trials(*steps: float) -> Iterator[dict[str, float]]:
     """The metrics of trials at 2^14, 2^15 and so on that lose so many steps."""
     for i, lost in enumerate(steps):
-        yield {"init_scale_log2": 14.0 + i, "steps_lost": lost, "overflow": 0.0, **others}
+        yield {"init_scale_log2": 14.0 + i, "steps_lost": lost}
 
 
 @pytest.mark.parametrize(
@@ -423,16 +441,12 @@ def trials(*steps: float, **others: float) -> Iterator[dict[str, float]]:
     [
         (
             [*trials(3, 0, 0, 0, 2)],
-            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: no search can find a better scale. "
+            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find nothing better. "
             "The best trial is the one of these that is nearest to PyTorch's default, 2^16",
         ),
-        ([*trials(3, 2.5, 4)], "every scale of this search loses steps, the best one 2.5"),
-        (
-            [*trials(1, 2, overflow=1.0)],
-            "every scale of this search overflows: search smaller ones",
-        ),
+        ([*trials(3, 0.5, 4)], "every scale of this search loses steps, and the best one 0.5"),
         ([], None),
-        ([*trials(0), {"init_scale_log2": 3.0, "loss_scale_score": 0.0, "overflow": 0.0}], None),
+        ([*trials(0), {"init_scale_log2": 3.0, "loss_scale_score": 0.0}], None),
     ],
 )
 def test_worth_of_the_best_trial_is_a_true_sentence(
