@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import determined as det
 import pytest
 import torch
 from determined import pytorch
+from determined.core import DummyDistributedContext
 from torch import nn
 
 from benchmarks.small_trials import (
@@ -25,12 +30,15 @@ from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
+from determined_amp.finder.model import LossBatch, OneProcess
 from determined_amp.finder.passes import Observation, Prediction, predict
 from determined_amp.finder.score import Score, score, score_batches, worth_of_best
 from determined_amp.finder.verdict import FLUSHED_LIMIT, find
 from determined_amp.local.open_trial import open_trial
 from tests.loss_scale import Context, Trial, config, looked_at, prediction_of
 from tests.training import ROOT, SMALL
+
+T = TypeVar("T")
 
 Batches = Sequence[FrozenBatch]
 
@@ -428,6 +436,56 @@ def test_gradients_set_to_zero_after_the_step_are_still_seen(
     plain = scores(SummedLoss, [8])
     monkeypatch.setattr(SummedLoss, "train_batch", train_and_clear)
     assert scores(SummedLoss, [8]) == plain
+
+
+class Ranks:
+    """Two threads as ranks: one runs at a time, until it gathers or ends."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._gathered: list[dict[int, Any]] = [{}]
+
+    def run(self, work: Callable[[Any], T]) -> list[T]:
+        """`work` of each rank's `distributed`."""
+
+        def of_rank(rank: int) -> T:
+            with self._turn:
+                distributed = SimpleNamespace(allgather=partial(self._allgather, rank), rank=rank)
+                return work(distributed)
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(of_rank, range(2), timeout=60))
+
+    def _allgather(self, rank: int, mine: Any) -> list[Any]:
+        gathered = self._gathered[-1]
+        gathered[rank] = mine
+        if len(gathered) == 2:
+            self._gathered.append({})
+            self._turn.notify()
+        assert self._turn.wait_for(lambda: len(gathered) == 2, timeout=60)
+        return [gathered[0], gathered[1]]
+
+
+@pytest.mark.parametrize("scale", [16, 9, -30])
+def test_score_is_the_same_on_every_rank(scale: int) -> None:
+    """The gradients of the second rank are sixteen times those of the first."""
+
+    def place(distributed: Any, factor: float) -> tuple[OneProcess, list[LossBatch]]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        cpu, inputs = torch.device("cpu"), torch.rand(8, 64)
+        batch = LossBatch(model, lambda x: model(x).float().square().sum() * factor, inputs, cpu)
+        return OneProcess([model], distributed), [batch]
+
+    def of_rank(distributed: Any) -> Score:
+        return score_batches(*place(distributed, 16.0**distributed.rank), scale)
+
+    one, other = Ranks().run(of_rank)
+    assert one == other
+    alone = [score_batches(*place(DummyDistributedContext(), 16.0**rank), scale) for rank in (0, 1)]
+    assert alone[0].backward_headroom_bits != alone[1].backward_headroom_bits  # the control
+    assert min(found.steps_lost for found in alone) < one.steps_lost
+    assert one.overflow == 0 or one.steps_lost == max(found.steps_lost for found in alone)
 
 
 def trials(*steps: float) -> Iterator[dict[str, float]]:

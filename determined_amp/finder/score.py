@@ -229,7 +229,7 @@ def _until_applied(
         return skipped, seen
     overflows, skipped = 0, min(max(to_one, 1), most)
     seen = after(skipped)
-    # If the loss itself is not finite at a scale of 1 or less, it was not without a scale, either.
+    # A loss that is not finite at a scale of 1 or less is not finite without a scale, either.
     if seen.overflow and seen.loss_is_finite and skipped < most:
         overflows, skipped = skipped, most
         seen = after(skipped)
