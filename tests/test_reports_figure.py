@@ -152,7 +152,8 @@ class TestMetric:
 
     def test_scores_are_dots_on_the_predicted_line(self) -> None:
         """Of 2000 steps to grow and half a gradient lost below 2^-6, and a skip for each bit."""
-        figure = draw(found_scale(), observed(SCORES, "loss_scale_score"))
+        of_one_seed: Rows = [(scale, 3, metrics, {}) for scale, _, metrics, _ in SCORES]
+        figure = draw(found_scale(), observed(of_one_seed, "loss_scale_score"))
         axes = panel(figure, "loss scale score")
         predicted = dict(zip(*line(axes, "predicted"), strict=True))
         assert predicted[-7] == predicted[-9] == math.log2(1001)
@@ -160,8 +161,17 @@ class TestMetric:
         assert [predicted[k] for k in (19, 20, 24)] == [1, math.log2(3), math.log2(7)]
         dots = [drawn for drawn in axes.get_lines() if drawn.get_marker() == "o"]
         assert numbers(dots[0].get_ydata())[:3] == [0, 0, 0]
+        lines = [
+            drawn.get_label() for drawn in axes.get_lines() if len(numbers(drawn.get_xdata())) > 2
+        ]
+        assert len(lines) == 2  # the predicted one, and the dots
         assert "steps lost) (line: predicted; dots: measured)" in axes.get_title(loc="left")
         assert texts(axes) == ["best 2¹⁶"]
+
+    def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
+        """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
+        found = found_scale(low=20, top=15)
+        assert panels.predicted_score(found, 24) == math.log2(1 + 9 + 1000)
 
     def test_scores_of_older_searches_are_beside_no_prediction(self) -> None:
         older: Rows = [

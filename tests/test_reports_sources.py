@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from determined_amp.config.dotted import flat, nested
+from determined_amp.finder.score import bits_from_default
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.run_folders import read_search
 from determined_amp.reports.runs import Report, ReportError
@@ -47,6 +49,7 @@ def test_of_equal_trials_those_nearest_to_the_default_come_first(tmp_path: Path)
     assert [run.scale_log2 for run in read_search(folder).ranked()] == [17, 15, 18, 8, 0, 24]
     ranked = [trial.metrics["init_scale_log2"] for trial in read_study(folder).ranked()]
     assert ranked == [17, 15, 18, 8, 0, 24]
+    assert bits_from_default(math.nan) > bits_from_default(-100)
 
 
 def test_scores_of_older_searches_still_rank(tmp_path: Path) -> None:

@@ -100,10 +100,10 @@ def worth_of_best(trials: Sequence[Mapping[str, float]]) -> str | None:
     """
     if not trials or not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
         return None
-    fewest = min(trial["steps_lost"] for trial in trials)
-    if fewest > 0:
-        return f"every scale of this search loses steps, and the best one {fewest:.4g}"
     free = [trial["init_scale_log2"] for trial in trials if trial["steps_lost"] == 0]
+    if not free:
+        fewest = min(trial["steps_lost"] for trial in trials)
+        return f"every scale of this search loses steps, and the best one {fewest:.4g}"
     return (
         f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} to "
         f"2^{max(free):g}: a search can find nothing better. The best trial is the one of these "
