@@ -510,4 +510,5 @@ def trials(*steps: float) -> Iterator[dict[str, float]]:
 def test_worth_of_the_best_trial_is_a_true_sentence(
     found: Sequence[dict[str, float]], sentence: str | None
 ) -> None:
-    assert worth_of_best(found) == sentence
+    assert worth_of_best("loss_scale_score", found) == sentence
+    assert worth_of_best("gradient_error", found) is None

@@ -89,16 +89,20 @@ def bits_from_default(scale_log2: float) -> float:
     return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
 
 
-def worth_of_best(trials: Sequence[Mapping[str, float]]) -> str | None:
+def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> str | None:
     """A sentence on what the best of a search's scored trials is worth.
 
     Args:
+        metric: What the search ranks its trials by.
         trials: Their metrics by name: `Score` and `init_scale_log2`.
 
     Returns:
-        None without trials, or if an older version scored one, which counted no lost steps.
+        None without trials, with another metric than the score, or if an older version scored one,
+        which counted no lost steps.
     """
-    if not trials or not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
+    if metric != "loss_scale_score" or not trials:
+        return None
+    if not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
         return None
     free = [trial["init_scale_log2"] for trial in trials if trial["steps_lost"] == 0]
     if not free:

@@ -172,7 +172,7 @@ def _best(finding: Finding | None, search: Source) -> Iterator[str]:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
-    worth = worth_of_best([run.metrics for run in search.ranked()])
+    worth = worth_of_best(search.metric, [run.metrics for run in search.ranked()])
     if worth is not None:
         yield worth
     scored = any(run.is_scored for run in search.runs)

@@ -7,7 +7,7 @@ train    Trains like `python -m determined_amp train`. Every validation also rep
 compare  Trains without these reports, so memory and speed are those of training alone.
 score    Measures on a few frozen batches how many optimizer steps the trial's loss scale loses;
          nothing is trained. All trials use the same parameters and batches, regardless of the
-         platform's seeds. Where several lose none, the platform names any of them as the best.
+         platform's seeds. Of several that lose none, the platform may name any as the best.
 find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
          `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group

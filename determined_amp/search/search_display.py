@@ -101,7 +101,7 @@ class SearchDisplay:
         elif ranked and all(trial.metrics.get("overflow") for trial in ranked):
             self._print("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].used:
-            worth = worth_of_best([trial.metrics for trial in ranked])
+            worth = worth_of_best(self._metric, [trial.metrics for trial in ranked])
             if worth is not None:
                 self._print(worth)
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
