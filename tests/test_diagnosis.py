@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.diagnosis import _Pass, find_cause
 
 
 class Net(nn.Module):
@@ -312,6 +312,72 @@ class TestAdvice:
         assert find_cause([table], (), train) is None
         table.weight.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
         assert "is not finite, not even in float32" in str(find_cause([table], (), train))
+
+
+class OtherSlots:
+    """The other slots of a training: what they say is scripted, what this one says is kept.
+
+    Args:
+        rank: That of this slot.
+        others: What the first other slot says each time.
+    """
+
+    def __init__(self, rank: int, others: Iterable[Any] = ()) -> None:
+        self.rank = rank
+        self.said: list[Any] = []
+        self._others = iter(others)
+
+    def allgather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        other = next(self._others, None)
+        return [other, value] if self.rank else [value, other]
+
+
+class TestSeveralSlots:
+    """A forward may wait for those of other slots, so all make the same number of passes."""
+
+    def test_that_of_the_first_slot_in_trouble_asks_the_others_for_its_passes(self) -> None:
+        model, scales = Net(2.0**10, 2.0**10), list[float]()
+        train = batch_of(model, torch.ones(4, 1))
+
+        def counted(scale: float) -> None:
+            scales.append(scale)
+            train(scale)
+
+        slots = OtherSlots(rank=0, others=[True])
+        assert "module head" in str(find_cause([model], (), counted, scale=8.0, slots=slots))
+        in_trouble, *asked, end = slots.said
+        assert (in_trouble, end) == (True, None)
+        assert [8.0, *(each.scale for each in asked)] == scales
+        assert len(asked) == 3  # in float32, in bfloat16 and with an island
+
+    def test_sound_slot_makes_the_passes_of_another(self) -> None:
+        model, scales = Net(1, 1), list[float]()
+        asked = [_Pass(2.0), _Pass(4.0, compute=torch.float32), _Pass(1.0, islands=("head",))]
+        slots = OtherSlots(rank=1, others=[True, *asked, None])
+        assert find_cause([model], (), scales.append, slots=slots) is None
+        assert scales == [1.0, 2.0, 4.0, 1.0]
+        assert slots.said == [False, None, None, None, None]
+
+    def test_pass_that_fails_on_a_sound_slot_does_not_end_it(self) -> None:
+        def train(scale: float) -> None:
+            if scale == 2.0:
+                raise TypeError("no bfloat16 here")
+
+        slots = OtherSlots(rank=1, others=[True, _Pass(2.0), None])
+        assert find_cause([Net(1, 1)], (), train, slots=slots) is None
+        assert len(slots.said) == 3
+
+    def test_error_of_the_trial_lets_the_others_go(self) -> None:
+        slots = OtherSlots(rank=0, others=[False])
+        with pytest.raises(ZeroDivisionError):
+            find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
+        assert slots.said == [True, None]
+
+    def test_that_are_all_sound_have_none(self) -> None:
+        slots = OtherSlots(rank=1, others=[False])
+        assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
+        assert slots.said == [False]
 
 
 def test_gradients_of_parameters_that_are_in_no_model_are_put_back() -> None:

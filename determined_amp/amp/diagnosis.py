@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -44,39 +44,69 @@ def find_cause(
     scale: float = 1.0,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     grown: float = 1.0,
+    slots: Slots | None = None,
 ) -> str | None:
     """One sentence on the first thing that is not finite, and what was seen to help.
 
     Synchronises. Gradients, buffers, modes and random state are afterwards as before.
 
     Args:
-        models: All models of the trial. Each rank examines its own batch, without the others.
+        models: All models of the trial.
         batch: What `train` trains; its tensors are checked.
         train: Trains the batch at a loss scale.
         scale: The loss scale of the training.
         optimizers: Those of the trial. They may hold parameters that are in no model.
         grown: How many times as large the weights are as when the training began.
+        slots: The processes of the training. All of them must call this, each with its own batch;
+            by default this is the only one.
 
     Returns:
-        None if everything is finite.
+        None if everything is finite here, or another slot is the first that has a cause.
     """
+    replays = _Replays(models, train, optimizers, slots or _OneSlot())
     known = _bad_input(batch) or _bad_parameter(models)
-    if known:
-        return known
-    replays = _Replays(models, train, optimizers)
+    seen, error = None, None
     try:
-        seen = replays.run(scale)
+        seen = replays.run(_Pass(scale))
     except torch.cuda.OutOfMemoryError:
-        return "unknown: there was no memory to look for it"
-    if seen.is_sound:
+        known = known or "unknown: there was no memory to look for it"
+    except Exception as raised:
+        error = raised
+    trouble = known is not None or error is not None or (seen is not None and not seen.is_sound)
+    if not replays.lead(trouble):
         return None
-    exact = replays.in_float32(seen.forward)
+    try:
+        if known is None and error is not None:
+            raise error
+        return known or _cause(seen or _Seen(), replays, scale, grown)
+    finally:
+        replays.end()
+
+
+def _cause(seen: _Seen, replays: _Replays, scale: float, grown: float) -> str:
+    exact = replays.try_out(_Pass(1.0, compute=torch.float32, asked=tuple(seen.forward)))
     if exact is not None and not exact.is_sound:
         return _float32_sentence(exact, grown)
     overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
     if overflow is not None:
         return _forward_sentence(overflow, exact, replays, grown)
     return _gradient_sentence(seen, replays, scale, grown)
+
+
+class Slots(Protocol):
+    """The processes of a training, as Determined's `DistributedContext` has them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def allgather(self, value: Any) -> list[Any]: ...
+
+
+class _OneSlot:
+    rank = 0
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class _Place(NamedTuple):
@@ -133,41 +163,73 @@ class _Seen:
         return place.cast_of is not None or math.isfinite(self.largest.get(place.key, math.nan))
 
 
+class _Pass(NamedTuple):
+    """A way to run the batch.
+
+    Args:
+        scale: The loss scale.
+        compute: float32: without autocast; bfloat16: in place of float16; None: as in training.
+        islands: Modules to keep in float32.
+        asked: Operations whose largest result is to be noted.
+    """
+
+    scale: float
+    compute: torch.dtype | None = None
+    islands: tuple[str, ...] = ()
+    asked: tuple[_Place, ...] = ()
+
+
 class _Replays:
     """Runs one batch in different ways.
+
+    A forward may wait for those on other slots, as SyncBatchNorm does. So all slots make the same
+    passes: those that the first one in trouble asks for.
 
     Args:
         models: All models of the trial.
         train: Trains the batch at a loss scale.
         optimizers: Those of the trial.
+        slots: The processes of the training.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], train: Train, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Sequence[nn.Module],
+        train: Train,
+        optimizers: Sequence[torch.optim.Optimizer],
+        slots: Slots,
     ) -> None:
         self._models = models
         self._train = train
         self._optimizers = optimizers
+        self._slots = slots
         self._modules = {name: module for module, name in module_names(models).items()}
         parameters = (p for model in models for p in model.parameters())
         self._device_type = next((p.device.type for p in parameters), "cpu")
 
-    def run(self, scale: float, asked: Sequence[_Place] = ()) -> _Seen:
-        """Watch one pass; of the places asked for, the largest results are noted."""
-        watch = _Watch(self._models, {place.key for place in asked})
-        with undisturbed(*self._models, optimizers=self._optimizers), watch.watching():
-            self._train(scale)
-        return watch.seen
+    def lead(self, in_trouble: bool) -> bool:
+        """Whether this slot is the first one in trouble; the others make its passes until `end`."""
+        troubles = self._slots.allgather(in_trouble)
+        if True not in troubles:
+            return False
+        if troubles.index(True) == self._slots.rank:
+            return True
+        while asked := next(filter(None, self._slots.allgather(None)), None):
+            self._run_safely(asked)
+        return False
 
-    def in_float32(self, asked: Sequence[_Place]) -> _Seen | None:
-        """The pass without autocast; None if the trial cannot run so."""
-        with float16_as(None, bfloat16_too=True):
-            return self._try(1.0, asked)
+    def end(self) -> None:
+        """Let the other slots go."""
+        self._slots.allgather(None)
 
-    def helps_bf16(self, scale: float) -> bool:
-        """Whether the pass is finite in bfloat16."""
-        with float16_as(torch.bfloat16):
-            seen = self._try(scale)
+    def try_out(self, asked: _Pass) -> _Seen | None:
+        """Run a pass on all slots; None if the trial cannot run so."""
+        self._slots.allgather(asked)
+        return self._run_safely(asked)
+
+    def is_sound(self, asked: _Pass) -> bool:
+        """Whether a pass is finite."""
+        seen = self.try_out(asked)
         return seen is not None and seen.is_sound
 
     def islands_from(self, name: str, scale: float) -> tuple[str, ...]:
@@ -178,12 +240,10 @@ class _Replays:
         islands: tuple[str, ...] = ()
         while len(islands) < _MOST_ISLANDS and name in self._modules and name not in islands:
             islands += (name,)
-            modules = [self._modules[island] for island in islands]
-            inside = {parameter for module in modules for parameter in module.parameters()}
+            inside = {p for island in islands for p in self._modules[island].parameters()}
             if any(inside.issuperset(model.parameters()) for model in self._models):
                 return ()
-            with meanwhile_in_float32(modules, self._device_type):
-                seen = self._try(scale)
+            seen = self.try_out(_Pass(scale, islands=islands))
             if seen is None or seen.is_sound:
                 return islands if seen else ()
             places = [*seen.forward, *([seen.backward] if seen.backward else [])]
@@ -193,20 +253,32 @@ class _Replays:
     def largest_sound_scale_log2(self, below: float) -> int | None:
         """log2 of the largest power of two below a scale at which the pass is finite."""
         sound, fails = _LEAST_SCALE_LOG2, math.ceil(math.log2(below))
-        if sound >= fails or not self._is_sound_at(sound):
+        if sound >= fails or not self.is_sound(_Pass(2.0**sound)):
             return None
         while fails - sound > 1:
             middle = (sound + fails) // 2
-            sound, fails = (middle, fails) if self._is_sound_at(middle) else (sound, middle)
+            is_sound = self.is_sound(_Pass(2.0**middle))
+            sound, fails = (middle, fails) if is_sound else (sound, middle)
         return sound
 
-    def _is_sound_at(self, scale_log2: int) -> bool:
-        seen = self._try(2.0**scale_log2)
-        return seen is not None and seen.is_sound
+    def run(self, asked: _Pass) -> _Seen:
+        """Run a pass on this slot alone."""
+        watch = _Watch(self._models, {place.key for place in asked.asked})
+        islands = [self._modules[name] for name in asked.islands]
+        with ExitStack() as stack:
+            if asked.compute is torch.float32:
+                stack.enter_context(float16_as(None, bfloat16_too=True))
+            elif asked.compute is not None:
+                stack.enter_context(float16_as(asked.compute))
+            stack.enter_context(meanwhile_in_float32(islands, self._device_type))
+            stack.enter_context(undisturbed(*self._models, optimizers=self._optimizers))
+            stack.enter_context(watch.watching())
+            self._train(asked.scale)
+        return watch.seen
 
-    def _try(self, scale: float, asked: Sequence[_Place] = ()) -> _Seen | None:
+    def _run_safely(self, asked: _Pass) -> _Seen | None:
         try:
-            return self.run(scale, asked)
+            return self.run(asked)
         # The trial's own code can raise anything on an unexpected dtype, and memory can be short.
         except Exception:
             return None
@@ -336,7 +408,8 @@ def _gradient_sentence(seen: _Seen, replays: _Replays, scale: float, grown: floa
 
 def _advice(module: str, replays: _Replays, scale: float = 1.0) -> str:
     """What was seen to help at a loss scale, as lines for the YAML."""
-    helps = ["precision: amp_bf16"] if replays.helps_bf16(scale) else []
+    in_bfloat16 = _Pass(scale, compute=torch.bfloat16)
+    helps = ["precision: amp_bf16"] if replays.is_sound(in_bfloat16) else []
     islands = replays.islands_from(module, scale)
     if islands:
         names = (name.rpartition(": ")[2] for name in islands)  # without the number of its model

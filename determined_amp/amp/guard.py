@@ -135,7 +135,7 @@ class Guard(pytorch.PyTorchCallback):
         """Train the newest batch of every rank again, and say what the first of them found."""
         replay, cause = self._replay(), None
         try:
-            if replay is not None:
+            if replay is not None:  # the same on every rank
                 models = self._context.models
                 cause = find_cause(
                     models,
@@ -143,6 +143,7 @@ class Guard(pytorch.PyTorchCallback):
                     scale=self._amp.scaler.get_scale(),
                     optimizers=self._context.optimizers,
                     grown=_growth(self._norm_at_start, _norm(models)),
+                    slots=self._context.distributed,
                 )
         except Exception as error:  # other ranks wait for this one, and the failure must be said
             cause = f"not found: training the batch again raised {type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.diagnosis import Slots, find_cause
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.replay import float16_as, own_copy, undisturbed, without_steps
 from determined_amp.config.errors import UserError
@@ -111,18 +111,14 @@ class FrozenBatch(ABC):
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
         return Gradients(finite, tuple(gradients.values()))
 
-    def cause(self) -> str | None:
-        """A sentence that names the module in which float16 overflows without a loss scale.
-
-        None if nothing overflows. If a model is wrapped in DistributedDataParallel, every rank
-        must call this.
-        """
+    def cause(self, slots: Slots) -> str | None:
+        """A sentence on what overflows in float16 without a loss scale, see `find_cause`."""
 
         def train(scale: float) -> None:
             with _restored([p for model in self._models for p in model.parameters()]):
                 self._pass(scale, lambda loss: None)
 
-        return find_cause(self._models, self.batch, train)
+        return find_cause(self._models, self.batch, train, slots=slots)
 
 
 @contextmanager

@@ -233,9 +233,11 @@ def observe(
 
 def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
     """`FrozenBatch.cause` of the first batch that has one; the same on every rank."""
-    here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
-    everywhere = context.distributed.allgather(here)
-    return next((cause for cause in everywhere if cause), "its source was not found")
+    for batch in batches:
+        everywhere = context.distributed.allgather(batch.cause(context.distributed))
+        if found := next(filter(None, everywhere), None):
+            return str(found)
+    return "its source was not found"
 
 
 def _require_float32_parameters(context: Place) -> None:
