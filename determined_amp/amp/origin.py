@@ -94,13 +94,17 @@ def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
     return names
 
 
+# Torch's own, whatever a training puts in its place for the hooks of a trial.
+_register_hook = torch.Tensor.register_hook
+
+
 @contextmanager
 def hooked(tensors: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Call `hook` with the gradient of each tensor that gets one."""
     with ExitStack() as stack:
         for tensor in tensors:
             if tensor.requires_grad:
-                handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch
+                handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch
                 stack.callback(handle.remove)
         yield
 
