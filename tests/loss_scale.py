@@ -15,6 +15,7 @@ from determined_amp.finder.frozen import FrozenBatch, in_training
 from determined_amp.finder.histogram import BINS, Histogram
 from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import Source
+from determined_amp.finder.verdict import _islands
 from determined_amp.local.open_trial import open_trial
 
 T = TypeVar("T")
@@ -79,9 +80,15 @@ def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 1.0
     return Prediction(tensors, largest)
 
 
+def fewest_islands(prediction: Prediction) -> tuple[str, ...]:
+    """The smallest proposal of modules to keep in float32."""
+    return min(_islands(prediction), key=len, default=())
+
+
 def histogram(values_by_log2: Mapping[int, int]) -> Histogram:
     """So many values of each power of two."""
     counts = np.zeros(BINS, dtype=np.int64)
     for power, count in values_by_log2.items():
         counts[2 * (power + 127)] = count
-    return Histogram(counts)
+    powers = np.ldexp(1.0, np.arange(BINS) // 2 - 127)
+    return Histogram(counts, counts * powers**2, float(powers[counts > 0].max(initial=0.0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.dotted import flat
+from determined_amp.config.dotted import flat, nested
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
@@ -36,13 +37,22 @@ SEARCH: dict[str, Any] = {
 
 def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
     """The metrics of a trial that was scored; nothing overflows up to `top`."""
-    overflow = scale_log2 > top
+    share = 0.25 if scale_log2 < 0 else 0.0
+    steps = max(0, scale_log2 - top) + 2000 * share
     return {
         "init_scale_log2": float(scale_log2),
-        "loss_scale_score": float(abs(scale_log2 - (top - 1))),
-        "overflow": float(overflow),
-        "flushed_share": 0.25 if scale_log2 < 0 else 0.0,
+        "loss_scale_score": math.log2(1 + steps),
+        "steps_lost": steps,
+        "overflow": float(scale_log2 > top),
+        "flushed_share": share,
     }
+
+
+def scored_before(scale_log2: int, score: float) -> dict[str, float]:
+    """The metrics of a trial that an older version scored."""
+    metrics = {**scored(scale_log2), "loss_scale_score": score}
+    del metrics["steps_lost"]
+    return metrics
 
 
 def write_study(
@@ -62,7 +72,11 @@ def write_study(
                 value=metrics[search["searcher"]["metric"]],
                 params={axis: sampled},
                 distributions={axis: FloatDistribution(1e-9, 1e9)},
-                user_attrs={"history": [[4, dict(metrics)]], "seed": 3},
+                user_attrs={
+                    "history": [[4, dict(metrics)]],
+                    "seed": 3,
+                    "used": nested({axis: sampled}),
+                },
             )
         )
     return folder

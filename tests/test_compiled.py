@@ -213,7 +213,7 @@ class TestForward:
         gradients(model, torch.float16)
         with torch.no_grad():
             model.middle.weight.fill_(1.0e5)
-        cause = find_cause([model], torch.ones(4, 8), lambda: gradients(model, torch.float16))
+        cause = find_cause([model], torch.ones(4, 8), lambda scale: gradients(model, torch.float16))
         assert cause is not None
         assert "forward overflow in module middle" in cause
 

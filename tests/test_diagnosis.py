@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.diagnosis import _Pass, find_cause
 
 
 class Net(nn.Module):
@@ -27,22 +28,68 @@ class Net(nn.Module):
         return head
 
 
-class Keyword(nn.Module):
-    """Takes its input by name."""
+class Exponential(nn.Module):
+    """As a VAE: an exponential between its modules, whose input is near 12, e^12 = 1.6e5."""
 
-    def forward(self, *, by: torch.Tensor) -> torch.Tensor:
-        return by
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.dec = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            self.enc.weight.fill_(12.0)
+            self.dec.weight.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dec: torch.Tensor = self.dec(torch.exp(self.enc(x)))
+        return dec
 
 
-def cause(model: nn.Module, x: torch.Tensor, scale: float = 1.0) -> str | None:
-    """The cause that is found for one fp16 batch with the loss mean(model(x))."""
+class Masked(nn.Module):
+    """Attention with a mask of -inf, and a logarithm of 0 that is not used: all as it should be."""
 
-    def backward() -> None:
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
+        nn.init.constant_(self.last.weight, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.first(x).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
+        scores = scores + torch.full((4, 4), -math.inf).triu(2)
+        unused = torch.log(torch.zeros_like(x)).clamp(min=0.0)
+        last: torch.Tensor = self.last(torch.softmax(scores, -1) + unused)
+        return last
+
+
+class Steep(nn.Module):
+    """Between its modules 1 / x, whose derivative at 1e-3 is -1e6, whatever the loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            self.first.weight.fill_(1e-3)
+            self.last.weight.fill_(1e-3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self.last(1 / self.first(x))
+        return last
+
+
+def batch_of(model: nn.Module, x: torch.Tensor) -> Callable[[float], None]:
+    """Trains mean(model(x)) under float16 autocast."""
+
+    def train(scale: float) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = model(x).float().mean()
         (loss * scale).backward()
 
-    return find_cause([model], (x,), backward)
+    return train
+
+
+def cause(
+    model: nn.Module, x: torch.Tensor, scale: float = 1.0, *, grown: float = 1.0
+) -> str | None:
+    """The cause that is found for one fp16 batch."""
+    return find_cause([model], (x,), batch_of(model, x), scale=scale, grown=grown)
 
 
 class TestDiagnosis:
@@ -59,7 +106,7 @@ class TestDiagnosis:
     )
     def test_names_the_samples_that_are_not_finite(self, batch: Any, where: str) -> None:
         place = where.format("of the batch is not finite in samples")
-        found = find_cause([nn.Linear(2, 1)], batch, lambda: None)
+        found = find_cause([nn.Linear(2, 1)], batch, lambda scale: None)
         assert found == f"input {place}; fix or remove these samples"
 
     def test_names_the_module_whose_forward_overflows(self) -> None:
@@ -69,14 +116,17 @@ class TestDiagnosis:
         assert 'fp32_modules: ["^head$"]' in sentence
 
     def test_names_the_module_whose_gradient_overflows(self) -> None:
-        """The gradient at the body's output is scale * 2^10 / 4 = 2^18; at the head's, 2^8."""
+        """The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32."""
         sentence = str(cause(Net(2.0**-10, 2.0**10), torch.ones(4, 1), scale=2.0**10))
-        assert "gradient overflow at module body" in sentence
+        assert sentence == (
+            "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing overflows: "
+            "lower init_scale. What helps, in the YAML: precision: amp_bf16"
+        )
 
     def test_names_the_first_module_that_the_backward_reaches(self) -> None:
-        """2^18 / 4 = 2^16 > 65504 at the head's output, and then at the body's, too."""
+        """2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on."""
         sentence = str(cause(Net(1, 1), torch.ones(4, 1), scale=2.0**18))
-        assert "gradient overflow at module head" in sentence
+        assert "gradient overflow at the loss, outside the model at a loss scale of 2" in sentence
 
     @pytest.mark.parametrize(
         ("lost", "module"), [(["body"], "body"), (["body", "head"], "head"), ([], "the model")]
@@ -89,39 +139,88 @@ class TestDiagnosis:
         if not lost:
             model.register_parameter("own", own)
 
-        def backward() -> None:
+        def train(scale: float) -> None:
             for parameter in [model.get_parameter(f"{name}.weight") for name in lost] or [own]:
-                parameter.grad = torch.full_like(parameter, math.inf)
+                parameter.grad = torch.full_like(parameter, math.inf if scale > 8 else 1.0)
 
-        found = find_cause([model], (), backward)
-        assert str(found).startswith(f"gradient overflow at module {module}; lower init_scale")
-
-    def test_output_that_is_not_finite_in_float32_either_is_no_overflow_of_float16(self) -> None:
-        """1e30 * 1e30; and a module whose keywords a hook does not see cannot be asked again."""
-        assert cause(Net(1e30, 1), torch.full((1, 1), 1e30)) == (
-            "the output of module body is not finite, not even in float32 "
-            "(largest |activation| inf); lower the learning rate"
+        found = find_cause([model], (), train, scale=64.0)
+        assert str(found).startswith(
+            f"gradient overflow at module {module} at a loss scale of 64; at 2^3 nothing overflows"
         )
-        loud = Keyword()
-        found = find_cause([loud], (), lambda: loud(by=torch.full((1,), math.inf)))
-        assert "(largest |activation| nan)" in str(found)
+
+    def test_not_even_in_float32_is_said_only_of_what_float32_cannot_hold(self) -> None:
+        """1e30 * 1e30; and 2^20 in a head, which float32 holds."""
+        assert cause(Net(1e30, 1), torch.full((1, 1), 1e30)) == (
+            "the output of module body is not finite, not even in float32; look at the inputs and "
+            "at this operation there"
+        )
+        assert "not even" not in str(cause(Net(2.0**10, 2.0**10), torch.ones(4, 1)))
+
+    def test_overflow_between_modules_is_named_by_its_operation(self) -> None:
+        """Dec gets infinity from outside, and is not blamed for it."""
+        assert cause(Exponential(), torch.ones(4, 1)) == (
+            "forward overflow in exp of module the model, after module enc: largest |activation| "
+            "1.63e+05, float16 ends at 65504; no loss scale helps. What helps, in the YAML: "
+            "precision: amp_bf16"
+        )
+
+    def test_overflow_in_the_loss_is_outside_the_model(self) -> None:
+        def train(scale: float) -> None:
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = torch.exp(model(torch.full((1, 1), 12.0))).mean()
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+
+        model = Net(1, 1)
+        assert str(find_cause([model], (), train)).startswith(
+            "forward overflow in exp outside the model, after module the model: largest"
+        )
+
+    def test_infinities_that_are_masks_are_no_cause(self) -> None:
+        assert cause(Masked(1.0), torch.ones(4, 4)) is None
+        assert "forward overflow in module last: " in str(cause(Masked(1e5), torch.ones(4, 4)))
+
+    def test_derivative_that_overflows_at_every_scale_is_no_matter_of_the_loss_scale(self) -> None:
+        assert cause(Steep(), torch.ones(1, 1)) == (
+            "gradient overflow at module the model at every loss scale. What helps, in the YAML: "
+            "precision: amp_bf16"
+        )
+
+    def test_weights_that_have_grown_mean_the_learning_rate(self) -> None:
+        for sentence in (
+            cause(Net(2.0**10, 2.0**10), torch.ones(4, 1), grown=1e5),
+            cause(Net(1, 1), torch.ones(4, 1), scale=2.0**18, grown=1e5),
+            cause(Net(1e30, 1), torch.full((1, 1), 1e30), grown=1e5),
+        ):
+            assert "the weights are 1e+05 times as large as at the start: lower" in str(sentence)
+            assert "YAML" not in str(sentence)
+
+    def test_activations_far_beyond_float16_are_no_matter_of_the_precision(self) -> None:
+        sentence = str(cause(Net(2.0**15, 1), torch.full((4, 1), 2.0**15)))
+        assert "largest |activation| 1.07e+09, float16 ends at 65504; that far beyond" in sentence
+        assert "YAML" not in sentence
 
     def test_without_memory_it_is_what_was_seen_before(self) -> None:
-        def fail() -> None:
+        def fail(scale: float) -> None:
             raise torch.cuda.OutOfMemoryError
 
-        def overflow_and_fail(model: Net, scale: float = 1.0) -> str | None:
-            def backward() -> None:
-                with torch.autocast("cpu", dtype=torch.float16):
-                    loss = model(torch.ones(4, 1)).float().mean()
-                (loss * scale).backward()
-                fail()
-
-            return find_cause([model], (), backward)
-
         assert find_cause([Net(1, 1)], (), fail) == "unknown: there was no memory to look for it"
-        assert "forward overflow in module head" in str(overflow_and_fail(Net(2.0**10, 2.0**10)))
-        assert "gradient overflow at" in str(overflow_and_fail(Net(1, 1), scale=2.0**18))
+
+    def test_without_memory_for_float32_the_overflow_is_named_without_its_size(self) -> None:
+        model = Net(2.0**10, 2.0**10)
+
+        def train(scale: float) -> None:
+            output = model(torch.ones(4, 1))
+            if output.dtype is torch.float32:
+                raise torch.cuda.OutOfMemoryError
+            (output.float().mean() * scale).backward()
+
+        def in_float16(scale: float) -> None:
+            with torch.autocast("cpu", dtype=torch.float16):
+                train(scale)
+
+        assert "forward overflow in module head: float16 ends" in str(
+            find_cause([model], (), in_float16)
+        )
 
     def test_names_a_parameter_that_is_lost_already(self) -> None:
         assert cause(Net(math.nan, 1), torch.ones(4, 1)) == (
@@ -131,7 +230,7 @@ class TestDiagnosis:
 
     def test_tells_several_models_apart(self) -> None:
         sound, lost = Net(1, 1), Net(1, math.nan)
-        found = find_cause([sound, lost], (torch.ones(1, 1),), lambda: None)
+        found = find_cause([sound, lost], (torch.ones(1, 1),), lambda scale: None)
         assert "parameter model 1: head.weight is already not finite" in str(found)
 
     def test_changes_nothing(self) -> None:
@@ -147,46 +246,138 @@ class TestDiagnosis:
         assert last.bias.grad is None
 
 
-def layers(count: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(count)))
+def layers(*weights: float) -> nn.Sequential:
+    """Layers of one weight each."""
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in weights))
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        nn.init.constant_(parameter, weight)
+    return model
 
 
 class TestAdvice:
     @pytest.mark.parametrize(
-        ("models", "lost", "module", "patterns"),
+        ("models", "module", "patterns"),
         [
-            ([Net(1, 1)], "head.weight", "head", '["^head$"]'),
-            ([nn.Sequential(layers(2), layers(1))], "0.1.weight", "0.1", r'["^0\\.1$"]'),
+            ([Net(2.0**10, 2.0**10)], "head", '["^head$"]'),
+            (
+                [nn.Sequential(layers(2.0**10), nn.Sequential(layers(2.0**10)))],
+                "1.0.0",
+                r'["^1\\.0\\.0$"]',
+            ),
             # As DistributedDataParallel names what it wraps.
-            ([nn.ModuleDict({"module": Net(1, 1)})], "module.body.weight", "body", '["^body$"]'),
-            ([Net(1, 1), Net(1, 1)], "head.weight", "model 1: head", '["^head$"]'),
-            ([nn.Linear(1, 1)], "weight", "the model", None),
+            ([Net(1, 1), Net(2.0**10, 2.0**10)], "model 1: head", '["^head$"]'),
+            # The overflow moves on from one to the next.
+            ([layers(2.0**12, 2.0**8, 2.0**-17, 1)], "1", '["^1$", "^2$"]'),
         ],
     )
-    def test_is_bfloat16_or_the_module_in_float32(
-        self, models: list[nn.Module], lost: str, module: str, patterns: str | None
+    def test_is_bfloat16_or_the_modules_that_were_seen_to_help(
+        self, models: list[nn.Module], module: str, patterns: str
     ) -> None:
-        parameter = models[-1].get_parameter(lost)
-        found = find_cause(
-            models, (), lambda: setattr(parameter, "grad", torch.full((1, 1), math.inf))
-        )
-        islands = f", or fp32_modules: {patterns}" if patterns else ""
-        assert found == (
-            f"gradient overflow at module {module}; lower init_scale or learning_rate. "
-            f"Or, in the YAML: precision: amp_bf16{islands}"
+        train = batch_of(models[-1], torch.ones(4, 1))
+        sentence = str(find_cause(models, (), train))
+        assert f"forward overflow in module {module}: largest" in sentence
+        helps = f"What helps, in the YAML: precision: amp_bf16, or fp32_modules: {patterns}"
+        assert sentence.endswith(helps)
+
+    def test_what_does_not_help_is_not_proposed(self) -> None:
+        """Four layers hand on 2^20; float32 for three of them helps nothing."""
+        model = layers(2.0**10, 2.0**10, 1.0, 1.0, 1.0)
+        sentence = str(cause(model, torch.ones(4, 1)))
+        assert sentence.endswith("What helps, in the YAML: precision: amp_bf16")
+
+    def test_model_of_one_module_is_no_island(self) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 2.0**17)
+        assert str(cause(model, torch.ones(1, 1))).endswith("precision: amp_bf16")
+
+    def test_nothing_that_helps_is_said(self) -> None:
+        def train(scale: float) -> None:
+            with torch.autocast("cpu", dtype=torch.float16):
+                output = model(torch.ones(1, 1))
+            if output.dtype is torch.bfloat16:
+                raise TypeError("numpy has none")
+            output.float().mean().backward()
+
+        model = layers(2.0**17)
+        assert str(find_cause([model], (), train)).endswith(
+            "Neither amp_bf16 nor fp32_modules was seen to help: train it in fp32"
         )
 
     def test_knows_sparse_gradients(self) -> None:
         table = nn.Embedding(3, 1, sparse=True)
 
-        def backward(factor: float) -> None:
-            torch.autograd.backward(table(torch.tensor([1, 1])).sum() * factor)
+        def train(scale: float) -> None:
+            torch.autograd.backward(table(torch.tensor([1, 1])).sum())
 
-        assert find_cause([table], (), lambda: backward(1.0)) is None
+        assert find_cause([table], (), train) is None
         table.weight.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
-        assert "gradient overflow at module the model" in str(
-            find_cause([table], (), lambda: backward(1.0))
-        )
+        assert "is not finite, not even in float32" in str(find_cause([table], (), train))
+
+
+class OtherSlots:
+    """The other slots of a training: what they say is scripted, what this one says is kept.
+
+    Args:
+        rank: That of this slot.
+        others: What the first other slot says each time.
+    """
+
+    def __init__(self, rank: int, others: Iterable[Any] = ()) -> None:
+        self.rank = rank
+        self.said: list[Any] = []
+        self._others = iter(others)
+
+    def allgather(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        other = next(self._others, None)
+        return [other, value] if self.rank else [value, other]
+
+
+class TestSeveralSlots:
+    """A forward may wait for those of other slots, so all make the same number of passes."""
+
+    def test_that_of_the_first_slot_in_trouble_asks_the_others_for_its_passes(self) -> None:
+        model, scales = Net(2.0**10, 2.0**10), list[float]()
+        train = batch_of(model, torch.ones(4, 1))
+
+        def counted(scale: float) -> None:
+            scales.append(scale)
+            train(scale)
+
+        slots = OtherSlots(rank=0, others=[True])
+        assert "module head" in str(find_cause([model], (), counted, scale=8.0, slots=slots))
+        in_trouble, *asked, end = slots.said
+        assert (in_trouble, end) == (True, None)
+        assert [8.0, *(each.scale for each in asked)] == scales
+        assert len(asked) == 3  # in float32, in bfloat16 and with an island
+
+    def test_sound_slot_makes_the_passes_of_another(self) -> None:
+        model, scales = Net(1, 1), list[float]()
+        asked = [_Pass(2.0), _Pass(4.0, compute=torch.float32), _Pass(1.0, islands=("head",))]
+        slots = OtherSlots(rank=1, others=[True, *asked, None])
+        assert find_cause([model], (), scales.append, slots=slots) is None
+        assert scales == [1.0, 2.0, 4.0, 1.0]
+        assert slots.said == [False, None, None, None, None]
+
+    def test_pass_that_fails_on_a_sound_slot_does_not_end_it(self) -> None:
+        def train(scale: float) -> None:
+            if scale == 2.0:
+                raise TypeError("no bfloat16 here")
+
+        slots = OtherSlots(rank=1, others=[True, _Pass(2.0), None])
+        assert find_cause([Net(1, 1)], (), train, slots=slots) is None
+        assert len(slots.said) == 3
+
+    def test_error_of_the_trial_lets_the_others_go(self) -> None:
+        slots = OtherSlots(rank=0, others=[False])
+        with pytest.raises(ZeroDivisionError):
+            find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
+        assert slots.said == [True, None]
+
+    def test_that_are_all_sound_have_none(self) -> None:
+        slots = OtherSlots(rank=1, others=[False])
+        assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
+        assert slots.said == [False]
 
 
 def test_gradients_of_parameters_that_are_in_no_model_are_put_back() -> None:
@@ -194,6 +385,6 @@ def test_gradients_of_parameters_that_are_in_no_model_are_put_back() -> None:
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     seen: list[object] = []
-    find_cause([], (), lambda: seen.append(weight.grad), optimizers=[optimizer])
+    find_cause([], (), lambda scale: seen.append(weight.grad), optimizers=[optimizer])
     assert seen == [None]
     assert weight.grad.item() == 1

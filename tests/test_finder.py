@@ -30,9 +30,18 @@ from determined_amp.finder.advice import FinderRun, FoundScale, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
-from determined_amp.finder.verdict import Finding, Verdict, _islands, find
+from determined_amp.finder.verdict import Finding, Verdict, find
 from determined_amp.local.open_trial import open_trial
-from tests.loss_scale import ALL, Context, Trial, config, looked_at, prediction_of, skipped_steps
+from tests.loss_scale import (
+    ALL,
+    Context,
+    Trial,
+    config,
+    fewest_islands,
+    looked_at,
+    prediction_of,
+    skipped_steps,
+)
 from tests.reporting import finding as written
 from tests.training import ROOT, SMALL, run_small, thin_resnet
 
@@ -297,11 +306,11 @@ class TestIslands:
     def test_modules_without_a_gradient_are_not_the_loudest(self) -> None:
         quiet = {name: {-45: 10} for name in "abcdefgh"}
         modules = {"hidden": {}, "loud": {-1: 10}, **quiet}
-        assert _islands(prediction_of(modules)) == ("loud",)
+        assert fewest_islands(prediction_of(modules)) == ("loud",)
 
     def test_what_fits_at_no_price_is_for_bfloat16(self) -> None:
         assert (
-            _islands(
+            fewest_islands(
                 prediction_of(
                     {name: {-50: 10} for name in "abcdefgh"}
                     | {"i": {0: 10}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn import functional
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
 from determined_amp import __main__ as door
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.replay import own_copy
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, sentences
@@ -126,6 +129,79 @@ class TestWithoutBfloat16:
         monkeypatch.setattr(SummedLoss, "loss", hopeless)
         with pytest.raises(LossScaleError, match=r"Write \.float\(\) before .*logits\.float\(\)"):
             finding(SummedLoss)
+
+
+def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch.pop()
+    return batch.pop(), labels
+
+
+def normalised(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch[0].sub_(0.5).div_(0.25), batch[1]
+
+
+def mixed(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    flipped = batch[0].flip(0).mul_(0.25)
+    return batch[0].mul_(0.75).add_(flipped), batch[1]
+
+
+class TestOwnBatch:
+    """A trial may do with its batch what it likes: every pass gets its own."""
+
+    @staticmethod
+    def prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Any]) -> None:
+        plain = SmallTrial.train_batch
+
+        def train_batch(trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return plain(trial, prepare(batch), epoch_idx, batch_idx)
+
+        monkeypatch.setattr(SummedLoss, "train_batch", train_batch)
+
+    @pytest.mark.parametrize("prepare", [popped, normalised, mixed])
+    def test_finding_and_score_are_those_of_a_trial_that_leaves_its_batch_alone(
+        self, prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def work(small: SmallTrial, context: Context, batches: Sequence[FrozenBatch]) -> Any:
+            return find(context, batches), score_batches(context, batches, 2)
+
+        self.prepares(monkeypatch, lambda batch: prepare([part.clone() for part in batch]))
+        expected = looked_at(SummedLoss, work)
+        self.prepares(monkeypatch, prepare)
+        assert looked_at(SummedLoss, work) == expected
+
+    def test_copy_holds_the_same_values_in_memory_of_its_own(self) -> None:
+        @dataclasses.dataclass
+        class Batch:
+            rows: torch.Tensor
+
+        class Fields(UserDict[str, Any]):
+            """As the tokenizers of Hugging Face return."""
+
+        whole = torch.arange(6.0)
+        batch: Any = (
+            {"ids": whole[:2], "more": [whole[2:4]]},
+            Fields(mask=whole[4:]),
+            Batch(whole[:1]),
+        )
+        copied = own_copy(batch)
+        assert copied[0]["ids"].tolist() == [0.0, 1.0]
+        assert copied[0]["ids"].untyped_storage().nbytes() == 8  # not all that it is a view of
+        for tensor in (copied[0].pop("ids"), copied[0]["more"].pop(), copied[1].pop("mask")):
+            tensor.zero_()
+        copied[2].rows.add_(1.0)
+        assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert (len(batch[0]["more"]), list(batch[1]), batch[2].rows.item()) == (1, ["mask"], 0.0)
+
+    def test_copy_of_containers_shares_the_tensors(self) -> None:
+        batch: Any = {"ids": torch.ones(2), "more": [torch.zeros(1)]}
+        shared = own_copy(batch, shared=True)
+        assert shared.pop("ids") is batch["ids"]
+        assert shared["more"].pop() is batch["more"][0]
+
+    def test_what_cannot_be_copied_is_handed_on(self) -> None:
+        endless = iter(lambda: 1, 0)
+        generator = (number for number in endless)
+        assert own_copy(generator) is generator
 
 
 class TestNotFloat16:

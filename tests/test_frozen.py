@@ -17,13 +17,13 @@ from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.replay import float16_as
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.frozen import (
     FrozenBatch,
     Gradients,
     LossScaleError,
-    float16_as,
     in_training,
     wrapped_scaler,
 )
@@ -268,14 +268,16 @@ class TestInTraining:
         """Weights of 2^12 and images of 1: the first layer adds up 64 * 2^12 = 2^18."""
 
         def work(trial: Any, batches: Batches) -> str | None:
-            assert batches[0].cause() is None
+            assert batches[0].cause(trial.context.distributed) is None
             batches[1].batch[0][3] = math.nan
-            assert "input 0 of the batch is not finite in samples [3]" in str(batches[1].cause())
+            assert "input 0 of the batch is not finite in samples [3]" in str(
+                batches[1].cause(trial.context.distributed)
+            )
             for parameter in trial.model.parameters():
                 torch.nn.init.constant_(parameter, 2.0**12)
             batches[0].batch[0].fill_(1.0)
             before = state(trial)
-            found = batches[0].cause()
+            found = batches[0].cause(trial.context.distributed)
             assert state(trial) == before
             return found
 

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 
-from determined_amp.finder.histogram import BINS, Histogram, exponent_counts
+from determined_amp.finder.histogram import BINS, Histogram, Tally
 from tests.fake_cuda import LACKING, fake_cuda
 
 
 def histogram(values: torch.Tensor) -> Histogram:
-    return Histogram(exponent_counts(values).numpy())
+    tally = Tally()
+    tally.add(values)
+    return tally.histograms([0])[0]
 
 
 def wide_values(dtype: torch.dtype) -> torch.Tensor:
@@ -35,8 +37,7 @@ class TestAgainstTorch:
         cast = (there * 2.0**scale_log2).to(torch.float16)
         counted = histogram(values)
         flushed = there.where(cast == 0, 0.0).norm() / there.norm()
-        assert counted.flushed_share(scale_log2) == pytest.approx(flushed.item(), rel=0.05)
-        assert (counted.flushed_share(scale_log2) == 0) == (flushed.item() == 0)
+        assert counted.flushed_share(scale_log2) == pytest.approx(flushed.item(), rel=1e-12)
         assert counted.overflow_share(scale_log2) == cast.isinf().double().mean().item()
 
     def test_the_flush_bound_itself_goes_to_zero_and_the_next_value_does_not(self) -> None:
@@ -53,21 +54,34 @@ class TestAgainstTorch:
         assert counted.nonzero + counted.zeros == values.numel()
         assert sum(counted.by_power().values()) == counted.nonzero
 
-    def test_counted_in_parts_is_what_it_is_as_a_whole(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_counted_in_parts_or_on_the_host_is_what_it_is_as_a_whole(
+        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        values = wide_values(torch.bfloat16).view(100, 200).t()
-        whole = exponent_counts(values)
-        monkeypatch.setattr("determined_amp.finder.histogram._PART", 777)
-        assert torch.equal(exponent_counts(values), whole)
-        assert int(whole.sum()) == 20000
+        values = wide_values(dtype).view(100, 200).t()
+        whole = histogram(values)
+        for limit, value in (("_PART", 777), ("_SMALL", 20000)):
+            monkeypatch.setattr(f"determined_amp.finder.histogram.{limit}", value)
+            again = histogram(values)
+            assert (again.counts == whole.counts).all()
+            assert again.squares == pytest.approx(whole.squares, rel=1e-12)
+            assert again.largest == whole.largest
+
+    def test_tensors_are_told_apart(self) -> None:
+        tally = Tally()
+        for values in ([1.0, 2.0], [3.0] * 5000, [0.0], [4.0]):
+            tally.add(torch.tensor(values))
+        of_three, none, of_two = tally.histograms([1, 2, 0])
+        assert (of_three.by_power(), none.zeros, of_two.by_power()) == ({1: 5000}, 1, {0: 1, 1: 1})
+        assert (of_three.largest, none.largest, of_two.largest) == (3.0, 0.0, 2.0)
+        assert tally.histograms([]) == []
 
     def test_is_counted_on_a_gpu_without_waiting_for_it(self) -> None:
         if LACKING:
             pytest.skip(LACKING)
         with fake_cuda() as syncs, syncs.during("counting"):
-            counts = exponent_counts(torch.ones(100, device="cuda", dtype=torch.bfloat16))
-            assert (counts.shape, counts.dtype) == ((BINS,), torch.int64)
+            for size in (100, 5000):
+                Tally().add(torch.ones(size, device="cuda", dtype=torch.bfloat16))
         assert not syncs.waits["counting"]
         assert syncs.calls["counting"]["histc"] == 1
 
@@ -91,6 +105,8 @@ class TestHistogram:
         assert not counted.is_finite
         assert counted.overflow_share(-100) == 0.5
         assert histogram(torch.tensor([1.0])).is_finite
+        assert counted.finite().by_power() == {0: 1}
+        assert (counted.largest, counted.finite().is_finite) == (1.0, True)
 
     def test_a_value_counts_by_what_it_contributes(self) -> None:
         """Three near-zero values in four are next to nothing; by their number they are 75 %."""
@@ -122,6 +138,8 @@ class TestHistogram:
         values = torch.tensor([0.0, 3.0, -(2.0**-24)])
         moved = histogram(values * 2.0**10).unscaled(10)
         assert (moved.counts == histogram(values).counts).all()
+        assert moved.squares == pytest.approx(histogram(values).squares)
+        assert moved.largest == 3.0
 
     @pytest.mark.parametrize(("scale", "bin_of_it"), [(300, 1), (-300, BINS - 1)])
     def test_unscaled_beyond_float32_is_neither_zero_nor_lost(

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.checkpoint import SafeController, patched, use_safe_controller
-from determined_amp.amp.diagnosis import undisturbed
 from determined_amp.amp.metrics import WARMUP_BATCHES
+from determined_amp.amp.replay import undisturbed
 from tests import loops, training
 from tests.test_metrics import Context
 

@@ -145,9 +145,9 @@ class TestSeveralSlots:
         assert told[0][1] == ""
 
     def test_tell_the_first_cause(self) -> None:
-        knows: Any = SimpleNamespace(cause=lambda: "mine")
-        nothing: Any = SimpleNamespace(cause=lambda: None)
-        assert cause_of(slots("other"), [nothing, knows]) == "mine"
+        knows: Any = SimpleNamespace(cause=lambda slots: "mine")
+        nothing: Any = SimpleNamespace(cause=lambda slots: None)
+        assert cause_of(slots(None), [nothing, knows]) == "mine"
         assert cause_of(slots(None, "other"), [nothing]) == "other"
         assert cause_of(slots(None), []) == "its source was not found"
 

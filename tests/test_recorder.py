@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.passes import Prediction
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL, BackwardRecorder, Source
+from determined_amp.finder.recorder import BackwardRecorder, Source
 
 BF16 = torch.bfloat16
 
@@ -37,7 +38,7 @@ class Net(nn.Module):
 
 
 def by_module(recorder: BackwardRecorder) -> dict[str, Histogram]:
-    return Prediction(recorder.histograms(), 0.0).modules
+    return Prediction(recorder.histograms, 0.0).modules
 
 
 def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram]:
@@ -49,6 +50,26 @@ def recorded(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, Histogram
             loss = functional.cross_entropy(model(inputs), torch.arange(5) % 4)
         loss.backward()  # type: ignore[no-untyped-call]
     return by_module(recorder)
+
+
+def recorded_from(backward: Callable[[torch.Tensor], torch.Tensor]) -> dict[Source, Histogram]:
+    """What is recorded of a function whose backward is this; three gradients of 2 arrive."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(gradients[0])
+
+    model = nn.ParameterList([torch.ones(3)])
+    apply: Callable[[torch.Tensor], torch.Tensor] = Function.apply
+    recorder = BackwardRecorder([model])
+    with recorder.recording():
+        (apply(model[0]) * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+    return recorder.histograms
 
 
 def net(*, checkpointed: bool = False) -> Net:
@@ -100,8 +121,7 @@ class TestValues:
         recorder = BackwardRecorder([model])
         with recorder.recording():
             model(torch.randn(5, 8)).sum().backward()
-        assert recorder.histograms() == {}
-        assert recorder.largest() == 0.0
+        assert recorder.histograms == {}
 
     def test_values_are_those_of_the_gradients(self) -> None:
         model = nn.Linear(3, 2, bias=False)
@@ -114,7 +134,7 @@ class TestValues:
         # Weight: the outer product of (1, 1024) and (1, 2, 4).
         weights = by_module(recorder)[WHOLE_MODEL].by_power()
         assert weights == {0: 1, 1: 1, 2: 1, 10: 1, 11: 1, 12: 1}
-        assert recorder.largest() == 4096.0
+        assert max(h.largest for h in recorder.histograms.values()) == 4096.0
 
     def test_two_backwards_add_up_and_keep_the_largest_of_both(self) -> None:
         """Of y = w x, cast to bfloat16: dy is s, dw is s x. The second backward has the smaller."""
@@ -128,53 +148,71 @@ class TestValues:
         modules = by_module(recorder)
         assert modules[WHOLE_MODEL].by_power() == {5: 1, 3: 1}
         assert modules[OUTSIDE].by_power() == {3: 1, 1: 1}
-        assert recorder.largest() == 32.0
+        assert max(h.largest for h in recorder.histograms.values()) == 32.0
         assert recorder.dtypes == {BF16}
 
     def test_results_are_told_apart_by_operation_place_and_shape(self) -> None:
         """A backward of three results: an empty one and one in float32 hide none after them."""
 
-        class ThreeResults(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-                return value.clone()
+        def three_results(gradient: torch.Tensor) -> torch.Tensor:
+            half = gradient.to(BF16)
+            torch.split(half, 2)  # views are no new values
+            made = torch._foreach_mul([half[:0], gradient, half.view(1, 3)], 4.0)
+            return made[2].view(3).float()
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                torch.split(torch.full((5,), 2.0, dtype=BF16), 2)  # views are no new values
-                torch._foreach_add([torch.ones(0, dtype=BF16), torch.ones(1)], 1.0)
-                torch._foreach_mul(
-                    [torch.ones(0, dtype=BF16), torch.ones(1), torch.ones(2, 3, dtype=BF16)], 4.0
-                )
-                return gradients[0]
+        found = recorded_from(three_results)
+        assert [(*source[1:], histogram.by_power()) for source, histogram in found.items()] == [
+            ("aten._to_copy.default", 0, (3,), {1: 3}),
+            ("aten._foreach_mul.Scalar", 2, (1, 3), {3: 3}),
+        ]
 
-        recorder = BackwardRecorder([])
-        value = torch.ones(3, requires_grad=True)
-        apply: Callable[[torch.Tensor], torch.Tensor] = ThreeResults.apply
+    def test_only_what_depends_on_the_loss_and_reaches_a_parameter_is_recorded(self) -> None:
+        """Gradients of 2 are doubled; all else of 16 bits is a factor, a mask or a by-product."""
+
+        def busy(gradient: torch.Tensor) -> torch.Tensor:
+            half = gradient.to(BF16)
+            torch.empty(1000, dtype=BF16)  # not written
+            factor = torch.full((3,), 1024.0, dtype=BF16) * 0.5
+            like = torch.ones_like(half) + torch.zeros_like(half)
+            sign = half.sgn() * factor
+            shown = half * 2**20  # for a log: no parameter gets it
+            mask = (half > 0) * factor
+            assert shown.isfinite().all()
+            return (half * (like + sign / factor) * (mask / factor)).float()
+
+        powers = [histogram.by_power() for histogram in recorded_from(busy).values()]
+        assert powers == [{1: 3}, {2: 6}]
+
+    def test_gradient_written_through_a_view_is_recorded(self) -> None:
+        def in_parts(gradient: torch.Tensor) -> torch.Tensor:
+            buffer = torch.zeros(2, 3, dtype=BF16)
+            buffer[1] = gradient
+            return (buffer * 8.0).sum(0).float()
+
+        assert {0: 3} not in [h.by_power() for h in recorded_from(in_parts).values()]
+        assert {4: 3} in [h.by_power() for h in recorded_from(in_parts).values()]
+
+    def test_inputs_gradient_is_not_recorded_and_that_of_a_gradient_is(self) -> None:
+        """Of y = w x and the loss y + dy/dx = w (x + 1): only dw, 1 + x, and the cast of it."""
+        model = nn.Linear(1, 1, bias=False)
+        inputs = torch.full((1, 1), 2.0**20, requires_grad=True)
+        recorder = BackwardRecorder([model])
         with recorder.recording():
-            apply(value).sum().backward()  # type: ignore[no-untyped-call]
-        found = recorder.histograms()
-        name = "aten._foreach_mul.Scalar"
-        assert found[Source(OUTSIDE, name, 2, (2, 3))].by_power() == {2: 6}
-        assert {source.output for source in found if source.operation == name} == {2}
+            with torch.autocast("cpu", BF16):
+                output = model(inputs)
+                (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
+                loss = (output + slope).float().sum()
+            loss.backward()
+        assert inputs.grad is not None
+        assert model.weight.grad is not None
+        powers = {q for h in recorder.histograms.values() for q in h.by_power()}
+        assert powers == {0, 20}
 
-    def test_memory_that_was_not_written_is_not_read(self) -> None:
-        class Careless(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-                return value.clone()
+    def test_sparse_gradients_are_recorded_by_their_values(self) -> None:
+        def sparse(gradient: torch.Tensor) -> torch.Tensor:
+            return (gradient.to(BF16).to_sparse() * 4.0).to_dense().float()
 
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                torch.empty(1000, dtype=BF16)
-                return gradients[0]
-
-        apply: Callable[[torch.Tensor], torch.Tensor] = Careless.apply
-        recorder = BackwardRecorder([])
-        value = torch.ones(3, requires_grad=True)
-        with recorder.recording():
-            apply(value).sum().backward()  # type: ignore[no-untyped-call]
-        assert recorder.histograms() == {}
+        assert {3: 3} in [histogram.by_power() for histogram in recorded_from(sparse).values()]
 
     def test_recording_changes_no_gradient(self) -> None:
         watched, plain = net(), net()

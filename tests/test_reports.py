@@ -26,6 +26,7 @@ from tests.reporting import (
     found_scale,
     observed,
     scored,
+    scored_before,
     write_experiment,
     write_study,
 )
@@ -89,9 +90,11 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert needs_the_network(document) == []
     # The small MLP, four batches of 32 samples in two passes.
     assert re.search(r"safe window: 2\^-?\d+ to 2\^\d+", said)
-    assert "samples passed forward and backward: 256 by the finder, 3840 by this search" in said
+    assert "samples passed forward and backward: 256 by the finder, 3328 by this search" in said
     assert "76800 by a grid of 12 trainings of 200 batches (300 times)" in said
-    assert "best trial: 2^17 with loss_scale_score 0; the finder chose 2^16" in said
+    assert "best trial: 2^16 with loss_scale_score 0; the finder chose 2^16" in said
+    assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in said
+    assert "(6 trials)" in said
     shown = Page(document)
     for told in said.splitlines()[:-1]:
         assert told in shown.text
@@ -187,7 +190,7 @@ class TestPage:
         search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")
         search = dataclasses.replace(search, config={**search.config, "name": "A <title>"})
         found = found or found_scale()
-        svg = as_svg(draw(found.finding, search)) if svg is None else svg
+        svg = as_svg(draw(found, search)) if svg is None else svg
         return make_page(svg, ["verdict: a < b & c", "more"], found, search)
 
     def test_everything_is_inside(self) -> None:
@@ -237,6 +240,35 @@ class TestSentences:
         rows: Rows = [(float(s), None, scored(s), {}) for s in (-8, 8)]
         told = self.told(rows, "loss_scale_score")
         assert "shares differ by 0.25 at most, at 2^-8 (2 trials)" in told
+
+    def test_largest_difference_of_the_scores(self) -> None:
+        """The finder predicts 1000 steps lost at 2^-8, and no more than 1 at 2^19."""
+        rows: Rows = [(float(s), None, scored(s), {}) for s in (8, 18, 19)]
+        told = self.told(rows, "loss_scale_score")
+        assert "score: predicted and measured differ by 0 at most, at 2^8 (3 trials)" in told
+        told = self.told([*rows, (-8.0, None, scored(-8), {})], "loss_scale_score")
+        assert "score: predicted and measured differ by 1 at most, at 2^-8 (4 trials)" in told
+
+    def test_best_of_equal_scores_is_nearest_to_the_default_and_cannot_be_beaten(self) -> None:
+        rows: Rows = [(float(s), None, scored(s), {}) for s in (19, 18, 8, 14, -8)]
+        told = self.told(rows, "loss_scale_score")
+        assert "best trial: 2^18 with loss_scale_score 0; the finder chose 2^17" in told
+        assert "in 3 of 5 trials, at 2^8 to 2^18: a search can find nothing better. The" in told
+
+    def test_search_outside_the_window_says_that_each_scale_costs(self) -> None:
+        rows: Rows = [(float(s), None, scored(s), {}) for s in (21, 20, -8)]
+        told = self.told(rows, "loss_scale_score")
+        assert "best trial: 2^20 with loss_scale_score 1.585" in told
+        assert "every scale of this search loses steps, and the best one 2" in told
+
+    def test_older_score_is_said_to_be_one(self) -> None:
+        rows: Rows = [(float(s), None, scored_before(s, abs(17 - s)), {}) for s in (19, 17, 16)]
+        told = self.told(rows, "loss_scale_score")
+        assert "best trial: 2^17 with loss_scale_score 0; the finder chose 2^17" in told
+        assert "is that of an older version here, which counts no lost steps" in told
+        assert "a search can" not in told
+        assert "score: predicted" not in told
+        assert "older version" not in self.told([(8.0, None, scored(8), {})], "loss_scale_score")
 
     def test_skips(self) -> None:
         rows: Rows = [

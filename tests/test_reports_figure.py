@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,18 +15,13 @@ from matplotlib.patches import Rectangle
 
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
-from determined_amp.finder.verdict import Finding, Window
+from determined_amp.finder.verdict import Window
 from determined_amp.reports import loss_scale_panels as panels
 from determined_amp.reports import page
 from determined_amp.reports.loss_scale_figure import draw, draw_models
 from determined_amp.reports.loss_scale_panels import Point
 from determined_amp.reports.page import as_svg
-from tests.reporting import Rows, finding, found_scale, observed, scored
-
-
-def found(choice: int | None = 17, low: int = -6, top: int = 18) -> Finding:
-    return found_scale(choice, low, top).finding
-
+from tests.reporting import Rows, finding, found_scale, observed, scored, scored_before
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
 
@@ -76,7 +72,7 @@ def vertical(axes: Axes) -> set[float]:
 
 class TestShares:
     def test_lines_are_predicted_and_dots_measured(self) -> None:
-        figure = draw(found(low=-6, top=18), observed(SCORES, "loss_scale_score"))
+        figure = draw(found_scale(low=-6, top=18), observed(SCORES, "loss_scale_score"))
         axes = panel(figure, "share of gradient values")
         scales, flushed = line(axes, "flushed to 0, predicted")
         assert dict(zip(scales, flushed, strict=True))[-7] == 0.5
@@ -90,7 +86,7 @@ class TestShares:
         assert crosses == [19, 24]
 
     def test_choice_default_and_window_are_marked(self) -> None:
-        axes = panel(draw(found(choice=17, low=-6, top=18), None), "share of gradient values")
+        axes = panel(draw(found_scale(choice=17, low=-6, top=18), None), "share of gradient values")
         assert {16.0, 17.0} <= vertical(axes)
         assert {"choice 2¹⁷", "default 2¹⁶", "safe window 2⁻⁶ to 2¹⁸"} <= set(texts(axes))
         spans = {(left, right) for left, right, _, _ in boxes(axes)}
@@ -98,12 +94,12 @@ class TestShares:
         assert any(left == 19.0 and right > 100 for left, right in spans)
 
     def test_choice_that_is_the_default_has_one_label(self) -> None:
-        axes = panel(draw(found(choice=16), None), "share of gradient values")
+        axes = panel(draw(found_scale(choice=16), None), "share of gradient values")
         assert "choice = default 2¹⁶" in texts(axes)
         assert "default 2¹⁶" not in texts(axes)
 
     def test_no_window_and_no_choice(self) -> None:
-        axes = panel(draw(found(None, low=20, top=15), None), "share of gradient values")
+        axes = panel(draw(found_scale(None, low=20, top=15), None), "share of gradient values")
         assert "no safe window" in texts(axes)
         assert vertical(axes) == {16.0}
 
@@ -122,7 +118,7 @@ class TestMetric:
     ]
 
     def test_each_seed_is_a_thin_line_and_the_band_is_theirs(self) -> None:
-        axes = panel(draw(found(), observed(self.LOSSES)), "validation loss")
+        axes = panel(draw(found_scale(), observed(self.LOSSES)), "validation loss")
         lines = heights(axes)
         for seed in (1, 2, 3):
             assert [1.0 + seed, 2.0 + seed, 9.0] in lines
@@ -143,7 +139,9 @@ class TestMetric:
 
     def test_no_band_where_something_else_was_searched_too(self) -> None:
         rates = [0.1 * i for i in range(len(self.LOSSES))]
-        axes = panel(draw(found(), observed(self.LOSSES, learning_rate=rates)), "validation loss")
+        axes = panel(
+            draw(found_scale(), observed(self.LOSSES, learning_rate=rates)), "validation loss"
+        )
         assert 3.5 not in horizontal(axes)
         assert "learning_rate" in axes.get_title(loc="left")
 
@@ -152,17 +150,42 @@ class TestMetric:
         assert texts(axes) == ["best 2¹⁶"]
         assert axes.get_yscale() == "linear"
 
-    def test_scores_of_older_searches_keep_their_axis(self) -> None:
-        older: Rows = [
-            (scale, None, {**scored(int(scale)), "loss_scale_score": score}, {})
-            for scale, score in ((8.0, 0.0095), (17.0, 0.0005), (24.0, 1.06))
+    def test_scores_are_dots_on_the_predicted_line(self) -> None:
+        """Of 2000 steps to grow and half a gradient lost below 2^-6, and a skip for each bit."""
+        of_one_seed: Rows = [(scale, 3, metrics, {}) for scale, _, metrics, _ in SCORES]
+        figure = draw(found_scale(), observed(of_one_seed, "loss_scale_score"))
+        axes = panel(figure, "loss scale score")
+        predicted = dict(zip(*line(axes, "predicted"), strict=True))
+        assert predicted[-7] == predicted[-9] == math.log2(1001)
+        assert predicted[-6] == predicted[18] == 0
+        assert [predicted[k] for k in (19, 20, 24)] == [1, math.log2(3), math.log2(7)]
+        dots = [drawn for drawn in axes.get_lines() if drawn.get_marker() == "o"]
+        assert numbers(dots[0].get_ydata())[:3] == [0, 0, 0]
+        lines = [
+            drawn.get_label() for drawn in axes.get_lines() if len(numbers(drawn.get_xdata())) > 2
         ]
-        axes = panel(draw(None, observed(older, "loss_scale_score")), "loss scale score")
+        assert len(lines) == 2  # the predicted one, and the dots
+        assert "steps lost) (line: predicted; dots: measured)" in axes.get_title(loc="left")
+        assert texts(axes) == ["best 2¹⁶"]
+
+    def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
+        """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
+        found = found_scale(low=20, top=15)
+        assert panels.predicted_score(found, 24) == math.log2(1 + 9 + 1000)
+
+    def test_scores_of_older_searches_are_beside_no_prediction(self) -> None:
+        older: Rows = [
+            (scale, None, scored_before(int(scale), score), {})
+            for scale, score in ((8.0, 9.0), (17.0, 0.5), (24.0, 7.0))
+        ]
+        axes = panel(draw(found_scale(), observed(older, "loss_scale_score")), "loss scale score")
         assert texts(axes) == ["best 2¹⁷"]
-        assert axes.get_yscale() == "log"
+        assert axes.get_title(loc="left") == "Loss scale score"
+        assert "predicted" not in [drawn.get_label() for drawn in axes.get_lines()]
+        assert axes.get_yscale() == "linear"
 
     def test_skips_are_counted_and_expected(self) -> None:
-        axes = panel(draw(found(top=18), observed(self.LOSSES)), "skipped steps")
+        axes = panel(draw(found_scale(top=18), observed(self.LOSSES)), "skipped steps")
         scales, skips = line(axes, "skipped steps")
         assert set(zip(scales, skips, strict=True)) == {(8, 0), (12, 0), (22, 4)}
         assert [0] * 11 + [1, 2, 3, 4] in heights(axes)  # 2^8 to 2^22
@@ -170,7 +193,7 @@ class TestMetric:
 
 class TestModules:
     def test_rows_are_in_the_order_of_the_forward_at_the_choice(self) -> None:
-        axes = draw(found(choice=17), None).axes[-1]
+        axes = draw(found_scale(choice=17), None).axes[-1]
         assert [label.get_text() for label in axes.get_yticklabels()] == ["body <1>", "head"]
         (mesh,) = axes.collections
         heat: Any = mesh.get_array()
@@ -189,7 +212,7 @@ class TestModules:
         many["modules"] = [
             {**module, "name": f"m{i}", "values_by_log2": {str(-i): 1}} for i in range(60)
         ]
-        axes = draw(FoundScale.from_json(many, "test").finding, None).axes[-1]
+        axes = draw(FoundScale.from_json(many, "test"), None).axes[-1]
         named = [label.get_text() for label in axes.get_yticklabels()]
         assert named == [f"m{i}" for i in range(59, -1, -3)]
 
@@ -212,12 +235,12 @@ def test_panels_without_data_are_left_out(
     with_finding: bool, metrics: dict[str, float] | None, training: Any, expected: Sequence[str]
 ) -> None:
     search = metrics and observed([(3.0, None, metrics, training)], "loss_scale_score")
-    figure = draw(found() if with_finding else None, search or None)
+    figure = draw(found_scale() if with_finding else None, search or None)
     assert [ax.get_ylabel() for ax in figure.axes] == expected
 
 
 def test_svg_takes_its_ink_from_the_page() -> None:
-    svg = as_svg(draw(found(), observed(SCORES, "loss_scale_score")))
+    svg = as_svg(draw(found_scale(), observed(SCORES, "loss_scale_score")))
     assert svg.startswith("<svg")
     for color, name in ((page.INK, "--ink"), (page.MUTED, "--muted"), (page.PAPER, "--paper")):
         assert color not in svg
@@ -227,7 +250,7 @@ def test_svg_takes_its_ink_from_the_page() -> None:
 
 
 def test_drawing_needs_no_display_and_leaves_no_state() -> None:
-    draw(found(), observed(SCORES, "loss_scale_score"))
+    draw(found_scale(), observed(SCORES, "loss_scale_score"))
     assert "matplotlib.pyplot" not in sys.modules
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from determined_amp.config.dotted import flat, nested
+from determined_amp.finder.score import bits_from_default
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.run_folders import read_search
 from determined_amp.reports.runs import Report, ReportError
-from tests.reporting import SEARCH, Rows, observed, scored, write_study
+from determined_amp.search.study_file import read_study
+from tests.reporting import SEARCH, Rows, observed, scored, scored_before, write_study
 
 
 def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
@@ -33,23 +36,33 @@ def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
 def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
     rows = read_search(write_study(tmp_path, trials)).ranked()
-    assert [run.scale_log2 for run in rows] == [17, 24, 8]
+    assert [run.scale_log2 for run in rows] == [17, 8, 24]
     upwards: dict[str, Any] = {**SEARCH, "searcher": dict(SEARCH["searcher"])}
     upwards["searcher"]["smaller_is_better"] = False
     rows = read_search(write_study(tmp_path / "up", trials, upwards)).ranked()
-    assert [run.scale_log2 for run in rows] == [8, 24, 17]
+    assert [run.scale_log2 for run in rows] == [24, 17, 8]
+
+
+def test_of_equal_trials_those_nearest_to_the_default_come_first(tmp_path: Path) -> None:
+    trials = [(2.0**scale, scored(scale)) for scale in (24, 0, 8, 18, 17, 15)]
+    folder = write_study(tmp_path, trials)
+    assert [run.scale_log2 for run in read_search(folder).ranked()] == [17, 15, 18, 8, 0, 24]
+    ranked = [trial.metrics["init_scale_log2"] for trial in read_study(folder).ranked()]
+    assert ranked == [17, 15, 18, 8, 0, 24]
+    assert bits_from_default(math.nan) > bits_from_default(-100)
 
 
 def test_scores_of_older_searches_still_rank(tmp_path: Path) -> None:
-    """They were an error and a thousandth of a bit, or 1 and a hundredth where a step overflows."""
-    older = {8: 0.0095, 17: 0.0005, 24: 1.06}
-    trials = [(2.0**k, {**scored(k), "loss_scale_score": score}) for k, score in older.items()]
+    """They were bits from the scale that the finder chose."""
+    older = {8: 9.0, 17: 0.0, 24: 7.0}
+    trials = [(2.0**k, scored_before(k, score)) for k, score in older.items()]
     found = over_loss_scale(read_search(write_study(tmp_path, trials)))
     assert [(run.scale_log2, run.overflow) for run in found.ranked()] == [
         (17, False),
-        (8, False),
         (24, True),
+        (8, False),
     ]
+    assert not found.counts_lost_steps
 
 
 def test_what_else_differs_is_named() -> None:

@@ -1,30 +1,44 @@
-"""`finder.score`: bits from the finder's scale, finite, and honest where none helps."""
+"""`finder.score`: the optimizer steps that a loss scale loses, measured, and finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import determined as det
 import pytest
 import torch
+from determined import pytorch
+from determined.core import DummyDistributedContext
 from torch import nn
 
 from benchmarks.small_trials import (
+    DeepPlain,
     Float16Loss,
     PreNormTransformer,
     SmallTrial,
     SummedLoss,
     TinyLoss,
 )
-from determined_amp.finder import passes
+from determined_amp.amp.checkpoint import patched
+from determined_amp.config.experiment import read_yaml
+from determined_amp.config.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
-from determined_amp.finder.passes import Observation, Prediction
-from determined_amp.finder.score import Score, score_batches
-from determined_amp.finder.verdict import Verdict, find
-from tests.loss_scale import Context, Trial, looked_at, prediction_of
+from determined_amp.finder.model import LossBatch, OneProcess
+from determined_amp.finder.passes import Observation, Prediction, predict
+from determined_amp.finder.score import Score, score, score_batches, worth_of_best
+from determined_amp.finder.verdict import FLUSHED_LIMIT, find
+from determined_amp.local.open_trial import open_trial
+from tests.loss_scale import Context, Trial, config, looked_at, prediction_of
+from tests.training import ROOT, SMALL
+
+T = TypeVar("T")
 
 Batches = Sequence[FrozenBatch]
 
@@ -45,127 +59,178 @@ class Exact:
 
 
 class TestTerms:
-    """Passes and gradients made by hand; the largest 16-bit gradient is 65520 / 2^6."""
+    """Float16 passes made by hand; bfloat16 predicts an overflow from 2^6 on."""
+
+    class Float16:
+        """What is measured: nothing overflows up to 2^top, and below 2^-30 all is flushed.
+
+        Attributes:
+            top: As above.
+            room: Bits from the largest value to an overflow, where the kernels overflow inside.
+            share: What is flushed at any scale.
+            left: `values_left` at any scale.
+            forward: log2 of the scale from which on the loss is not finite.
+            measured: log2 of the scales of the passes so far.
+        """
+
+        def __init__(self) -> None:
+            self.top, self.room, self.share, self.left = 6.0, 0.0, 0.0, 1.0
+            self.forward = math.inf
+            self.measured: list[float] = []
+
+        def at(self, scale_log2: float) -> Observation:
+            self.measured.append(scale_log2)
+            overflow = scale_log2 > self.top
+            seen = scale_log2 > -30 and not overflow
+            headroom = self.top + self.room + 0.5 - scale_log2 if seen else -math.inf
+            finite = scale_log2 < self.forward
+            return Observation(scale_log2, finite, overflow, self.share, headroom, self.left)
 
     @pytest.fixture
-    def observed(self, monkeypatch: pytest.MonkeyPatch) -> dict[float, Observation]:
-        """What is observed at these scales; every other one overflows."""
-        seen: dict[float, Observation] = {}
-        these: list[Any] = []
+    def float16(self, monkeypatch: pytest.MonkeyPatch) -> Float16:
+        made, these = self.Float16(), list[Any]()
 
-        def predict(context: Any, batches: Any) -> Prediction:
+        def predicted(context: Any, batches: Any) -> Prediction:
             these[:] = [context, batches]
             return prediction
 
         def observe(context: Any, batches: Any, scale_log2: float, given: Any) -> Observation:
             assert [context, batches, given] == [*these, prediction]
-            overflow = Observation(scale_log2, True, True, 0.25, -math.inf)
-            return seen.get(scale_log2, overflow)
+            return made.at(scale_log2)
+
+        def cause(context: Any, batches: Any) -> str:
+            assert [context, batches] == these
+            return "the cause"
 
         prediction = prediction_of({"a": {9: 1}}, largest=65520 / 2**6)
-        monkeypatch.setattr(scoring, "predict", predict)
+        monkeypatch.setattr(scoring, "predict", predicted)
         monkeypatch.setattr(scoring, "observe", observe)
-        monkeypatch.setattr(
-            scoring, "cause_of", lambda *given: {True: "the cause"}[[*given] == these]
-        )
-        return seen
+        monkeypatch.setattr(scoring, "cause_of", cause)
+        return made
 
     @staticmethod
-    def of(scale_log2: float, *batches: Exact, other_slots: Sequence[float] = ()) -> Score:
+    def of(
+        scale_log2: float, *batches: Exact, other_slots: Sequence[float] = (), **scaler: Any
+    ) -> Score:
         context: Any = type("Context", (), {})()
         context.distributed = type("Slots", (), {})()
         context.distributed.allgather = lambda mine: [mine, *other_slots]
-        made: Any = batches
-        return score_batches(context, made, scale_log2)
+        made: Any = batches or [Exact([[1.0]], [[1.0]], scale_log2)]
+        return score_batches(context, made, scale_log2, **scaler)
 
-    def test_error_is_the_mean_over_tensors_batches_and_slots(
-        self, observed: dict[float, Observation]
-    ) -> None:
+    def test_error_is_the_mean_over_tensors_batches_and_slots(self, float16: Float16) -> None:
         """Half of (3, 4) is lost, then all of it and more; a gradient of 0 has no error."""
-        observed[4] = Observation(4, True, False, 0.125, 1.5)
-        observed[6] = Observation(6, True, False, 0.0, 0.5)
         half = Exact([[3.0, 4.0], [0.0]], [[3.0, 1.5], [0.0]])
         all_of_it = Exact([[3.0, 4.0]], [[-30.0, -40.0]])
         assert self.of(4, half).gradient_error == 0.25
         assert self.of(4, half, all_of_it).gradient_error == 0.625
         found = self.of(4, half, all_of_it, other_slots=[0.25])
-        assert found == Score(1.0, 0.4375, 1.5, 0.125, 0.0)
+        assert found == Score(0.0, 0.0, 0.4375, 2.5, 0.0, 0.0)
+
+    @pytest.mark.parametrize("start", [127, 30.25, 16, 0.5, -2, -20, -99.75])
+    def test_skipped_steps_are_counted_wherever_overflow_ends(
+        self, float16: Float16, start: float
+    ) -> None:
+        """With few passes, also where the room that is measured says nothing true."""
+        for float16.top in (127, 100.25, 41, 40, 17, 6.5, 6, 0, -1, -25, -60.5, -100, -126):
+            for float16.room in (0, 1, 3, 12, -2):
+                float16.measured.clear()
+                skipped = max(0, math.ceil(start - float16.top))
+                assert self.of(start).steps_lost == skipped
+                assert len({*float16.measured}) == len(float16.measured)
+                exact = float16.room == 0 and 0 < float16.top < start
+                assert len(float16.measured) <= (6 if exact else 12)
 
     @pytest.mark.parametrize(
-        ("scale", "top", "score"),
+        ("start", "factor", "skipped"), [(16, 0.25, 5), (7, 0.25, 1), (16, 0.75, 25), (6, 0.25, 0)]
+    )
+    def test_backoff_factor_of_the_scaler_is_what_a_skipped_step_takes(
+        self, float16: Float16, start: float, factor: float, skipped: int
+    ) -> None:
+        assert self.of(start, backoff_factor=factor).steps_lost == skipped
+
+    @pytest.mark.parametrize(
+        ("start", "share", "interval", "steps"),
         [
-            (5, 6, 0.0),  # one bit below the top, which is predicted to be 2^6
-            (6, 6, 1.0),
-            (2, 6, 3.0),
-            (4.5, 6, 0.5),
-            (2, 4, 1.0),  # a kernel that adds up in float16: 2^6 and 2^5 overflow
-            (8, 8, 3.0),  # nothing overflows although it is predicted
+            (5, FLUSHED_LIMIT, 2000, 0.0),
+            (5, 0.0011, 2000, 2.2),
+            (5, 1.0, 2000, 2000.0),
+            (5, 0.5, 40, 20.0),
+            (10, 0.25, 2000, 504.0),  # of the scale that the training then starts with
+            (10, FLUSHED_LIMIT, 2000, 4.0),
         ],
     )
-    def test_score_is_the_distance_to_the_scale_to_start_with(
-        self, observed: dict[float, Observation], scale: float, top: int, score: float
+    def test_lost_share_counts_above_the_windows_limit(
+        self, float16: Float16, start: float, share: float, interval: int, steps: float
     ) -> None:
-        for at in (scale, top):
-            observed[at] = Observation(at, True, False, 0.0, 0.25 + top - at)
-        found = self.of(scale, Exact([[1.0]], [[1.0]], scale))
-        assert (found.loss_scale_score, found.overflow) == (score, 0)
-        assert found.backward_headroom_bits == 0.25 + top - scale
+        float16.share = share
+        found = self.of(start, growth_interval=interval)
+        assert found.steps_lost == pytest.approx(steps)
+        assert found.loss_scale_score == pytest.approx(math.log2(1 + steps))
+        assert found.flushed_share == share
 
-    def test_room_is_the_predicted_one_where_none_was_seen(
-        self, observed: dict[float, Observation]
+    def test_room_is_the_measured_one_less_the_bits_of_the_skipped_steps(
+        self, float16: Float16
     ) -> None:
-        """All is flushed, or an infinity reached no parameter: 6 bits less the scale's 4."""
-        observed[4] = Observation(4, True, False, 1.0, -math.inf)
-        observed[6] = Observation(6, True, False, 1.0, -math.inf)
-        found = self.of(4, Exact([[1.0]], [[0.0]]))
-        assert (found.backward_headroom_bits, found.loss_scale_score) == (2, 1)
+        assert self.of(4).backward_headroom_bits == 2.5
+        assert self.of(16).backward_headroom_bits == -9.5
+        float16.room = 2.0
+        assert self.of(7).backward_headroom_bits == 0.0  # the kernel overflows inside
 
-    @pytest.mark.parametrize(
-        ("scale", "top", "score"),
-        [(16, 6, 11), (6.5, 6, 1.5), (8.25, 5, 4.25), (6, 5, 2), (5, 4, 2), (16, 4, 13)],
-    )
-    def test_overflow_is_so_many_bits_too_high(
-        self, observed: dict[float, Observation], scale: float, top: int, score: float
-    ) -> None:
-        """From the power of two that bfloat16 predicts down, or from the next one below."""
-        observed[0] = Observation(0, True, False, 0.0, 6.0)
-        observed[top] = Observation(top, True, False, 0.0, 0.5)
-        assert self.of(scale) == Score(
-            loss_scale_score=score,
-            gradient_error=1.0,
-            backward_headroom_bits=min(6 - scale, 0.0),
-            flushed_share=0.25,
-            overflow=1.0,
-        )
+    def test_room_is_the_predicted_one_where_all_is_flushed(self, float16: Float16) -> None:
+        """6 bits and the scale's 40."""
+        assert self.of(-40).backward_headroom_bits == 46
 
-    def test_of_a_forward_that_overflows_are_none(self, observed: dict[float, Observation]) -> None:
-        observed[0] = Observation(0, False, False, 0.0, 0.0)
+    def test_overflow_has_no_gradient_error(self, float16: Float16) -> None:
+        assert self.of(9) == Score(2.0, 3.0, 1.0, -2.5, 0.0, 1.0)
+
+    @pytest.mark.parametrize("start", [16, 0, -3])
+    def test_of_a_forward_that_overflows_are_none(self, float16: Float16, start: int) -> None:
+        float16.top, float16.forward = -math.inf, -math.inf
+        with pytest.raises(det.InvalidHP, match=r"^no loss scale helps: the cause$"):
+            self.of(start)
+        assert len(float16.measured) == 2
+
+    def test_loss_that_overflows_at_large_scales_alone_has_a_score(self, float16: Float16) -> None:
+        float16.forward = 3
+        float16.top = -4
+        assert self.of(16).steps_lost == 20
+
+    def test_of_an_overflow_at_every_scale_are_none(self, float16: Float16) -> None:
+        float16.top = -math.inf
         with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
             self.of(16)
 
     @pytest.mark.parametrize("left", [0.01, 0.0099])
-    def test_of_scales_that_leave_nothing_are_none(
-        self, observed: dict[float, Observation], left: float
-    ) -> None:
-        observed[0] = Observation(0, True, True, 0.0, 0.0)
-        observed[-9] = Observation(-9, True, False, 0.0, 0.0, values_left=left)
+    def test_of_scales_that_leave_nothing_are_none(self, float16: Float16, left: float) -> None:
+        float16.left, float16.top = left, -9
         if left == 0.01:
-            assert self.of(4).loss_scale_score == 14
+            assert self.of(4).steps_lost == 13
         else:
             with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
                 self.of(4)
+            assert self.of(-9).steps_lost == 0  # nothing was skipped: it costs what it costs
 
-    def test_of_a_trial_that_cannot_run_in_float32_are_none(
-        self, observed: dict[float, Observation]
+    @pytest.mark.parametrize(("top", "steps"), [(0, 9), (0.5, 8), (1.5, 7), (-0.5, None)])
+    def test_scale_stays_above_its_floor(
+        self, float16: Float16, top: float, steps: int | None
     ) -> None:
+        float16.top = top
+        if steps is not None:
+            assert self.of(8.5, min_scale=1.0).steps_lost == steps
+        else:
+            told = r"helps from 2\^0 up, which is amp.min_scale: steps overflow even there; allowed"
+            with pytest.raises(det.InvalidHP, match=told):
+                self.of(8.5, min_scale=1.0)
+        assert min(float16.measured) >= 0
+
+    def test_of_a_trial_that_cannot_run_in_float32_are_none(self, float16: Float16) -> None:
         class Half(Exact):
             def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
                 raise self.error
 
             error: Exception = RuntimeError("expected Half")
 
-        observed[4] = Observation(4, True, False, 0.0, 1.5)
-        observed[6] = Observation(6, True, False, 0.0, 0.5)
         batch = Half([], [])
         told = "cannot run in float32, which gradient_error is measured against: expected Half. Wr"
         with pytest.raises(LossScaleError, match=told):
@@ -191,46 +256,138 @@ def invalid(trial: Trial, scale: int) -> str:
     return looked_at(trial, work)
 
 
-@pytest.mark.parametrize(
-    ("trial", "verdict"),
-    [
-        (SummedLoss, Verdict.SCALE),
-        (Float16Loss, Verdict.SCALE),
-        (PreNormTransformer, Verdict.DEFAULT),
-    ],
-)
-def test_scores_are_a_v_whose_tip_is_the_finders_choice(trial: Trial, verdict: Verdict) -> None:
-    """Also across the edge of float16, on both sides of which every scale has a score."""
+def skipped_in_training(trial: Trial, init_scale: float) -> int:
+    """Steps that a real training on one batch skips until the first is applied."""
+    with open_trial(config(trial, init_scale=init_scale), trial.__name__) as found:
+        small = found.trial
+        assert isinstance(small, SmallTrial)
+        train_batch, first = small.train_batch, list[Any]()
 
-    def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-        finding = find(context, batches)
-        choice, top = finding.choice_log2, finding.top_log2
-        assert choice is not None
-        assert finding.verdict is verdict
-        scales = [*range(choice - 3, choice + 2), choice - 30, top, top + 1, top + 7]
-        found = {k: score_batches(context, batches, k) for k in scales}
-        assert {k: score.loss_scale_score for k, score in found.items()} == {
-            k: abs(k - choice) for k in scales
-        }
-        assert {k for k in found if found[k].overflow} == {k for k in scales if k > top}
-        assert found[top].backward_headroom_bits > 0 > found[top + 1].backward_headroom_bits
+        def until_applied(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            first.append(batch)
+            metrics = train_batch(first[0], epoch_idx, batch_idx)
+            if small.skipped_steps <= batch_idx:
+                raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+            return metrics
 
-    looked_at(trial, work)
+        with patched(small, "train_batch", until_applied):
+            pytorch.Trainer(small, small.context).fit(max_length=pytorch.Batch(200))
+        return small.skipped_steps
 
 
-def test_scale_beyond_float32_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of this loss would bear 2^128 and more."""
-    loss, tried = SummedLoss.loss, list[float]()
-    monkeypatch.setattr(SummedLoss, "loss", lambda *given: loss(*given) * 2.0**-125)
+TRIALS = [SummedLoss, TinyLoss, PreNormTransformer, Float16Loss]
 
-    def observe(context: Any, batches: Any, scale_log2: float, prediction: Any) -> Observation:
-        tried.append(scale_log2)
-        return really(context, batches, scale_log2, prediction)
 
-    really = passes.observe
-    monkeypatch.setattr(scoring, "observe", observe)
-    assert scores(SummedLoss, [120])[120].loss_scale_score == 6
-    assert tried == [120, 127]
+@pytest.mark.parametrize("trial", TRIALS)
+class TestSmallTrials:
+    def test_score_is_zero_all_through_the_measured_window_and_rises_on_both_sides(
+        self, trial: Trial
+    ) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            prediction, finding = predict(context, batches), find(context, batches)
+            scales = range(finding.low_log2 - 3, finding.top_log2 + 4)
+            found = {k: score_batches(context, batches, k).loss_scale_score for k in scales}
+            applied = {
+                k for k in scales if all(b.backward(torch.float16, k).are_finite for b in batches)
+            }
+            window = {k for k in applied if prediction.flushed_share(k) <= FLUSHED_LIMIT}
+            free = {k for k in scales if found[k] == 0}
+            # float16 rounds a value to the other side of the flush now and then.
+            near = {finding.low_log2 + bit for bit in (-1, 0, 1)}
+            assert free - near == window - near
+            assert len(window) > 20
+            falls = [found[k] for k in scales if k <= min(free)]
+            rises = [found[k] for k in scales if k >= max(free)]
+            assert falls == sorted({*falls}, reverse=True)
+            assert rises == sorted({*rises})
+            assert min(len(falls), len(rises)) >= 3
+
+        looked_at(trial, work, batches=1)
+
+    @pytest.mark.parametrize("above", [0, 1, 4.25, 20])
+    def test_steps_lost_above_the_window_are_those_that_a_training_skips(
+        self, trial: Trial, above: float
+    ) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> tuple[float, Score]:
+            scale = find(context, batches).top_log2 + above
+            return scale, score_batches(context, batches, scale)
+
+        scale, found = looked_at(trial, work, batches=1)
+        skipped = skipped_in_training(trial, 2.0**scale)
+        assert found.steps_lost == skipped
+        assert found.loss_scale_score == math.log2(1 + skipped)
+        assert abs(skipped - above) < 1  # the control
+        assert found.overflow == (skipped > 0)
+
+    def test_steps_lost_below_the_window_are_the_share_of_a_growth_interval(
+        self, trial: Trial
+    ) -> None:
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            prediction, low = predict(context, batches), find(context, batches).low_log2
+            for scale in (low - 2, low - 3, low - 6, low - 60):
+                for interval in (2000, 10):
+                    found = score_batches(context, batches, scale, growth_interval=interval)
+                    share = found.flushed_share
+                    assert found.loss_scale_score == math.log2(1 + share * interval)
+                    within_a_bit = [prediction.flushed_share(scale + bit) for bit in (1, -1)]
+                    assert within_a_bit[0] * 0.9 <= share <= within_a_bit[1] * 1.1
+                    assert share > FLUSHED_LIMIT
+            kept = score_batches(context, batches, low)  # the control
+            assert kept.steps_lost == 0 <= kept.flushed_share <= FLUSHED_LIMIT
+
+        looked_at(trial, work, batches=1)
+
+    def test_score_asks_no_prediction_of_overflow(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wrong(*given: object) -> int:
+            raise AssertionError("the score would prove nothing")
+
+        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
+            top = find(context, batches).top_log2
+            with monkeypatch.context() as planted:
+                planted.setattr(Prediction, "first_overflow_log2", property(wrong))
+                planted.setattr(Prediction, "headroom_log2", property(wrong))
+                planted.setattr(Prediction, "smallest_scale_log2", wrong)
+                assert score_batches(context, batches, top + 9).steps_lost == 9
+                assert score_batches(context, batches, top).steps_lost == 0
+
+        looked_at(trial, work, batches=1)
+
+
+def test_no_scale_of_a_trial_without_a_window_is_free() -> None:
+    """The best is at the top, where the fewest gradients are flushed."""
+    found = scores(DeepPlain, [14, 18, 19, 22])
+    assert min(score.loss_scale_score for score in found.values()) > 5
+    assert min(found, key=lambda scale: found[scale].loss_scale_score) == 18
+
+
+def test_scaler_of_the_trial_says_what_a_skip_and_a_flushed_share_cost() -> None:
+    def scored(trial: Trial, scale: int) -> tuple[float, float]:
+        with open_trial(config(trial, init_scale=2.0**scale), trial.__name__) as found:
+            assert isinstance(found.trial, SmallTrial)
+            found.trial.scaler.set_backoff_factor(0.25)
+            found.trial.scaler.set_growth_interval(10)
+            metrics = score(found.trial, found.context, 1)
+            return metrics["steps_lost"], metrics["flushed_share"]
+
+    assert scored(SummedLoss, 21) == (5, 0)
+    assert scored(TinyLoss, -20) == (10, 1)
+
+
+@pytest.mark.parametrize(("floor", "invalid"), [(2.0**18, False), (2.0**21, True)])
+def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: bool) -> None:
+    """Of the MLP, whose gradients overflow above 2^18 or 2^19."""
+    scales = [f"hyperparameters.amp.{key}={floor}" for key in ("init_scale", "min_scale")]
+    mlp = with_overrides(
+        read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), [*SMALL, *scales]
+    )
+    with open_trial(mlp, "mlp") as found:
+        if invalid:
+            with pytest.raises(det.InvalidHP, match=r"from 2\^21 up, which is amp.min_scale"):
+                score(found.trial, found.context, 1)
+        else:
+            assert score(found.trial, found.context, 1)["steps_lost"] == 0
 
 
 def test_is_finite_where_everything_is_flushed() -> None:
@@ -255,9 +412,8 @@ def test_cause_is_looked_for_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> 
     loss, seen = SummedLoss.loss, list[Any]()
 
     def loss_of(trial: SummedLoss, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if not any(images is other for other in seen):
-            seen.append(images)
-        return loss(trial, images * (1.0e6 if images is seen[-1] and len(seen) == 2 else 1), labels)
+        seen.append(images.clone())
+        return loss(trial, images * (1.0 if torch.equal(images, seen[0]) else 1.0e6), labels)
 
     monkeypatch.setattr(SummedLoss, "loss", loss_of)
     assert "forward overflow in module 1" in invalid(SummedLoss, 0)
@@ -283,3 +439,79 @@ def test_gradients_set_to_zero_after_the_step_are_still_seen(
     plain = scores(SummedLoss, [8])
     monkeypatch.setattr(SummedLoss, "train_batch", train_and_clear)
     assert scores(SummedLoss, [8]) == plain
+
+
+class Ranks:
+    """Two threads as ranks: one runs at a time, until it gathers or ends."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._gathered: list[dict[int, Any]] = [{}]
+
+    def run(self, work: Callable[[Any], T]) -> list[T]:
+        """`work` of each rank's `distributed`."""
+
+        def of_rank(rank: int) -> T:
+            with self._turn:
+                distributed = SimpleNamespace(allgather=partial(self._allgather, rank), rank=rank)
+                return work(distributed)
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(of_rank, range(2), timeout=60))
+
+    def _allgather(self, rank: int, mine: Any) -> list[Any]:
+        gathered = self._gathered[-1]
+        gathered[rank] = mine
+        if len(gathered) == 2:
+            self._gathered.append({})
+            self._turn.notify()
+        assert self._turn.wait_for(lambda: len(gathered) == 2, timeout=60)
+        return [gathered[0], gathered[1]]
+
+
+@pytest.mark.parametrize("scale", [16, 9, -30])
+def test_score_is_the_same_on_every_rank(scale: int) -> None:
+    """The gradients of the second rank are sixteen times those of the first."""
+
+    def place(distributed: Any, factor: float) -> tuple[OneProcess, list[LossBatch]]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        cpu, inputs = torch.device("cpu"), torch.rand(8, 64)
+        batch = LossBatch(model, lambda x: model(x).float().square().sum() * factor, inputs, cpu)
+        return OneProcess([model], distributed), [batch]
+
+    def of_rank(distributed: Any) -> Score:
+        return score_batches(*place(distributed, 16.0**distributed.rank), scale)
+
+    one, other = Ranks().run(of_rank)
+    assert one == other
+    alone = [score_batches(*place(DummyDistributedContext(), 16.0**rank), scale) for rank in (0, 1)]
+    assert alone[0].backward_headroom_bits != alone[1].backward_headroom_bits  # the control
+    assert min(found.steps_lost for found in alone) < one.steps_lost
+    assert one.overflow == 0 or one.steps_lost == max(found.steps_lost for found in alone)
+
+
+def trials(*steps: float) -> Iterator[dict[str, float]]:
+    """The metrics of trials at 2^14, 2^15 and so on that lose so many steps."""
+    for i, lost in enumerate(steps):
+        yield {"init_scale_log2": 14.0 + i, "steps_lost": lost}
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            [*trials(3, 0, 0, 0, 2)],
+            "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find nothing better. "
+            "The best trial is the one of these that is nearest to PyTorch's default, 2^16",
+        ),
+        ([*trials(3, 0.5, 4)], "every scale of this search loses steps, and the best one 0.5"),
+        ([], None),
+        ([*trials(0), {"init_scale_log2": 3.0, "loss_scale_score": 0.0}], None),
+    ],
+)
+def test_worth_of_the_best_trial_is_a_true_sentence(
+    found: Sequence[dict[str, float]], sentence: str | None
+) -> None:
+    assert worth_of_best("loss_scale_score", found) == sentence
+    assert worth_of_best("gradient_error", found) is None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 from optuna.exceptions import StorageInternalError
+from rich.console import Console
 
 from determined_amp import __main__ as door
 from determined_amp.config.experiment import read_yaml
@@ -26,6 +29,7 @@ from determined_amp.search.study_file import SearchStudy, StudyError, read_study
 from determined_amp.search.trial_queue import TrialQueue
 from tests import searching, training
 from tests.mortal import ORDER
+from tests.reporting import scored, write_study
 
 MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
 TELLS_ITS_PROCESS = "hyperparameters.trial=tests.mortal:PidTrial"
@@ -65,17 +69,47 @@ class TestGrid:
         assert processes_in(tmp_path) == 2
         assert [trial.params["amp.init_scale"] for trial in study.trials] == [2**24, 2**14, 2**4]
         assert {trial.state for trial in study.trials} == {"complete"}
-        assert [trial.metrics["init_scale_log2"] for trial in study.ranked()] == [14, 24, 4]
+        assert [trial.metrics["init_scale_log2"] for trial in study.ranked()] == [14, 4, 24]
         highest, best, _ = study.trials
         assert highest.metrics["overflow"] == 1
-        assert best.value == best.metrics["loss_scale_score"] == 2
-        assert highest.value == 8
+        assert best.value == best.metrics["loss_scale_score"] == 0
+        assert highest.metrics["steps_lost"] == 24 - 18
+        assert highest.value == math.log2(1 + 24 - 18)
         assert best.used == {"amp": {"init_scale": 2.0**14}}
         assert [batches for batches, _ in best.history] == [2]
         shown = capsys.readouterr().out
+        assert (
+            "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing" in shown
+        )
         assert "best:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n" in shown
         written = yaml.safe_load((best.folder / "config.yaml").read_text())
         assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
+
+    @pytest.mark.parametrize(
+        ("scales", "worth", "best"),
+        [
+            ((8, 14, 17, 24), "no step is lost in 3 of 4 trials, at 2^8 to 2^17", 17),
+            ((-8, 20, 21), "every scale of this search loses steps, and the best one 2", 20),
+            ((22, 23, 24), "every scale of this search overflows: search smaller ones", None),
+        ],
+    )
+    def test_end_of_a_search_says_what_its_best_scale_is_worth(
+        self,
+        scales: Sequence[int],
+        worth: str,
+        best: int | None,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        search = searching.load(tmp_path, "loss_scale_grid.yaml")
+        trials = [(2.0**scale, scored(scale)) for scale in scales]
+        folder = write_study(tmp_path / "study", trials, search)
+        display = SearchDisplay(Console(), searching.plan(search), folder)
+        display.close(read_study(folder), stopped=False, failed=False)
+        shown = capsys.readouterr().out
+        assert worth in shown
+        assert ("best:" in shown) is (best is not None)
+        assert best is None or f"init_scale: {2.0**best}\n" in shown
 
     def test_invalid_trial_has_its_reason_and_is_not_replaced(self, tmp_path: Path) -> None:
         path = searching.write(
@@ -329,7 +363,7 @@ class TestKilledSearch:
             time.sleep(0.05)
             for folder in directory.glob("runs/*/*"):
                 try:
-                    if any(trial.value for trial in read_study(folder).trials):
+                    if any(t.value is not None for t in read_study(folder).trials):
                         return folder
                 except StudyError:
                     continue

@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder import verdict
 from determined_amp.finder.passes import Observation, Prediction
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder.verdict import (
     Finding,
     Verdict,
-    _islands,
     _judge,
     _module,
     choice_of,
     find,
 )
-from tests.loss_scale import prediction_of
+from tests.loss_scale import fewest_islands, prediction_of
 
 CONTEXT: Any = object()
 BATCHES: Any = object()
@@ -43,6 +42,7 @@ def found(
         finite = loss_is_finite and scale_log2 == 0
         return Observation(scale_log2, finite, overflows(scale_log2), 0.0, 0.0)
 
+    monkeypatch.setattr(verdict, "_help", lambda *given: given[:2] == (CONTEXT, BATCHES))
     made = {"predict": prediction, "cause_of": "the cause"}
     for name, result in made.items():
         of_these = {(CONTEXT, BATCHES): result}
@@ -128,13 +128,26 @@ class TestFind:
 def test_verdict_and_choice_are_those_of_the_window(
     low: int, top: int, expected: Verdict, choice: int
 ) -> None:
-    assert _judge(prediction_of({"a": {0: 1}}), low, top) == (expected, ())
+    assert _judge(CONTEXT, BATCHES, prediction_of({"a": {0: 1}}), low, top) == (expected, ())
     assert choice_of(low, top) == choice
 
 
-def test_verdict_is_for_islands_where_they_leave_a_window() -> None:
-    modules = {"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}}
-    assert _judge(prediction_of(modules), 1, 0) == (Verdict.ISLANDS, ("loud",))
+@pytest.mark.parametrize(
+    ("helps", "expected"),
+    [
+        ({("loud",), ("faint", "c", "b")}, ("loud",)),
+        ({("faint", "c", "b")}, ("faint", "c", "b")),
+        (set(), ()),
+    ],
+)
+def test_verdict_is_for_the_fewest_islands_that_a_pass_shows_to_help(
+    helps: set[tuple[str, ...]], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposed = [("faint", "c", "b"), ("loud",)]
+    monkeypatch.setattr(verdict, "_islands", lambda prediction: proposed)
+    monkeypatch.setattr(verdict, "_help", lambda context, batches, names: names in helps)
+    judged = _judge(CONTEXT, BATCHES, prediction_of({"a": {0: 1}}), 1, 0)
+    assert judged == (Verdict.ISLANDS if expected else Verdict.BF16, expected)
 
 
 class TestIslands:
@@ -144,37 +157,37 @@ class TestIslands:
     ) -> None:
         """Without the loud module, gradients of 2^1 and 2^-38 leave 2^14 alone."""
         modules = {"loud": {4: 1}, "a": {1: 1}, "b": {-20: 1}, "faint": {faintest: 1}}
-        assert _islands(prediction_of(modules)) == expected
+        assert fewest_islands(prediction_of(modules)) == expected
 
     @pytest.mark.parametrize(("loud", "quiet"), [(1, 2), (2, 3), (3, 4)])
     def test_are_three_at_most_and_fewer_than_the_others(self, loud: int, quiet: int) -> None:
         modules = {f"loud {i}": {30 + i: 1} for i in range(loud)}
         others = {f"quiet {i}": {-30: 1} for i in range(quiet)}
-        islands = _islands(prediction_of({**modules, **others}))
+        islands = fewest_islands(prediction_of({**modules, **others}))
         assert set(islands) == set(modules)
         assert islands == tuple(sorted(modules, reverse=True))  # the loudest first
         del others["quiet 0"]
-        assert _islands(prediction_of({**modules, **others})) != islands
+        assert fewest_islands(prediction_of({**modules, **others})) != islands
 
     def test_of_more_than_three_modules_are_none(self) -> None:
         modules = {f"loud {i}": {30: 1} for i in range(4)}
         others = {f"quiet {i}": {-30: 1} for i in range(9)}
-        assert _islands(prediction_of({**modules, **others})) == ()
+        assert fewest_islands(prediction_of({**modules, **others})) == ()
 
     def test_begin_with_the_loudest_also_where_that_is_1(self) -> None:
         modules = {"one": {0: 1}, "loud": {1: 1}, **{name: {-39: 1} for name in "abcde"}}
-        assert _islands(prediction_of(modules)) == ("loud",)
+        assert fewest_islands(prediction_of(modules)) == ("loud",)
 
     def test_are_the_fewest(self) -> None:
         """Two loud ones, or one faint one."""
         modules = {"loud": {20: 1}, "louder": {21: 1}, "faint": {-30: 1}}
         others = {name: {0: 1} for name in "abcd"}
-        assert _islands(prediction_of({**modules, **others})) == ("faint",)
+        assert fewest_islands(prediction_of({**modules, **others})) == ("faint",)
 
     @pytest.mark.parametrize("name", [OUTSIDE, WHOLE_MODEL])
     def test_are_modules_that_can_be_named(self, name: str) -> None:
         others = {other: {-30: 1} for other in "abcd"}
-        assert _islands(prediction_of({name: {30: 1}, **others})) == ()
+        assert fewest_islands(prediction_of({name: {30: 1}, **others})) == ()
 
 
 def finding_of(prediction: Prediction, low: int = 0, top: int = 10) -> Finding:

@@ -28,7 +28,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.diagnosis import undisturbed
+from determined_amp.amp.replay import undisturbed
 from determined_amp.local.processes import process_group
 from tests import strangers, test_unmodified, training
 from tests.loops import fit

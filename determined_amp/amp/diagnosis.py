@@ -1,195 +1,456 @@
-"""Why a batch overflows: replays a batch with hooks, then restores all state."""
+"""Why a batch does not train: replays it, operation by operation, and tries what would help."""
 
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
-from determined import pytorch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.compiled import as_written
-from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.metrics import FLOAT16_MAX
+from determined_amp.amp.fp32_modules import meanwhile_in_float32
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, Origin, hooked, module_names, only_views
+from determined_amp.amp.replay import float16_as, tensors_of, undisturbed
+
+# Trains the batch at this loss scale: forward, loss and backward as in training, without a step.
+Train = Callable[[float], object]
+
+# Activations from here on, or weights that have grown so many times since the training began, are
+# beyond what a precision mends.
+_ABSURD = 1.0e9
+_GROWN = 10.0
+
+# A mask may be -inf; what is made of it is judged where it is computed.
+_MASKS = {"fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
+_UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
+
+_MOST_PLACES = 16
+_MOST_ISLANDS = 3
+_LEAST_SCALE_LOG2 = -24
 
 
 def find_cause(
     models: Sequence[nn.Module],
     batch: Any,
-    backward: Callable[[], object],
+    train: Train,
     *,
+    scale: float = 1.0,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    grown: float = 1.0,
+    slots: Slots | None = None,
 ) -> str | None:
-    """One sentence on the first thing that is not finite, and what to do about it.
+    """One sentence on the first thing that is not finite, and what was seen to help.
 
     Synchronises. Gradients, buffers, modes and random state are afterwards as before.
 
     Args:
-        models: All models of the trial. If one is wrapped in DistributedDataParallel, every rank
-            must call this, and each examines its own batch.
-        batch: What `backward` trains; its tensors are checked.
-        backward: Forward, loss and scaled backward of the batch as in training, without a step.
+        models: All models of the trial.
+        batch: What `train` trains; its tensors are checked.
+        train: Trains the batch at a loss scale.
+        scale: The loss scale of the training.
         optimizers: Those of the trial. They may hold parameters that are in no model.
+        grown: How many times as large the weights are as when the training began.
+        slots: The processes of the training. All of them must call this, each with its own batch;
+            by default this is the only one.
 
     Returns:
-        None if everything is finite.
+        None if everything is finite here, or another slot is the first that has a cause.
     """
-    watch = _Watch(models)
+    replays = _Replays(models, train, optimizers, slots or _OneSlot())
+    known = _bad_input(batch) or _bad_parameter(models)
+    seen, error = None, None
     try:
-        with undisturbed(*models, optimizers=optimizers), watch.listening():
-            backward()
-            gradients = [
-                name
-                for name, parameter in _named_parameters(models)
-                if parameter.grad is not None and not _finite(parameter.grad)
-            ]
+        seen = replays.run(_Pass(scale))
     except torch.cuda.OutOfMemoryError:
-        return watch.forward or watch.backward or "unknown: there was no memory to look for it"
+        known = known or "unknown: there was no memory to look for it"
+    except Exception as raised:
+        error = raised
+    trouble = known is not None or error is not None or (seen is not None and not seen.is_sound)
+    if not replays.lead(trouble):
+        return None
+    try:
+        if known is None and error is not None:
+            raise error
+        return known or _cause(seen or _Seen(), replays, scale, grown)
+    finally:
+        replays.end()
+
+
+def _cause(seen: _Seen, replays: _Replays, scale: float, grown: float) -> str:
+    exact = replays.try_out(_Pass(1.0, compute=torch.float32, asked=tuple(seen.forward)))
+    if exact is not None and not exact.is_sound:
+        return _float32_sentence(exact, grown)
+    overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
+    if overflow is not None:
+        return _forward_sentence(overflow, exact, replays, grown)
+    return _gradient_sentence(seen, replays, scale, grown)
+
+
+class Slots(Protocol):
+    """The processes of a training, as Determined's `DistributedContext` has them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def allgather(self, value: Any) -> list[Any]: ...
+
+
+class _OneSlot:
+    rank = 0
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _Place(NamedTuple):
+    """An operation of a forward or backward.
+
+    Args:
+        module: The module whose forward it belongs to.
+        operation: Its name.
+        number: How many of that name that module has called before.
+        between: Of an operation between modules, the module whose forward ended last.
+        cast_of: Of a cast, the largest value that was cast.
+        kind: What it was made of: "activation", or "weight" if a parameter was cast.
+        dtype: The dtype of its result.
+    """
+
+    module: str
+    operation: str
+    number: int
+    between: str | None
+    cast_of: float | None
+    kind: str
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.module, self.operation, self.number
+
+
+@dataclass
+class _Seen:
+    """What one pass showed.
+
+    Args:
+        forward: The first operations of the forward whose results are not finite though what they
+            got is.
+        backward: The first such operation of the backward.
+        loss_is_finite: Whether all losses are.
+        lost: Names of the parameters whose gradients are not finite, in the order of the backward.
+        largest: The largest magnitudes of the results that were asked for, by `_Place.key`.
+    """
+
+    forward: list[_Place] = field(default_factory=list)
+    backward: _Place | None = None
+    loss_is_finite: bool = True
+    lost: list[str] = field(default_factory=list)
+    largest: dict[tuple[str, str, int], float] = field(default_factory=dict)
+
+    @property
+    def is_sound(self) -> bool:
+        return self.loss_is_finite and not self.lost
+
+    def is_finite_at(self, place: _Place) -> bool:
+        """Whether an operation that overflowed in another pass is finite here, or a mere cast."""
+        return place.cast_of is not None or math.isfinite(self.largest.get(place.key, math.nan))
+
+
+class _Pass(NamedTuple):
+    """A way to run the batch.
+
+    Args:
+        scale: The loss scale.
+        compute: float32: without autocast; bfloat16: in place of float16; None: as in training.
+        islands: Modules to keep in float32.
+        asked: Operations whose largest result is to be noted.
+    """
+
+    scale: float
+    compute: torch.dtype | None = None
+    islands: tuple[str, ...] = ()
+    asked: tuple[_Place, ...] = ()
+
+
+class _Replays:
+    """Runs one batch in different ways.
+
+    A forward may wait for those on other slots, as SyncBatchNorm does. So all slots make the same
+    passes: those that the first one in trouble asks for.
+
+    Args:
+        models: All models of the trial.
+        train: Trains the batch at a loss scale.
+        optimizers: Those of the trial.
+        slots: The processes of the training.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        train: Train,
+        optimizers: Sequence[torch.optim.Optimizer],
+        slots: Slots,
+    ) -> None:
+        self._models = models
+        self._train = train
+        self._optimizers = optimizers
+        self._slots = slots
+        self._modules = {name: module for module, name in module_names(models).items()}
+        parameters = (p for model in models for p in model.parameters())
+        self._device_type = next((p.device.type for p in parameters), "cpu")
+
+    def lead(self, in_trouble: bool) -> bool:
+        """Whether this slot is the first one in trouble; the others make its passes until `end`."""
+        troubles = self._slots.allgather(in_trouble)
+        if True not in troubles:
+            return False
+        if troubles.index(True) == self._slots.rank:
+            return True
+        while asked := next(filter(None, self._slots.allgather(None)), None):
+            self._run_safely(asked)
+        return False
+
+    def end(self) -> None:
+        """Let the other slots go."""
+        self._slots.allgather(None)
+
+    def try_out(self, asked: _Pass) -> _Seen | None:
+        """Run a pass on all slots; None if the trial cannot run so."""
+        self._slots.allgather(asked)
+        return self._run_safely(asked)
+
+    def is_sound(self, asked: _Pass) -> bool:
+        """Whether a pass is finite."""
+        seen = self.try_out(asked)
+        return seen is not None and seen.is_sound
+
+    def islands_from(self, name: str, scale: float) -> tuple[str, ...]:
+        """Modules, `name` the first, that leave nothing to overflow if they compute in float32.
+
+        Empty if three do not, or if they hold all parameters of a model.
+        """
+        islands: tuple[str, ...] = ()
+        while len(islands) < _MOST_ISLANDS and name in self._modules and name not in islands:
+            islands += (name,)
+            inside = {p for island in islands for p in self._modules[island].parameters()}
+            if any(inside.issuperset(model.parameters()) for model in self._models):
+                return ()
+            seen = self.try_out(_Pass(scale, islands=islands))
+            if seen is None or seen.is_sound:
+                return islands if seen else ()
+            places = [*seen.forward, *([seen.backward] if seen.backward else [])]
+            name = places[0].module if places else ""
+        return ()
+
+    def largest_sound_scale_log2(self, below: float) -> int | None:
+        """log2 of the largest power of two below a scale at which the pass is finite."""
+        sound, fails = _LEAST_SCALE_LOG2, math.ceil(math.log2(below))
+        if sound >= fails or not self.is_sound(_Pass(2.0**sound)):
+            return None
+        while fails - sound > 1:
+            middle = (sound + fails) // 2
+            is_sound = self.is_sound(_Pass(2.0**middle))
+            sound, fails = (middle, fails) if is_sound else (sound, middle)
+        return sound
+
+    def run(self, asked: _Pass) -> _Seen:
+        """Run a pass on this slot alone."""
+        watch = _Watch(self._models, {place.key for place in asked.asked})
+        islands = [self._modules[name] for name in asked.islands]
+        with ExitStack() as stack:
+            if asked.compute is torch.float32:
+                stack.enter_context(float16_as(None, bfloat16_too=True))
+            elif asked.compute is not None:
+                stack.enter_context(float16_as(asked.compute))
+            stack.enter_context(meanwhile_in_float32(islands, self._device_type))
+            stack.enter_context(undisturbed(*self._models, optimizers=self._optimizers))
+            stack.enter_context(watch.watching())
+            self._train(asked.scale)
+        return watch.seen
+
+    def _run_safely(self, asked: _Pass) -> _Seen | None:
+        try:
+            return self.run(asked)
+        # The trial's own code can raise anything on an unexpected dtype, and memory can be short.
+        except Exception:
+            return None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Looks at every result of a pass.
+
+    Args:
+        models: The models whose modules name the places, and whose parameters must get finite
+            gradients.
+        asked: `_Place.key` of the operations whose largest result is noted.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, models: Sequence[nn.Module], asked: set[tuple[str, str, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = _Seen()
+        self._asked = asked
+        self._origin = Origin(models)
+        self._leaves = {n for m, n in module_names(models).items() if not list(m.children())}
+        self._parameters = dict(_named_parameters(models))
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at all that is computed in this block."""
+        backward = torch.autograd.backward
+
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self.seen.loss_is_finite &= all(map(_finite, tensors_of(tensors)))
+            backward(tensors, *args, **kwargs)
+
+        with ExitStack() as stack:
+            for name, parameter in self._parameters.items():
+                stack.enter_context(hooked([parameter], partial(self._judge, name)))
+            stack.enter_context(patched(torch.autograd, "backward", watched))
+            stack.enter_context(self._origin.tracking())
+            stack.enter_context(self)
+            yield
+        # Of a trial that sets them itself; the backward reaches what is defined last first.
+        for name, parameter in reversed(self._parameters.items()):
+            if parameter.grad is not None:
+                self._judge(name, parameter.grad)
+
+    def _judge(self, name: str, gradient: torch.Tensor) -> None:
+        if not _finite(gradient) and name not in self.seen.lost:
+            self.seen.lost.append(name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
+        node: Any = torch._C._current_autograd_node()
+        results = [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
+        is_repeated = node is not None and self._origin.current != OUTSIDE  # by a checkpoint
+        if is_repeated or not results or operation in _UNINITIALISED or only_views(func):
+            return result
+        is_cast = operation == "_to_copy"
+        module = self._origin.current if node is None else self._origin.of(node)
+        key = module, operation, self._calls[module, operation]
+        if node is None and not is_cast:  # casts differ between the precisions
+            self._calls[module, operation] += 1
+            if key in self._asked:
+                self.seen.largest[key] = max(map(_largest, results))
+        if all(map(_finite, results)) or operation in _MASKS:
+            return result
+        inputs = [t for t in tensors_of((args, kwargs or {})) if t.is_floating_point()]
+        if inputs and all(map(_finite, inputs)):
+            cast_of = max(map(_largest, inputs)) if is_cast else None
+            between = None if module in self._leaves else self._origin.left
+            kind = "weight" if is_cast and isinstance(inputs[0], nn.Parameter) else "activation"
+            place = _Place(*key, between, cast_of, kind, results[0].dtype)
+            if node is not None:
+                self.seen.backward = self.seen.backward or place
+            elif len(self.seen.forward) < _MOST_PLACES:
+                self.seen.forward.append(place)
+        return result
+
+
+def _forward_sentence(place: _Place, exact: _Seen | None, replays: _Replays, grown: float) -> str:
+    largest = place.cast_of
+    if largest is None and exact is not None:
+        largest = exact.largest[place.key]
+    size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
+    limit = torch.finfo(place.dtype).max
+    name = str(place.dtype).removeprefix("torch.")
+    overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
+    if grown >= _GROWN:
+        return f"{overflow}; {_too_fast(grown)}"
+    if largest is not None and largest >= _ABSURD:
+        return (
+            f"{overflow}; that far beyond it the precision is not the cause: look at the inputs "
+            "and the initial weights, and lower learning_rate"
+        )
+    return f"{overflow}; no loss scale helps. {_advice(place.module, replays)}"
+
+
+def _float32_sentence(seen: _Seen, grown: float) -> str:
+    """Of a pass that is not finite without autocast either."""
+    if seen.forward:
+        what, where = "output", _where(seen.forward[0])
+    else:
+        what, where = "gradient", _module(_first_lost(seen))
+    remedy = (
+        _too_fast(grown) if grown >= _GROWN else "look at the inputs and at this operation there"
+    )
+    return f"the {what} of {where} is not finite, not even in float32; {remedy}"
+
+
+def _gradient_sentence(seen: _Seen, replays: _Replays, scale: float, grown: float) -> str:
+    module = _first_lost(seen)
+    where = _module(module)
+    overflow = f"gradient overflow at {where}"
+    if grown >= _GROWN:
+        return f"{overflow}; {_too_fast(grown)}"
+    lower = replays.largest_sound_scale_log2(scale)
+    if lower is None:
+        return f"{overflow} at every loss scale. {_advice(module, replays)}"
     return (
-        _bad_input(batch)
-        or _bad_parameter(models)
-        or watch.forward
-        or watch.backward
-        # The backward reaches the module that is defined last first.
-        or (_gradient_sentence(gradients[-1].rpartition(".")[0]) if gradients else None)
+        f"{overflow} at a loss scale of {scale:g}; at 2^{lower} nothing overflows: lower "
+        f"init_scale. {_advice(module, replays, scale)}"
     )
 
 
-def _prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Names of several models begin with their number, as in the finder."""
-    return [f"model {i}: " for i in range(len(models))] if len(models) > 1 else [""]
+def _advice(module: str, replays: _Replays, scale: float = 1.0) -> str:
+    """What was seen to help at a loss scale, as lines for the YAML."""
+    in_bfloat16 = _Pass(scale, compute=torch.bfloat16)
+    helps = ["precision: amp_bf16"] if replays.is_sound(in_bfloat16) else []
+    islands = replays.islands_from(module, scale)
+    if islands:
+        names = (name.rpartition(": ")[2] for name in islands)  # without the number of its model
+        patterns = ", ".join(f'"^{name}$"'.replace(".", r"\\.") for name in names)
+        helps.append(f"fp32_modules: [{patterns}]")
+    if not helps:
+        return "Neither amp_bf16 nor fp32_modules was seen to help: train it in fp32"
+    return f"What helps, in the YAML: {', or '.join(helps)}"
 
 
-def _named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, model in zip(_prefixes(models), models, strict=False):
-        for name, parameter in model.named_parameters():
-            yield prefix + _plain(name), parameter
+def _too_fast(grown: float) -> str:
+    return (
+        f"the weights are {grown:.3g} times as large as at the start: lower learning_rate, or clip "
+        "the gradients; no precision helps"
+    )
 
 
-class _Watch:
-    """Notes the first module whose output, and the first whose gradient, is not finite."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
-        self.forward: str | None = None
-        self.backward: str | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = []
-        for prefix, model in zip(_prefixes(self._models), self._models, strict=False):
-            for name, module in model.named_modules():
-                if not list(module.children()):
-                    hook = self._on_output(prefix + _plain(name))
-                    handles.append(module.register_forward_hook(hook))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _on_output(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            for tensor in _tensors(output):
-                if self.forward is None and not _finite(tensor):
-                    self.forward = _forward_sentence(name, module, inputs)
-                if tensor.requires_grad:
-                    tensor.register_hook(self._on_gradient(name))  # type: ignore[no-untyped-call]  # torch
-
-        return hook
-
-    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if self.backward is None and not _finite(gradient):
-                self.backward = _gradient_sentence(name)
-
-        return hook
+def _where(place: _Place) -> str:
+    """Where in the forward: the module, and the operation if it is one between modules."""
+    if place.between is None:
+        return _module(place.module)
+    where = "outside the model" if place.module == OUTSIDE else f"of {_module(place.module)}"
+    after = f", after {_module(place.between)}" if place.between else ""
+    return f"{place.operation} {where}{after}"
 
 
-@contextmanager
-def without_steps(context: pytorch.PyTorchTrialContext, scaler: Any) -> Iterator[None]:
-    """Inside this block no step, zero_grad or unscale_ has any effect.
-
-    Args:
-        context: The trial's context; its optimizers and schedulers stand still.
-        scaler: The trial's `GradScaler`; its scale stays.
-    """
-    still = [(scaler, name) for name in ("step", "update", "unscale_")]
-    still.append((context, "step_optimizer"))
-    still += [(optimizer, name) for optimizer in context.optimizers for name in _STEPPING]
-    still += [(wrapped._scheduler, "step") for wrapped in context.lr_schedulers]
-    with ExitStack() as stack:
-        for owner, name in still:
-            stack.enter_context(patched(owner, name, _do_nothing))
-        yield
+def _module(name: str) -> str:
+    if name == OUTSIDE:
+        return "the loss, outside the model"
+    return f"module {name.replace(WHOLE_MODEL, 'the model')}"
 
 
-_STEPPING = ("step", "zero_grad")
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-@contextmanager
-def undisturbed(
-    *models: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> Iterator[None]:
-    """Train a batch in this block, then restore all state.
-
-    Gradients are enabled and the models are in training mode, also during a validation. Gradients,
-    buffers, modes and random state are restored. DistributedDataParallel exchanges nothing.
-    """
-    parameters = {p: p.grad for model in models for p in model.parameters()}
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    parameters |= {p: p.grad for group in groups for p in group["params"]}
-    owned = [(m, dict(m._buffers)) for model in models for m in model.modules()]
-    buffers = {b: b.clone() for model in models for b in model.buffers()}
-    modes = {module: module.training for model in models for module in model.modules()}
-    devices = {p.device for p in parameters if p.device.type == "cuda"}
-    ours, numpys = random.getstate(), np.random.get_state()
-    with ExitStack() as stack:
-        stack.enter_context(as_written())
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
-        for model in models:
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                stack.enter_context(model.no_sync())
-            if not model.training:
-                model.train()
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in parameters.items():
-                parameter.grad = gradient
-            for module, training in modes.items():
-                module.training = training
-            for module, own in owned:  # a module may have put others in their place
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, before in buffers.items():
-                    if not _same(buffer, before):
-                        buffer.copy_(before)
-            random.setstate(ours)
-            np.random.set_state(numpys)
-
-
-def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether there is nothing to restore. A buffer that is not strided cannot be restored."""
-    return buffer.layout is not torch.strided or torch.equal(buffer, before)
+def _first_lost(seen: _Seen) -> str:
+    """The module whose backward is the first that is not finite."""
+    if seen.backward:
+        return seen.backward.module
+    return (seen.lost[0].rpartition(".")[0] if seen.lost else "") or WHOLE_MODEL
 
 
 def _bad_input(batch: Any) -> str | None:
-    for position, tensor in enumerate(_tensors(batch)):
+    for position, tensor in enumerate(tensors_of(batch)):
         if not tensor.numel():
             continue
         samples = len(tensor) if tensor.dim() else 1
@@ -213,49 +474,11 @@ def _bad_parameter(models: Sequence[nn.Module]) -> str | None:
     return None
 
 
-def _forward_sentence(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """The module's output in float32 tells an overflow from a NaN."""
-    outputs = [t for t in _tensors(_in_float32(module, inputs)) if t.is_floating_point()]
-    largest = max((float(output.abs().max()) for output in outputs), default=math.nan)
-    if all(torch.isfinite(output).all() for output in outputs) and largest > FLOAT16_MAX:
-        return (
-            f"forward overflow in module {name}: largest |activation| {largest:.3g}, float16 ends "
-            f"at {FLOAT16_MAX:g}; no loss scale helps. {_yaml_advice(name)}"
-        )
-    return (
-        f"the output of module {name} is not finite, not even in float32 "
-        f"(largest |activation| {largest:.3g}); lower the learning rate"
-    )
-
-
-def _in_float32(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Its output; None if it needs more than the positional arguments that a hook sees."""
-    device = next(_tensors(inputs), torch.empty(0)).device.type
-    try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            return module.forward(*as_float32(inputs))
-    except (TypeError, RuntimeError):
-        return None
-
-
-def _gradient_sentence(name: str) -> str:
-    return (
-        f"gradient overflow at module {name or 'the model'}; lower init_scale or learning_rate. "
-        f"{_yaml_advice(name)}"
-    )
-
-
-def _yaml_advice(name: str) -> str:
-    name = name.rpartition(": ")[2]  # without the number of its model
-    if not name:  # the model is one module: nothing would be left to autocast
-        return "Or, in the YAML: precision: amp_bf16"
-    pattern = name.replace(".", r"\\.")
-    return f'Or, in the YAML: precision: amp_bf16, or fp32_modules: ["^{pattern}$"]'
-
-
-def _plain(name: str) -> str:
-    """The name without the prefix of DistributedDataParallel."""
-    return name.removeprefix("module.")
+def _named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for number, model in enumerate(models):
+        prefix = f"model {number}: " if len(models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            yield prefix + name.removeprefix("module."), parameter  # of DistributedDataParallel
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -263,12 +486,5 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -24,13 +24,15 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from determined_amp.amp.checkpoint import patched
 from determined_amp.config.errors import UserError
 
 
@@ -67,6 +69,16 @@ def keep_in_float32(
         module = model.get_submodule(name)
         module.forward = partial(in_float32, module.forward, device_type)
     return names
+
+
+@contextmanager
+def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iterator[None]:
+    """Make these modules islands in this block, to see whether that helps."""
+    with ExitStack() as stack:
+        for module in modules:
+            forward = partial(_in_float32, module.forward, device_type)
+            stack.enter_context(patched(module, "forward", forward))
+        yield
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -159,7 +171,8 @@ def _replaced(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
             yield from _replaced(value, cast[key])
     elif dataclasses.is_dataclass(given):
         for field in dataclasses.fields(given):
-            yield from _replaced(getattr(given, field.name), getattr(cast, field.name))
+            names = (field.name, None)  # one may be unset
+            yield from _replaced(getattr(given, *names), getattr(cast, *names))
 
 
 def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:

@@ -20,7 +20,7 @@ from determined import core, pytorch
 from determined.common.api import bindings, errors
 from torch import nn
 
-from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.diagnosis import Train, find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport
 from determined_amp.config.amp_settings import OnOverflow
 from determined_amp.config.errors import GuardError
@@ -34,8 +34,12 @@ logger = logging.getLogger(__name__)
 # sends it as a string where it expects a number).
 _STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
-# Optimizer steps that max_skip_ratio is judged over, at least.
+# Optimizer steps that max_skip_ratio is judged over, at least; and applied steps from the beginning
+# of a run until it is judged at all, since the loss scale finds its level there.
 MIN_STEPS_TO_JUDGE = 10
+
+# So many skips at the start are worth a line in the log.
+_WORTH_A_LINE = 5
 
 # What a request to the master may raise.
 _REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
@@ -43,8 +47,8 @@ _REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 # Characters of a status that the overview of a run shows well.
 _STATUS_WIDTH = 100
 
-# The newest batch and a function that replays it without a step; None before the first batch.
-Replay = Callable[[], "tuple[Any, Callable[[], object]] | None"]
+# The newest batch, and how to train it at a loss scale without a step; None before the first batch.
+Replay = Callable[[], "tuple[Any, Train] | None"]
 
 
 class Guard(pytorch.PyTorchCallback):
@@ -66,9 +70,14 @@ class Guard(pytorch.PyTorchCallback):
         self._amp = amp
         self._replay = replay
         self._statistics = RunningStatistics(context.models)
-        # Applied and skipped steps of each optimizer at the last look at their ratio.
-        self._looked_at: dict[str, tuple[int, int]] = {}
+        # Applied and skipped steps of each optimizer when the run began, and when their ratio was
+        # judged last.
+        self._began_at: dict[str, tuple[int, int]] = {}
+        self._judged_at: dict[str, tuple[int, int]] = {}
+        self._norm_at_start: torch.Tensor | None = None
+        self._explained = False
         self._said_drift = False
+        self._said: set[str] = set()
 
     def on_training_start(self) -> None:
         self._statistics.remember()
@@ -85,7 +94,9 @@ class Guard(pytorch.PyTorchCallback):
             counts = gradients.counts
             applied = int(counts.applied)
             name = f"_{index}" if several else ""
-            self._looked_at[name] = (applied, counts.attempted - applied)
+            self._began_at[name] = applied, counts.attempted - applied
+        self._judged_at = dict(self._began_at)
+        self._norm_at_start = _norm(self._context.models)
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         """Called on every rank with the same numbers, right after they were reported."""
@@ -96,8 +107,9 @@ class Guard(pytorch.PyTorchCallback):
         if report is None:
             return
         self._say_drift(avg_metrics)
+        self._say_skips_at_the_start(report)
         for found in self._failures(report, avg_metrics):
-            self._act(f"{found}. {self._cause()}")
+            self._fail(found)
             return
 
     def on_validation_start(self) -> None:
@@ -111,15 +123,28 @@ class Guard(pytorch.PyTorchCallback):
         found = f"{self._metric} is {value}"
         if self._method in _STOPPED_BY_NAN:
             self._end_trial(found)
-        self._act(f"{found}. {self._cause()}")
+        self._fail(found)
+
+    def _fail(self, found: str) -> None:
+        # What a trial keeps itself, such as a queue, moves with every replay: one for a warning.
+        is_known = self._amp.settings.on_overflow is OnOverflow.WARN and self._explained
+        self._explained = True
+        self._act(f"{found}. {'Cause: see above' if is_known else self._cause()}")
 
     def _cause(self) -> str:
         """Train the newest batch of every rank again, and say what the first of them found."""
         replay, cause = self._replay(), None
         try:
-            if replay is not None:
-                optimizers = self._context.optimizers
-                cause = find_cause(self._context.models, *replay, optimizers=optimizers)
+            if replay is not None:  # the same on every rank
+                models = self._context.models
+                cause = find_cause(
+                    models,
+                    *replay,
+                    scale=self._amp.scaler.get_scale(),
+                    optimizers=self._context.optimizers,
+                    grown=_growth(self._norm_at_start, _norm(models)),
+                    slots=self._context.distributed,
+                )
         except Exception as error:  # other ranks wait for this one, and the failure must be said
             cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
         causes = self._context.distributed.allgather(cause)
@@ -182,16 +207,34 @@ class Guard(pytorch.PyTorchCallback):
     def _skip_ratio(self, step: StepReport) -> float:
         """Judged over whole reports, until there are ten steps: one skipped step is not a trend.
 
-        Skips at the start do not count either: there the scale finds its level, and k bits too
-        high are k skips.
+        The reports with the first ten applied steps are not judged: k bits too high are k skips.
         """
-        before = self._looked_at.get(step.name, (0, 0))
+        before = self._judged_at.get(step.name, (0, 0))
+        began_at, _ = self._began_at.get(step.name, (0, 0))
         applied, skipped = step.applied - before[0], step.skipped - before[1]
-        if applied + skipped < MIN_STEPS_TO_JUDGE:
+        is_settling = before[0] - began_at < MIN_STEPS_TO_JUDGE
+        if applied + skipped < MIN_STEPS_TO_JUDGE and not is_settling:
             return 0.0
-        found_its_level = before[0] == 0 and step.consecutive_skips == 0
-        self._looked_at[step.name] = (step.applied, step.skipped)
-        return 0.0 if found_its_level else skipped / (applied + skipped)
+        self._judged_at[step.name] = (step.applied, step.skipped)
+        return 0.0 if is_settling else skipped / (applied + skipped)
+
+    def _say_skips_at_the_start(self, report: Report) -> None:
+        """Once per optimizer, in the first report that has an applied step."""
+        for step in report.steps:
+            applied, skipped = self._began_at.get(step.name, (0, 0))
+            if step.applied == applied or step.name in self._said or step.consecutive_skips:
+                continue
+            self._said.add(step.name)
+            skips = step.skipped - skipped
+            if skips >= _WORTH_A_LINE and self._context.distributed.rank == 0:
+                used = report.scale_of_newest_step
+                logger.warning(
+                    "%d steps were skipped at the start, while the loss scale fell from %g to %g: "
+                    "with that as amp.init_scale none would have been",
+                    skips,
+                    used / self._amp.settings.backoff_factor**skips,
+                    used,
+                )
 
     def _say_drift(self, metrics: dict[str, Any]) -> None:
         name = MetricName.LR_DRIFT_STEPS
@@ -231,6 +274,23 @@ def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
     if context.distributed.rank == 0:
         with suppress(*_REFUSED):  # which has been said by then
             context._core.train.set_status(textwrap.shorten(reason, _STATUS_WIDTH))
+
+
+def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
+    """The 2-norm of all weights, (), float64, on the device of the first; None without any."""
+    parameters = [p.detach() for m in models for p in m.parameters() if p.is_floating_point()]
+    if not parameters:
+        return None
+    norms = [norm.double().to(parameters[0].device) for norm in torch._foreach_norm(parameters)]
+    total: torch.Tensor = torch.stack(norms).norm()
+    return total
+
+
+def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
+    """How many times as large the weights are; 1 if nothing is known."""
+    if before is None or now is None or not before > 0:
+        return 1.0
+    return float(now.to(before.device) / before)
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -7,7 +7,6 @@ in checkpoints. Nothing in a training step waits for the device.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,6 @@ from determined_amp.amp.checkpoint import (
     use_safe_controller,
 )
 from determined_amp.amp.compiled import compile_forward
-from determined_amp.amp.diagnosis import without_steps
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
@@ -39,6 +37,7 @@ from determined_amp.amp.precision import (
     prepare_backend,
     warn_of_slow_operations,
 )
+from determined_amp.amp.replay import own_copy, tensors_of, without_steps
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
@@ -129,6 +128,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._guard: Guard | None = None
         self._train_batch: Callable[..., Any] | None = None
         self._newest_batch: Any = None
+        self._changes_batches: bool | None = None  # not known before the first one
         self._newest_indices = 0, 0  # of its epoch and of the batch
         self._hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
@@ -552,10 +552,14 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._train_batch is not None
-        # A trial may take its batch apart, so the container is copied. Tensors are shared.
-        self._newest_batch = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
+        # A trial may take its batch apart, and change tensors in place. Copying tensors costs time,
+        # so it is done for the first batch, and from then on if the trial has changed one.
+        self._newest_batch = own_copy(batch, shared=self._changes_batches is False)
         self._newest_indices = epoch_idx, batch_idx
+        versions = _versions(batch)
         result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+        has_changed = any(tensor._version != before for tensor, before in versions)
+        self._changes_batches = has_changed or bool(self._changes_batches)
         if self.scaler.stepped and self._steps:
             raise _wrong("train_batch", "it steps an optimizer, and must end with amp.update(...)")
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
@@ -563,16 +567,16 @@ class MixedPrecision(pytorch.PyTorchCallback):
         return result
 
     def _train_newest_batch_again(self) -> Any:
-        """The newest batch and a function that replays it without a step; None before it."""
+        """The newest batch, and how to train it at a loss scale without a step; None before it."""
         batch, train_batch = self._newest_batch, self._train_batch
         if batch is None or train_batch is None:
             return None
 
         epoch_idx, batch_idx = self._newest_indices
 
-        def train() -> None:
-            with self.without_steps():
-                train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+        def train(scale: float) -> None:
+            with self.without_steps(), self.scaler.at(scale):
+                train_batch(batch=own_copy(batch), epoch_idx=epoch_idx, batch_idx=batch_idx)
 
         return batch, train
 
@@ -603,6 +607,11 @@ class _Nestable(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _versions(batch: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors of a batch, and how often each has been changed."""
+    return [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +65,17 @@ class ObservedScaler(torch.amp.GradScaler):
         """`GradScaler.scale`; notes that it was called."""
         self.has_scaled = True
         return super().scale(outputs) if self._enabled else outputs
+
+    @contextmanager
+    def at(self, scale: float) -> Iterator[None]:
+        """Scale by this in the block, and afterwards as before."""
+        before = self.state_dict()
+        if self._enabled:
+            self.load_state_dict({**before, "scale": scale})
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)
 
     def times(self, one: torch.Tensor) -> torch.Tensor:
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""

@@ -66,7 +66,7 @@ def _save(found: FoundScale, options: argparse.Namespace) -> None:
         from determined_amp.reports.loss_scale_figure import draw  # noqa: PLC0415
         from determined_amp.reports.page import save_png  # noqa: PLC0415
 
-        save_png(draw(found.finding, None), options.plot)
+        save_png(draw(found, None), options.plot)
         print(f"written: {options.plot}")
     if options.write:
         write_copy(Path(options.config), options.write, yaml_changes(found))

@@ -81,12 +81,18 @@ class Searcher:
     smaller_is_better: bool = setting(True)
     name: str = setting("single")
 
-    def best_first(self, items: Iterable[T], value: Callable[[T], float | None]) -> list[T]:
-        """The items with a finite metric value, best first."""
+    def best_first(
+        self,
+        items: Iterable[T],
+        value: Callable[[T], float | None],
+        tie: Callable[[T], float],
+    ) -> list[T]:
+        """The items with a finite metric value, best first; of equals the smallest `tie`."""
         valued = [(number, item) for item in items if (number := value(item)) is not None]
         finite = [(number, item) for number, item in valued if math.isfinite(number)]
         sign = 1 if self.smaller_is_better else -1
-        return [item for _, item in sorted(finite, key=lambda pair: sign * pair[0])]
+        ranked = sorted(finite, key=lambda pair: (sign * pair[0], tie(pair[1])))
+        return [item for _, item in ranked]
 
 
 def searcher_of(config: Mapping[str, Any]) -> Searcher:

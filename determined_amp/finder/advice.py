@@ -258,8 +258,9 @@ def sentences(found: FoundScale) -> Iterator[str]:
         names = ", ".join(finding.islands)
         yield f"verdict: keep these modules in float32: {names}; then run this again"
     else:
+        instead = "amp_bf16, or fp32 where the device has no bfloat16"
         yield (
-            "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
+            f"verdict: use {instead if finding.recorded_log2 is None else 'fp32'}; float16 loses "
             f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
     yield from _cost_of_other_scales(found)
@@ -295,7 +296,7 @@ def yaml_changes(found: FoundScale) -> dict[str, Any]:
     """The changes to the `amp` section for this verdict, by key; None removes the key."""
     finding, run = found.finding, found.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
-        return {"precision": "amp_bf16", **dict.fromkeys(SCALER_KEYS)}
+        return {"precision": _without_a_scale(finding), **dict.fromkeys(SCALER_KEYS)}
     if finding.verdict is Verdict.ISLANDS:
         names = (name.rpartition(": ")[2] for name in finding.islands)  # without the model's number
         patterns = (f"^{name.replace('.', '[.]')}$" for name in names)
@@ -309,14 +310,21 @@ def yaml_changes(found: FoundScale) -> dict[str, Any]:
 
 def lines_to_paste(found: FoundScale) -> str:
     """Lines for the experiment YAML, or Python for a trial without an `amp` section."""
-    changes = yaml_changes(found)
+    changes, finding = yaml_changes(found), found.finding
     if found.run.is_ours:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key
         return f"torch.amp.GradScaler(..., init_scale={_yaml(changes['init_scale'])})"
     if "fp32_modules" in changes:
         return "torch.autocast(..., enabled=False) around these modules, and float32 inputs"
+    if finding.recorded_log2 is not None:
+        return "float32, without autocast and GradScaler"
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
+
+
+def _without_a_scale(finding: Finding) -> str:
+    """The precision for a trial that no loss scale helps."""
+    return "amp_bf16" if finding.recorded_log2 is None else "fp32"  # it cannot run in bfloat16
 
 
 def yaml_lines(changes: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import determined as det
@@ -21,8 +20,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import find_cause, undisturbed, without_steps
+from determined_amp.amp.diagnosis import Slots, find_cause
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.replay import float16_as, own_copy, undisturbed, without_steps
 from determined_amp.config.errors import UserError
 
 T = TypeVar("T")
@@ -111,19 +111,14 @@ class FrozenBatch(ABC):
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
         return Gradients(finite, tuple(gradients.values()))
 
-    def cause(self) -> str | None:
-        """A sentence that names the module in which float16 overflows without a loss scale.
+    def cause(self, slots: Slots) -> str | None:
+        """A sentence on what overflows in float16 without a loss scale, see `find_cause`."""
 
-        None if nothing overflows. If a model is wrapped in DistributedDataParallel, every rank
-        must call this.
-        """
+        def train(scale: float) -> None:
+            with _restored([p for model in self._models for p in model.parameters()]):
+                self._pass(scale, lambda loss: None)
 
-        def train() -> None:
-            parameters = [p for model in self._models for p in model.parameters()]
-            with undisturbed(*self._models), _restored(parameters):
-                self._pass(1.0, lambda loss: None)
-
-        return find_cause(self._models, self.batch, train)
+        return find_cause(self._models, self.batch, train, slots=slots)
 
 
 @contextmanager
@@ -144,7 +139,7 @@ class TrialBatch(FrozenBatch):
         trial: The trial.
         context: Its context, with an enabled `GradScaler`.
         batch: The argument of `train_batch` from Determined's loop.
-        train: Calls the trial's `train_batch` on this batch.
+        train: Calls the trial's `train_batch`; gets a copy of the batch in each pass.
     """
 
     def __init__(
@@ -152,7 +147,7 @@ class TrialBatch(FrozenBatch):
         trial: pytorch.PyTorchTrial,
         context: pytorch.PyTorchTrialContext,
         batch: Any,
-        train: Callable[[], object],
+        train: Callable[[Any], object],
     ) -> None:
         super().__init__(context.models, batch)
         self._trial = trial
@@ -173,7 +168,7 @@ class TrialBatch(FrozenBatch):
             after_backward(loss)
 
         with self._without_step(scale), patched(self._context, "backward", watched):
-            self._train()
+            self._train(own_copy(self.batch))
         if not backwards:
             raise LossScaleError(
                 "train_batch of this trial does not call context.backward, which Determined needs "
@@ -234,7 +229,9 @@ def in_training(
     invalid: list[det.InvalidHP] = []
 
     def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        train = partial(train_batch, batch, epoch_idx, batch_idx)
+        def train(own: Any) -> object:
+            return train_batch(own, epoch_idx, batch_idx)
+
         frozen.append(TrialBatch(trial, context, batch, train))
         if len(frozen) == batches:
             try:
@@ -278,21 +275,3 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
         )
     found: torch.amp.GradScaler = scaler
     return found
-
-
-@contextmanager
-def float16_as(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make every float16 autocast region compute in `dtype`, or in float32 for None."""
-    enter = torch.autocast.__enter__
-
-    def enter_as(region: torch.autocast) -> Any:
-        given = region.fast_dtype, region._enabled
-        if given == (torch.float16, True):
-            region.fast_dtype, region._enabled = dtype or torch.float16, dtype is not None
-        try:
-            return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
-        finally:
-            region.fast_dtype, region._enabled = given
-
-    with patched(torch.autocast, "__enter__", enter_as):
-        yield

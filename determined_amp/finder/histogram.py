@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,11 @@ import torch
 # above it. The flush limit lies between two bins: 2^-25 becomes 0, values just above become 2^-24.
 BINS = 512
 _BIAS = 127
+
+# The upper half of a float32 without its sign: 8 bits of exponent, 7 of the significand. That is a
+# whole bfloat16.
+_PATTERNS, _SIGNIFICANDS = 2**15, 2**7
+_INFINITY = 255 * _SIGNIFICANDS
 
 # How many values to count at a time. Counting takes several times the memory of these values, and
 # the model and the gradient of a large activation may fill nearly all memory.
@@ -30,34 +36,95 @@ FLUSH_LOG2 = -25
 # this magnitude up.
 _KEPT_LOG2 = FLUSH_LOG2 + 4
 
-# The mean square of the values in each bin. Between two powers of two, log2 of the gradients is
-# nearly uniform, so their mean square is 1.5 / ln 2 times the square of the lower power.
-_SQUARES = np.ldexp(1.0, 2 * (np.arange(BINS) // 2 - _BIAS))
-_SQUARES[1::2] *= 1.5 / math.log(2)
-_SQUARES[0] = 0.0
+# Tensors of at most this many values are counted together on the host.
+_SMALL = 2**12
+
+_SIGNIFICAND = 1.0 + np.arange(_SIGNIFICANDS) / _SIGNIFICANDS
+
+# The square of the power of two at which each bin begins; bin 0 holds zeros.
+_POWERS_SQUARED = np.ldexp(1.0, 2 * (np.arange(BINS) // 2 - _BIAS))
+_POWERS_SQUARED[0] = 0.0
 
 # log2 of the smallest normal float32: no smaller scale can be stored.
 _LEAST_LOG2 = -126
 
 
-def exponent_counts(values: torch.Tensor) -> torch.Tensor:
-    """Count the values of a float16, bfloat16 or float32 tensor by magnitude, on its device.
+class Tally:
+    """Counts the values of tensors by magnitude, on their device, without keeping the tensors.
+
+    Counting a small tensor costs more than its values, so small ones are counted at the end.
+    """
+
+    def __init__(self) -> None:
+        self._counted: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._counted)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Count a float16, bfloat16 or float32 tensor, which must not be empty."""
+        flat = values.detach().contiguous().flatten()
+        small = len(flat) <= _SMALL
+        self._counted.append(_patterns(flat).short() if small else _magnitudes(flat))
+
+    def histograms(self, chosen: Sequence[int]) -> list[Histogram]:
+        """The histograms of the chosen tensors, by their number in the order of `add`.
+
+        Synchronises twice, however many there are.
+        """
+        counted = [self._counted[number] for number in chosen]
+        small = [patterns for patterns in counted if not patterns.is_floating_point()]
+        large = [row for row in counted if row.is_floating_point()]
+        lengths = np.cumsum([len(patterns) for patterns in small])[:-1]
+        of_small = iter(np.split(torch.cat(small).cpu().numpy(), lengths) if small else ())
+        of_large = iter(torch.stack(large).cpu().numpy() if large else ())
+        return [
+            Histogram.of_row(next(of_large))
+            if row.is_floating_point()
+            else Histogram.of_patterns(next(of_small))
+            for row in counted
+        ]
+
+
+def _magnitudes(flat: torch.Tensor) -> torch.Tensor:
+    """Count values by magnitude, on their device.
 
     Returns:
-        (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the next
-        bin those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and NaNs.
+        (769,), float64. For each of the 256 exponents: how many values are a power of two, how many
+        are not, and the sum of the squares of the latter's significands. Then the pattern of the
+        largest finite value.
     """
-    flat = values.detach().contiguous().flatten()
-    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
+    significand = 1.0 + torch.arange(_SIGNIFICANDS, device=flat.device).double() / _SIGNIFICANDS
+    others = (significand > 1.0).double()
+    columns = torch.stack((1.0 - others, others, others * significand.square()), dim=1)
+    table, largest = [], []
     for part in torch.split(flat, _PART):
-        bits = part.float().view(torch.int32)
-        between = (bits & 0x7FFFFF) != 0
-        bins = ((bits >> 23) & 0xFF) * 2 + between
-        if values.device.type == "cuda":  # here bincount would read the largest bin on the host
-            counts += torch.histc(bins, bins=BINS, min=0, max=BINS)
-        else:
-            counts += torch.bincount(bins, minlength=BINS)
-    return counts
+        patterns = _patterns(part)
+        table.append(_counts(patterns).double().view(-1, _SIGNIFICANDS) @ columns)
+        largest.append(patterns.masked_fill(patterns >= _INFINITY, 0).max())
+    return torch.cat(
+        (torch.stack(table).sum(dim=0).flatten(), torch.stack(largest).max().double().view(1))
+    )
+
+
+def _patterns(values: torch.Tensor) -> torch.Tensor:
+    """Exponent and seven bits of the significand of each value, as int16 or int32.
+
+    The last bit is set for what the other bits of a float16 or float32 hold, so that only powers of
+    two look like powers of two.
+    """
+    if values.dtype is torch.bfloat16:
+        return values.view(torch.int16) & (_PATTERNS - 1)
+    bits = values.float().view(torch.int32)
+    return ((bits >> 16) & (_PATTERNS - 1)) | ((bits & 0xFFFF) != 0)
+
+
+def _counts(patterns: torch.Tensor) -> torch.Tensor:
+    # On CUDA bincount reads the largest pattern on the host; but torch 2.3 to 2.7 refuse histc of
+    # whole numbers where deterministic algorithms are asked for (pytorch issue 151610).
+    if patterns.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        return torch.histc(patterns.int(), bins=_PATTERNS, min=0, max=_PATTERNS).long()
+    return torch.bincount(patterns, minlength=_PATTERNS)
 
 
 @dataclass(frozen=True)
@@ -65,17 +132,50 @@ class Histogram:
     """The magnitudes of a set of values.
 
     Args:
-        counts: (512,), int64, as `exponent_counts` makes them.
+        counts: (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the
+            next bin those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and
+            NaNs.
+        squares: (512,), float64. The sum of the squares of the values in each bin.
+        largest: The largest finite magnitude.
     """
 
     counts: npt.NDArray[np.int64]
+    squares: npt.NDArray[np.float64]
+    largest: float
+
+    @staticmethod
+    def of_row(row: npt.NDArray[np.float64]) -> Histogram:
+        """The histogram of one tensor: (769,), see `_magnitudes`."""
+        by_exponent = row[:-1].reshape(-1, 3)
+        squares = by_exponent[:, ::2].flatten() * _POWERS_SQUARED
+        return Histogram(by_exponent[:, :2].flatten().astype(np.int64), squares, _value(row[-1]))
+
+    @staticmethod
+    def of_patterns(patterns: npt.NDArray[np.int16]) -> Histogram:
+        """The histogram of one tensor: the patterns of its values, see `_patterns`."""
+        significand = _SIGNIFICAND[patterns & (_SIGNIFICANDS - 1)]
+        bins = patterns // _SIGNIFICANDS * 2 + (significand > 1.0)
+        counts = np.bincount(bins, minlength=BINS)
+        squares = np.bincount(bins, significand**2, minlength=BINS).astype(np.float64)
+        squares *= _POWERS_SQUARED
+        return Histogram(counts, squares, _value(patterns[patterns < _INFINITY].max(initial=0)))
 
     @staticmethod
     def empty() -> Histogram:
-        return Histogram(np.zeros(BINS, dtype=np.int64))
+        return Histogram(np.zeros(BINS, dtype=np.int64), np.zeros(BINS), 0.0)
 
     def __add__(self, other: Histogram) -> Histogram:
-        return Histogram(self.counts + other.counts)
+        return Histogram(
+            self.counts + other.counts,
+            self.squares + other.squares,
+            max(self.largest, other.largest),
+        )
+
+    def finite(self) -> Histogram:
+        """The histogram without infinities and NaNs."""
+        counts, squares = self.counts.copy(), self.squares.copy()
+        counts[_NOT_FINITE:] = squares[_NOT_FINITE:] = 0
+        return Histogram(counts, squares, self.largest)
 
     @property
     def zeros(self) -> int:
@@ -103,19 +203,21 @@ class Histogram:
 
     def unscaled(self, scale_log2: int) -> Histogram:
         """The histogram of the same values divided by a loss scale."""
-        counts = np.zeros_like(self.counts)
+        counts, squares = np.zeros_like(self.counts), np.zeros_like(self.squares)
         moved = np.flatnonzero(self.counts[1:]) + 1
-        counts[np.clip(moved - 2 * scale_log2, 1, BINS - 1)] = self.counts[moved]
+        to = np.clip(moved - 2 * scale_log2, 1, BINS - 1)
+        np.add.at(counts, to, self.counts[moved])
+        np.add.at(squares, to, np.ldexp(self.squares[moved], -2 * scale_log2))
         counts[0] = self.zeros
-        return Histogram(counts)
+        return Histogram(counts, squares, math.ldexp(self.largest, -scale_log2))
 
     def flushed_share(self, scale_log2: int) -> float:
         """2-norm of the values flushed to 0 at a loss scale, divided by the 2-norm of all values.
 
         This is the relative error that the flush in float16 causes.
         """
-        last = 2 * (FLUSH_LOG2 - scale_log2 + _BIAS)
-        return self._share_of_norm(np.where(np.arange(BINS) <= last, self.counts, 0))
+        last = max(2 * (FLUSH_LOG2 - scale_log2 + _BIAS), 0)
+        return self._share_of_norm(self.squares[: last + 1].sum())
 
     def faintest_share(self, count: int, scale_log2: float) -> float:
         """2-norm of the `count` smallest nonzero values, divided by the 2-norm of all values.
@@ -127,11 +229,12 @@ class Histogram:
         faint[0] = 0
         faint[max(2 * (math.floor(_KEPT_LOG2 - scale_log2) + _BIAS), 1) :] = 0
         below = np.cumsum(faint) - faint
-        return self._share_of_norm(np.clip(count - below, 0, faint))
+        share_of_bin = np.clip(count - below, 0, faint) / np.maximum(self.counts, 1)
+        return self._share_of_norm(self.squares @ share_of_bin)
 
     def smallest_scale_log2(self, flushed: float) -> int:
         """log2 of the smallest power of two at which `flushed_share` is at most `flushed`."""
-        squares = np.cumsum((self.counts * _SQUARES)[1:])
+        squares = np.cumsum(self.squares[1:])
         bins = int(np.searchsorted(squares, flushed**2 * squares[-1], side="right"))
         return max(FLUSH_LOG2 + _BIAS - bins // 2, _LEAST_LOG2)
 
@@ -140,9 +243,14 @@ class Histogram:
         first = max(2 * (OVERFLOW_LOG2 - scale_log2 + _BIAS), 1)
         return self._share(int(self.counts[min(first, _NOT_FINITE) :].sum()))
 
-    def _share_of_norm(self, part: npt.NDArray[np.int64]) -> float:
-        whole = float(self.counts @ _SQUARES)
-        return math.sqrt(float(part @ _SQUARES) / whole) if whole else 0.0
+    def _share_of_norm(self, squares: float) -> float:
+        whole = self.squares.sum()
+        return math.sqrt(squares / whole) if whole else 0.0
 
     def _share(self, count: int) -> float:
         return count / self.nonzero if self.nonzero else 0.0
+
+
+def _value(pattern: float) -> float:
+    exponent, significand = divmod(int(pattern), _SIGNIFICANDS)
+    return math.ldexp(_SIGNIFICAND[significand], exponent - _BIAS) if pattern else 0.0

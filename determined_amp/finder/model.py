@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from determined import core, pytorch
 from torch import nn
 
+from determined_amp.amp.replay import own_copy, tensors_of
 from determined_amp.finder.advice import FoundScale, run_now
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.verdict import DEFAULT_LOG2, find
@@ -89,12 +90,12 @@ class LossBatch(FrozenBatch):
 
     @property
     def samples(self) -> int:
-        first = next(_tensors(self.batch), None)
+        first = next(tensors_of(self.batch), None)
         return len(first) if first is not None and first.dim() else 1
 
     def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
         with torch.autocast(self._device.type, dtype=torch.float16):
-            loss = self._loss_fn(self.batch)
+            loss = self._loss_fn(own_copy(self.batch))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise LossScaleError(
                 f"loss_fn returned {_described(loss)}; allowed: the loss, a tensor of one element "
@@ -125,17 +126,6 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 def _to_device(batch: Any, device: torch.device) -> Any:
     # Batches from Hugging Face tokenizers are not dicts, but have a `to` method.
     return batch.to(device) if hasattr(batch, "to") else pytorch.to_device(batch, device)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _described(loss: object) -> str:

@@ -129,8 +129,9 @@ class Observation:
         overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
         flushed_share: `Prediction.flushed_share`, measured. If n more values of a tensor are 0 in
             float16 than in the prediction, its n smallest predicted values count as flushed.
-        backward_headroom_bits: log2(65520 / largest 16-bit value of the backward); -inf if a value
-            is not finite. (The metric `headroom_bits` is about parameters' gradients.)
+        backward_headroom_bits: log2(65520 / largest 16-bit value of the backward); -inf if a
+            parameter's gradient is not finite, or all are 0. (The metric `headroom_bits` is about
+            parameters' gradients.)
         values_left: Share, by count, of the nonzero predicted values that are nonzero in float16.
     """
 
@@ -187,7 +188,10 @@ def predict(context: Place, batches: Sequence[FrozenBatch]) -> Prediction:
             "no backward makes a 16-bit gradient: nothing here runs under float16 autocast. "
             "`python -m determined_amp audit CONFIG` shows what is computed in what"
         )
-    return Prediction(passes.tensors, passes.largest)
+    tensors = passes.tensors
+    if passes.gradients_are_finite:  # what is not finite was masked on the way, as by a ReLU
+        tensors = {source: histogram.finite() for source, histogram in tensors.items()}
+    return Prediction(tensors, passes.largest)
 
 
 def observe(
@@ -220,16 +224,20 @@ def observe(
         loss_is_finite=passes.loss_is_finite,
         overflow=not passes.gradients_are_finite,
         flushed_share=max(shares, default=0.0),
-        backward_headroom_bits=_headroom(passes.largest),
+        backward_headroom_bits=(
+            _headroom(passes.largest) if passes.gradients_are_finite else -math.inf
+        ),
         values_left=1.0 - sum(lost.values()) / there if there else 1.0,
     )
 
 
 def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
     """`FrozenBatch.cause` of the first batch that has one; the same on every rank."""
-    here = next((cause for cause in [batch.cause() for batch in batches] if cause), None)
-    everywhere = context.distributed.allgather(here)
-    return next((cause for cause in everywhere if cause), "its source was not found")
+    for batch in batches:
+        everywhere = context.distributed.allgather(batch.cause(context.distributed))
+        if found := next(filter(None, everywhere), None):
+            return str(found)
+    return "its source was not found"
 
 
 def _require_float32_parameters(context: Place) -> None:
@@ -286,7 +294,7 @@ def _predict_from_float16(
 
 
 def _is_finite(passes: _Passes) -> bool:
-    return passes.loss_is_finite and passes.gradients_are_finite and math.isfinite(passes.largest)
+    return passes.loss_is_finite and passes.gradients_are_finite
 
 
 def _in_float16(
@@ -326,8 +334,8 @@ def _here(
     return _Passes(
         loss_is_finite,
         gradients_are_finite,
-        recorder.histograms(),
-        recorder.largest(),
+        recorder.histograms,
+        max((h.largest for h in recorder.histograms.values()), default=0.0),
         frozenset(recorder.dtypes),
     )
 
@@ -338,4 +346,4 @@ def _sum(slots: Sequence[_Passes | None]) -> _Passes:
 
 
 def _headroom(largest: float) -> float:
-    return math.log2(_FIRST_INFINITE / largest) if 0 < largest < math.inf else -math.inf
+    return math.log2(_FIRST_INFINITE / largest) if largest else -math.inf

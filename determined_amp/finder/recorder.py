@@ -3,36 +3,46 @@
 In float16, activation gradients, and weight gradients before their cast to float32, can overflow or
 be flushed to 0. `.grad` itself is float32 and does not show a flush. So the recorder hooks into
 torch's dispatch, which sees every tensor.
+
+Not every tensor of a backward is a gradient. The derivative of x^3 first computes the factor 3 x^2,
+which no loss scale moves. What a loss scale moves is what depends on the seed: the gradient of the
+loss with respect to itself, with which autograd begins. So the seed is marked, and every result of
+an operation on marked values.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from determined_amp.finder.histogram import Histogram, exponent_counts
-
-# The `Source.module` of tensors that no module made, usually those of the loss.
-OUTSIDE = "(outside the model)"
-WHOLE_MODEL = "(the model)"
+from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.origin import Origin, hooked, only_views
+from determined_amp.finder.histogram import Histogram, Tally
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
-# Operations that return uninitialised memory.
-_UNINITIALISED = {
-    _aten.empty,
+# Operations whose results have the shape of an input, and not its values.
+_NEW = {
     _aten.empty_like,
-    _aten.empty_strided,
+    _aten.full_like,
     _aten.new_empty,
     _aten.new_empty_strided,
+    _aten.new_full,
+    _aten.new_ones,
+    _aten.new_zeros,
+    _aten.ones_like,
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.sgn,
+    _aten.sign,
+    _aten.zeros_like,
 }
 
 
@@ -53,16 +63,17 @@ class Source(NamedTuple):
 
 
 class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Counts the 16-bit values of backwards by magnitude, module and operation.
+    """Counts the 16-bit values of backwards that a loss scale moves, by module and operation.
 
-    The counts stay on the device until `histograms` is called. The recorder skips the forwards that
-    activation checkpointing repeats during the backward. It does not see sums inside a kernel, such
-    as those of fused attention, or the buckets of DistributedDataParallel.
+    Recorded is what depends on the seed of a backward and reaches a parameter: `GradScaler` does
+    not see the gradients of inputs. The recorder does not see sums inside a kernel, such as those
+    of fused attention, or the buckets of DistributedDataParallel.
 
     Args:
-        models: The models whose modules name the sources.
+        models: Their modules name the sources, and their parameters are those to reach.
 
     Attributes:
+        histograms: Histograms by source, in the order of the backward.
         dtypes: The 16-bit dtypes of the recorded tensors.
     """
 
@@ -70,131 +81,165 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._origin = _Origin(models)
-        self._counts: dict[Source, torch.Tensor] = {}
-        self._largest: dict[Source, torch.Tensor] = {}
+        self._models = models
+        self._origin = Origin(models)
+        self._flow = _Flow()
+        self._flows = [self._flow]
+        self._tally, self._recorded = Tally(), list[tuple[Source, int]]()
+        self.histograms: dict[Source, Histogram] = {}
         self.dtypes: set[torch.dtype] = set()
 
     @contextmanager
     def recording(self) -> Iterator[BackwardRecorder]:
-        """Record the backwards of all forwards that start inside this block."""
-        with self._origin.tracking(), self:
+        """Record the backwards of all forwards that start inside this block; then synchronise."""
+        self._flow, self._tally = _Flow(), Tally()
+        self._flows = [self._flow]
+        self._recorded.clear()
+        with self._origin.tracking(), self._following(), self:
             yield self
+        self._keep()
 
-    def histograms(self) -> dict[Source, Histogram]:
-        """Histograms by source, in the order of the backward; synchronises."""
-        if not self._counts:
-            return {}
-        counts = torch.stack(list(self._counts.values())).cpu().numpy()
-        return {source: Histogram(row) for source, row in zip(self._counts, counts, strict=True)}
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Follow each backward from its seed to the parameters.
 
-    def largest(self) -> float:
-        """The largest recorded magnitude, 0 if nothing was recorded; synchronises."""
-        if not self._largest:
-            return 0.0
-        return float(torch.stack(list(self._largest.values())).max())
+        `torch.autograd.grad` is followed only if it is of a scaled output. A gradient that the loss
+        itself contains is otherwise scaled no more than the rest of the forward.
+        """
+        backward, grad, scale = torch.autograd.backward, torch.autograd.grad, GradScaler.scale
+        scaled = _Flow()
+
+        def followed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = (p for model in self._models for p in model.parameters())
+            with hooked(_dense(tensors), self._flow.begin), hooked(parameters, self._flow.end):
+                backward(tensors, *args, **kwargs)
+
+        def followed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not scaled.holds(outputs):
+                return grad(outputs, *args, **kwargs)
+            # A flow of its own: the trial divides these gradients by the scale before it uses them.
+            outer, self._flow = self._flow, _Flow()
+            self._flows.append(self._flow)
+            try:
+                with hooked(_dense(outputs), self._flow.begin):
+                    gradients = grad(outputs, *args, **kwargs)
+                self._flow.end(gradients)
+            finally:
+                self._flow = outer
+            return gradients
+
+        def noted_scale(scaler: GradScaler, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            scaled.begin(result)
+            return result
+
+        with (
+            patched(torch.autograd, "backward", followed_backward),
+            patched(torch.autograd, "grad", followed_grad),
+            patched(GradScaler, "scale", noted_scale),
+        ):
+            yield
+
+    def _keep(self) -> None:
+        """Add what reached a parameter to the histograms, and forget the rest."""
+        reached = set().union(*(flow.reached() for flow in self._flows))
+        kept = [n for n, (_, storage) in enumerate(self._recorded) if storage in reached]
+        for number, histogram in zip(kept, self._tally.histograms(kept), strict=True):
+            source = self._recorded[number][0]
+            before = self.histograms.get(source)
+            self.histograms[source] = before + histogram if before else histogram
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         node = torch._C._current_autograd_node()
-        if node is not None and self._is_backward(func):
+        if node is None or getattr(func, "overloadpacket", None) in _NEW:
+            return result
+        if self._flow.passes(args, kwargs, result) and not only_views(func):
             self._record(self._origin.of(node), str(func), result)
         return result
 
-    def _is_backward(self, func: Any) -> bool:
-        """Whether `func` belongs to a backward, not a repeated forward, and makes new values."""
-        if torch.is_grad_enabled() or self._origin.in_forward:
-            return False
-        if not isinstance(func, torch._ops.OpOverload):
-            return True  # a higher-order operator, such as flex_attention
-        return func.overloadpacket not in _UNINITIALISED and not _only_views(func)
-
     def _record(self, module: str, operation: str, result: Any) -> None:
         for number, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _SIXTEEN_BIT:
-                continue
-            if not tensor.numel():
-                continue
-            self.dtypes.add(tensor.dtype)
-            source = Source(module, operation, number, tuple(tensor.shape))
-            counts, largest = exponent_counts(tensor), tensor.abs().max().float()
-            if source in self._counts:
-                self._counts[source] += counts
-                torch.maximum(self._largest[source], largest, out=self._largest[source])
-            else:
-                self._counts[source], self._largest[source] = counts, largest
+            for values in _dense(tensor):
+                if values.dtype in _SIXTEEN_BIT and values.numel():
+                    self.dtypes.add(values.dtype)
+                    source = Source(module, operation, number, tuple(tensor.shape))
+                    self._recorded.append((source, _storage(values)))
+                    self._tally.add(values)
 
 
-def _only_views(func: Any) -> bool:
-    """Whether every result is a view of an input: its values are counted already."""
-    aliases = [result.alias_info for result in func._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+class _Flow:
+    """Where the values of a backward come from: which memory depends on which, from the seed on.
 
-
-class _Origin:
-    """Finds the module whose forward made a node of the autograd graph.
-
-    Autograd numbers its nodes in the order of creation. So the numbers at which the forward of each
-    module begins and ends tell which module made a node.
+    Memory is followed, not tensors: a view and its base share it, and autograd hands on views as
+    tensors of its own. A weak reference keeps the address of freed memory from being used again.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._names = _module_names(models)
-        self._starts: list[int] = [0]
-        self._modules: list[str] = [OUTSIDE]
-        self._entered: defaultdict[int, list[str]] = defaultdict(list)  # by thread
-        self._thread = threading.get_ident()
-        self._probe = torch.zeros((), requires_grad=True)
+    def __init__(self) -> None:
+        self._sources: dict[int, set[int]] = {}  # of all memory that depends on a seed
+        self._references: list[StorageWeakRef] = []
+        self._ends: set[int] = set()
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether this thread is in a module's forward; during a backward, a repeated forward."""
-        return bool(self._entered[threading.get_ident()])
+    def begin(self, seeds: Any) -> None:
+        """Follow what is computed from the tensors in these nested values."""
+        for tensor in _dense(seeds):
+            self._follow(tensor)
 
-    @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Record when the forwards of modules begin and end inside this block."""
-        with ExitStack() as stack:
-            for module, name in self._names.items():
-                before = module.register_forward_pre_hook(self._enter(name))
-                after = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            yield
+    def end(self, gradients: Any) -> None:
+        """Note that the tensors in these nested values are what a backward was for."""
+        self._ends.update(map(_storage, _dense(gradients)))
 
-    def of(self, node: Any) -> str:
-        return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
+    def holds(self, values: Any) -> bool:
+        """Whether a tensor in these nested values depends on a seed."""
+        return any(_storage(tensor) in self._sources for tensor in _dense(values))
 
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._entered[threading.get_ident()].append(name)
-            self._mark(name)
+    def reached(self) -> set[int]:
+        """The memory that an end depends on."""
+        found: set[int] = set()
+        left = [*self._ends]
+        while left:
+            storage = left.pop()
+            if storage not in found:
+                found.add(storage)
+                left.extend(self._sources.get(storage, ()))
+        return found
 
-        return hook
+    def passes(self, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether an operation has an argument that depends on a seed; then its result does."""
+        sources = self._sources.keys() & {_storage(t) for t in _dense((args, kwargs))}
+        if sources:
+            for tensor in _dense(result):
+                if tensor.is_floating_point() or tensor.is_complex():  # others are no gradients
+                    self._follow(tensor).update(sources)
+        return bool(sources)
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        entered = self._entered[threading.get_ident()]
-        entered.pop()
-        self._mark(entered[-1] if entered else OUTSIDE)
-
-    def _mark(self, name: str) -> None:
-        # Each thread numbers its own nodes. Checkpointing makes nodes on another thread, and their
-        # numbers mean nothing here.
-        if torch.is_grad_enabled() and threading.get_ident() == self._thread:
-            with torch._C._DisableTorchDispatch():
-                number = self._probe.clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
-            self._starts.append(number)
-            self._modules.append(name)
+    def _follow(self, tensor: torch.Tensor) -> set[int]:
+        storage = _storage(tensor)
+        if storage not in self._sources:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch
+            self._references.append(reference)
+            self._sources[storage] = set()
+        return self._sources[storage]
 
 
-def _module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Names of all modules, prefixed with the model's number if there are several models."""
-    names: dict[nn.Module, str] = {}
-    for number, model in enumerate(models):
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        prefix = f"model {number}: " if len(models) > 1 else ""
-        for name, module in inner.named_modules():
-            names.setdefault(module, prefix + (name or WHOLE_MODEL))
-    return names
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _dense(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and dictionaries; of a sparse one, its values."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided or value.layout is torch.jagged:
+            yield value
+        elif value.layout is torch.sparse_coo:
+            yield value._values()
+        elif value.layout is not torch._mkldnn:  # type: ignore[attr-defined]  # torch
+            yield value.values()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _dense(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _dense(item)

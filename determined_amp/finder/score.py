@@ -1,25 +1,32 @@
-"""Scores a loss scale without training, as the metric of a search.
+"""Scores a loss scale without training, as the metric of a search: what does the scale cost?
 
 The validation loss after a short training cannot rank loss scales, because seeds change it more
-than scales inside the safe window do. So the score is a distance in bits, and its chart is a V:
+than scales inside the safe window do. So the score counts the optimizer steps that a scale loses:
 
-    loss_scale_score = |log2 of the scale - log2 of the scale to start with|
+    steps_lost       = skipped steps + lost share of the gradient * growth_interval
+    loss_scale_score = log2(1 + steps_lost)
 
-The scale to start with is the one the finder chooses, see `verdict.choice_of`. Every trial measures
-for itself where float16 overflows. The score is exact, because the parameters are frozen and all
-trials use the same batches.
+A skipped step lowers the scale, and the first steps are skipped until nothing overflows. The lost
+share is what float16 flushes to 0 at the scale that the training then starts with; it counts where
+it is above `FLUSHED_LIMIT`, and until the scale grows. So the score is 0 all through the safe
+window, and rises on both sides of it.
+
+All of this is measured in float16. One pass in bfloat16 tells which values there are to be flushed;
+what it predicts of overflow is not asked. The score is exact, because the parameters are frozen and
+all trials use the same batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import determined as det
 import torch
 from determined import pytorch
 
+from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.errors import UserError
 from determined_amp.finder.frozen import (
     FrozenBatch,
@@ -28,11 +35,14 @@ from determined_amp.finder.frozen import (
     in_training,
     wrapped_scaler,
 )
-from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
-from determined_amp.finder.verdict import FLUSHED_LIMIT, LARGEST_LOG2, choice_of
+from determined_amp.finder.passes import Observation, Place, cause_of, observe, predict
+from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT
 
 # If a smaller share of the values is left, nothing trains.
 _FEWEST_VALUES = 0.01
+
+# The smallest normal float32. A smaller loss scale has fewer bits, and soon is 0.
+_LEAST_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -40,22 +50,69 @@ class Score:
     """The metrics of one loss scale; every value is finite.
 
     Args:
-        loss_scale_score: Bits between the scale and the one to start with; smaller is better, and 0
-            is best. A scale that overflows is that many bits too high.
+        loss_scale_score: log2(1 + `steps_lost`); smaller is better, and 0 is best.
+        steps_lost: Steps skipped until nothing overflows, plus `flushed_share` times the scaler's
+            `growth_interval` if that share is above `FLUSHED_LIMIT`.
         gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
             difference from the float32 gradient); 1 if something overflows.
-        backward_headroom_bits: log2(65520 / largest 16-bit gradient). If a gradient overflows or
-            all are flushed to 0, the value that bfloat16 predicts.
+        backward_headroom_bits: log2(65520 / largest 16-bit gradient). If a gradient overflows, that
+            of the scale after the skipped steps, less the bits between the two. If all gradients
+            are flushed to 0, the value that bfloat16 predicts.
         flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, divided by the
-            2-norm of all, in the tensor that loses most.
+            2-norm of all, in the tensor that loses most, at the scale after the skipped steps.
         overflow: 1 if a step with this scale is skipped, otherwise 0.
     """
 
     loss_scale_score: float
+    steps_lost: float
     gradient_error: float
     backward_headroom_bits: float
     flushed_share: float
     overflow: float
+
+
+def steps_lost(skipped: int, flushed_share: float, growth_interval: int) -> float:
+    """Optimizer steps that a loss scale loses, see `Score`."""
+    return skipped + (flushed_share * growth_interval if flushed_share > FLUSHED_LIMIT else 0.0)
+
+
+def score_of(steps: float) -> float:
+    """The score of a loss scale that loses so many steps."""
+    return math.log2(1.0 + steps)
+
+
+def bits_from_default(scale_log2: float) -> float:
+    """How far a scale is from PyTorch's default: the order of trials with equal scores.
+
+    Infinite for NaN, a scale that is not known.
+    """
+    return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
+
+
+def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> str | None:
+    """A sentence on what the best of a search's scored trials is worth.
+
+    Args:
+        metric: What the search ranks its trials by.
+        trials: Their metrics by name: `Score` and `init_scale_log2`.
+
+    Returns:
+        None without trials, with another metric than the score, or if an older version scored one,
+        which counted no lost steps.
+    """
+    if metric != "loss_scale_score" or not trials:
+        return None
+    if not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
+        return None
+    free = [trial["init_scale_log2"] for trial in trials if trial["steps_lost"] == 0]
+    if not free:
+        fewest = min(trial["steps_lost"] for trial in trials)
+        return f"every scale of this search loses steps, and the best one {fewest:.4g}"
+    return (
+        f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} to "
+        f"2^{max(free):g}: a search can find nothing better. The best trial is the one of these "
+        f"that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
+    )
 
 
 def score(
@@ -75,16 +132,40 @@ def score(
         determined.InvalidHP: if no loss scale helps, because the forward overflows.
         LossScaleError: if the trial scales no loss, or has no gradient to scale.
     """
-    scale_log2 = math.log2(wrapped_scaler(context).get_scale())
+    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
+    scale_log2 = math.log2(scaler.get_scale())
 
     def measure(frozen: Sequence[FrozenBatch]) -> Score:
-        return score_batches(context, frozen, scale_log2)
+        return score_batches(
+            context,
+            frozen,
+            scale_log2,
+            growth_interval=int(scaler.get_growth_interval()),
+            backoff_factor=float(scaler.get_backoff_factor()),
+            min_scale=amp.settings.min_scale if amp else 0.0,
+        )
 
     return asdict(in_training(trial, context, batches, measure))
 
 
-def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> Score:
+def score_batches(
+    context: Place,
+    batches: Sequence[FrozenBatch],
+    scale_log2: float,
+    *,
+    growth_interval: int = 2000,
+    backoff_factor: float = 0.5,
+    min_scale: float = 0.0,
+) -> Score:
     """Score the loss scale 2^`scale_log2`; the score is the same on every rank.
+
+    Args:
+        context: The models and processes of the passes.
+        batches: Training batches.
+        scale_log2: log2 of the initial loss scale.
+        growth_interval: Applied steps in a row before the scale grows.
+        backoff_factor: Multiplies the scale after a skipped step.
+        min_scale: The lower limit of the scale.
 
     Raises:
         determined.InvalidHP: if no loss scale helps.
@@ -92,49 +173,85 @@ def score_batches(context: Place, batches: Sequence[FrozenBatch], scale_log2: fl
     """
     prediction = predict(context, batches)
     prediction.require_gradients()
-    seen = observe(context, batches, scale_log2, prediction)
-    headroom = seen.backward_headroom_bits
+    bits_per_skip = -math.log2(backoff_factor)
+    least_log2 = min(math.log2(max(min_scale, _LEAST_SCALE)), scale_log2)
+
+    def after(skipped: int) -> Observation:
+        at = max(scale_log2 - skipped * bits_per_skip, least_log2)
+        return observe(context, batches, at, prediction)
+
+    to_one = math.ceil(scale_log2 / bits_per_skip)
+    most = math.ceil((scale_log2 - least_log2) / bits_per_skip)
+    skipped, seen = _until_applied(after, to_one, most, bits_per_skip)
+    if seen.overflow and seen.loss_is_finite and min_scale > _LEAST_SCALE:
+        raise det.InvalidHP(
+            f"no loss scale helps from 2^{least_log2:g} up, which is amp.min_scale: steps overflow "
+            "even there; allowed: a smaller min_scale"
+        )
+    if seen.overflow or (skipped and seen.values_left < _FEWEST_VALUES):
+        raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
+    headroom = seen.backward_headroom_bits + seen.scale_log2 - scale_log2
     # Not finite: everything was flushed, or an infinity reached no parameter.
-    if seen.overflow or not math.isfinite(headroom):
+    if not math.isfinite(headroom):
         headroom = prediction.headroom_log2 - scale_log2
-    top = _top(context, batches, seen, prediction)
-    choice = choice_of(prediction.smallest_scale_log2(FLUSHED_LIMIT), top)
     error = 1.0
-    if not seen.overflow:
+    if not skipped:
         errors = [_gradient_error(batch, scale_log2) for batch in batches]
         slots = context.distributed.allgather(sum(errors) / len(errors))
         error = sum(slots) / len(slots)
+    steps = steps_lost(skipped, seen.flushed_share, growth_interval)
     return Score(
-        loss_scale_score=abs(scale_log2 - choice),
+        loss_scale_score=score_of(steps),
+        steps_lost=steps,
         gradient_error=error,
-        backward_headroom_bits=min(headroom, 0.0) if seen.overflow else headroom,
+        backward_headroom_bits=min(headroom, 0.0) if skipped else headroom,
         flushed_share=seen.flushed_share,
-        overflow=float(seen.overflow),
+        overflow=float(skipped > 0),
     )
 
 
-def _top(
-    context: Place, batches: Sequence[FrozenBatch], seen: Observation, prediction: Prediction
-) -> int:
-    """log2 of the largest power of two at which nothing overflows: predicted, then measured.
+def _until_applied(
+    after: Callable[[int], Observation], to_one: int, most: int, bits_per_skip: float
+) -> tuple[int, Observation]:
+    """The number of steps skipped until nothing overflows, and what is then measured.
 
-    Raises:
-        determined.InvalidHP: if no such scale leaves a gradient.
+    What overflows at a scale overflows at every larger one. So the search jumps to a small scale,
+    back by the room that is measured there, and confirms. Bisection does the rest, for instance
+    with a kernel that adds up in float16 and overflows before its result does.
+
+    Args:
+        after: Measures the scale that is left after so many skipped steps.
+        to_one: Skipped steps until the scale is 1 or less.
+        most: Skipped steps until the scale cannot get smaller.
+        bits_per_skip: What a skipped step takes from the scale.
+
+    Returns:
+        With an overflow if that never ends.
     """
-    if seen.overflow and not observe(context, batches, 0, prediction).loss_is_finite:
-        raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
-    top = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
+    skipped, seen = 0, after(0)
+    if not seen.overflow or not most:
+        return skipped, seen
+    overflows, skipped = 0, min(max(to_one, 1), most)
+    seen = after(skipped)
+    # A loss that is not finite at a scale of 1 or less is not finite without a scale, either.
+    if seen.overflow and seen.loss_is_finite and skipped < most:
+        overflows, skipped = skipped, most
+        seen = after(skipped)
     if seen.overflow:
-        top = min(top, math.ceil(seen.scale_log2) - 1)
-    # A kernel that accumulates in float16 overflows at smaller scales.
-    while seen.overflow or top > seen.scale_log2:
-        below = observe(context, batches, top, prediction)
-        if not below.overflow:
-            if seen.overflow and below.values_left < _FEWEST_VALUES:  # finite: nothing is left
-                raise det.InvalidHP(f"no loss scale helps: {cause_of(context, batches)}")
-            break
-        top -= 1
-    return top
+        return skipped, seen
+    jumps = 2  # the second confirms the first
+    while skipped - overflows > 1:
+        room = seen.backward_headroom_bits / bits_per_skip
+        if jumps and math.isfinite(room):
+            jumps -= 1
+            tried = min(max(skipped - math.floor(room), overflows + 1), skipped - 1)
+        else:  # or all gradients were flushed, which says nothing about the room
+            tried = (overflows + skipped) // 2
+        if (found := after(tried)).overflow:
+            overflows = tried
+        else:
+            skipped, seen = tried, found
+    return skipped, seen
 
 
 def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:

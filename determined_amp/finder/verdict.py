@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from determined_amp.finder.frozen import FrozenBatch
+from determined_amp.amp.fp32_modules import meanwhile_in_float32
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, module_names
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
-from determined_amp.finder.recorder import OUTSIDE, WHOLE_MODEL
 
 # log2 of the default init_scale of PyTorch's GradScaler.
 DEFAULT_LOG2 = 16
@@ -206,7 +207,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         top = choice  # the largest that is verified
         verified.append(observe(context, batches, choice, prediction))
     gave_up = verified[-1].overflow
-    (verdict, islands), cause = _judge(prediction, low, top), ""
+    (verdict, islands), cause = _judge(context, batches, prediction, low, top), ""
     if gave_up:
         verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)
     if sweep:
@@ -252,17 +253,20 @@ def _shown_scales(low: int, top: int, measured: Iterable[int]) -> list[int]:
     return sorted({DEFAULT_LOG2, low, top, *measured, *range(first, last + 1, step)})
 
 
-def _judge(prediction: Prediction, low: int, top: int) -> tuple[Verdict, tuple[str, ...]]:
+def _judge(
+    context: Place, batches: Sequence[FrozenBatch], prediction: Prediction, low: int, top: int
+) -> tuple[Verdict, tuple[str, ...]]:
     if low > top:
-        islands = _islands(prediction)
+        proposed = sorted(_islands(prediction), key=len)
+        islands = next((names for names in proposed if _help(context, batches, names)), ())
         return (Verdict.ISLANDS if islands else Verdict.BF16), islands
     if low <= DEFAULT_LOG2 <= top:
         return Verdict.DEFAULT, ()
     return Verdict.SCALE, ()
 
 
-def _islands(prediction: Prediction) -> tuple[str, ...]:
-    """The fewest modules to keep in float32 so that the others have a safe scale.
+def _islands(prediction: Prediction) -> list[tuple[str, ...]]:
+    """Few modules each that might be kept in float32 so that the others have a safe scale.
 
     Candidates are the modules with the largest gradients, and those with the smallest.
     """
@@ -270,8 +274,20 @@ def _islands(prediction: Prediction) -> tuple[str, ...]:
     large = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
     lowest = {name: _alone(prediction, name).smallest_scale_log2(FLUSHED_LIMIT) for name in modules}
     small = sorted(modules, key=lambda name: -lowest[name])
-    found = [islands for order in (large, small) if (islands := _leading(prediction, order))]
-    return min(found, key=len, default=())
+    return [islands for order in (large, small) if (islands := _leading(prediction, order))]
+
+
+def _help(context: Place, batches: Sequence[FrozenBatch], islands: Sequence[str]) -> bool:
+    """Whether there is a safe scale with these modules in float32, seen in passes of that kind."""
+    modules = [module for module, name in module_names(context.models).items() if name in islands]
+    device_type = next(p.device.type for module in context.models for p in module.parameters())
+    with meanwhile_in_float32(modules, device_type):
+        try:
+            rest = predict(context, batches)
+            low, top = rest.smallest_scale_log2(FLUSHED_LIMIT), rest.first_overflow_log2 - 1
+            return low <= top and not observe(context, batches, choice_of(low, top), rest).overflow
+        except LossScaleError:
+            return False
 
 
 def _alone(prediction: Prediction, module: str) -> Prediction:

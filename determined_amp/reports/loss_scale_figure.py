@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
 from determined_amp.reports import loss_scale_panels as panels
 from determined_amp.reports.loss_scale_panels import Point
@@ -28,15 +29,16 @@ class _Panel(NamedTuple):
     is_over_scales: bool = True
 
 
-def draw(finding: Finding | None, search: Source | None) -> Figure:
+def draw(found: FoundScale | None, search: Source | None) -> Figure:
     """Draw prediction and observations of one experiment; panels without data are left out.
 
     Args:
-        finding: The prediction of the finder.
+        found: The prediction of the finder.
         search: The runs of a search.
     """
+    finding = found.finding if found else None
     with matplotlib.rc_context(STYLE):
-        drawn = list(_panels(finding, search))
+        drawn = list(_panels(found, search))
         heights = [panel.height for panel in drawn]
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         axes = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -53,7 +55,8 @@ def draw(finding: Finding | None, search: Source | None) -> Figure:
         return figure
 
 
-def _panels(finding: Finding | None, search: Source | None) -> Iterator[_Panel]:
+def _panels(found: FoundScale | None, search: Source | None) -> Iterator[_Panel]:
+    finding = found.finding if found else None
     runs = search.runs if search else ()
     flushed = [
         Point(run.scale_log2, run.metrics["flushed_share"])
@@ -65,7 +68,7 @@ def _panels(finding: Finding | None, search: Source | None) -> Iterator[_Panel]:
         yield _Panel(2.7, lambda axes: panels.shares(axes, finding, flushed, overflowed))
     points = [] if search is None else points_of(search)
     if search is not None and points:
-        yield _Panel(2.3, partial(_draw_metric, finding, search, points))
+        yield _Panel(2.3, partial(_draw_metric, found, search, points))
     skips = [
         Point(run.scale_log2, run.skipped_steps) for run in runs if run.skipped_steps is not None
     ]
@@ -78,14 +81,19 @@ def _panels(finding: Finding | None, search: Source | None) -> Iterator[_Panel]:
 
 
 def _draw_metric(
-    finding: Finding | None, search: Source, points: Sequence[Point], axes: Axes
+    found: FoundScale | None, search: Source, points: Sequence[Point], axes: Axes
 ) -> None:
     alone = not search.also_searched
+    title = search.metric.replace("_", " ").capitalize()
+    if search.counts_lost_steps and search.metric == "loss_scale_score":
+        title += ": log₂(1 + optimizer steps lost)"
+        if found is not None:
+            panels.predicted_scores(axes, found, _limits(found.finding, search.runs))
+            title += " (line: predicted; dots: measured)"
     # All scored trials have the same seed, so there is no spread over seeds.
     seeds = alone and not any(run.is_scored for run in search.runs)
-    panels.metric(axes, points, search.metric, finding, band=seeds)
+    panels.metric(axes, points, search.metric, found.finding if found else None, band=seeds)
     panels.mark_best(axes, points[0])
-    title = search.metric.replace("_", " ").capitalize()
     axes.set_title(
         title if alone else f"{title} (differ also in {', '.join(search.also_searched)})"
     )
@@ -95,7 +103,12 @@ def points_of(search: Source) -> list[Point]:
     """The searcher's metric of every trial that reported it, best first."""
     longest = max(run.batches for run in search.runs)
     return [
-        Point(run.scale_log2, run.metrics[search.metric], run.seed, run.batches == longest)
+        Point(
+            run.scale_log2,
+            run.metrics[search.metric],
+            None if run.is_scored else run.seed,
+            run.batches == longest,
+        )
         for run in search.ranked()
     ]
 

@@ -15,7 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
+from determined_amp.finder.score import score_of, steps_lost
 from determined_amp.finder.verdict import (
     DEFAULT_LOG2,
     FLUSHED_LIMIT,
@@ -209,11 +211,23 @@ def metric(
         axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
         axes.axhline(centre, color=AMBER, linewidth=0.8)
     values = [point.value for point in points]
-    # A score in bits is a V on a linear axis. The score of older searches was an error, below 2.
-    in_bits = name == "loss_scale_score" and max(values) >= 2
-    if min(values) > 0 and max(values) > 10 * min(values) and not in_bits:
+    if min(values) > 0 and max(values) > 10 * min(values) and name != "loss_scale_score":
         axes.set_yscale("log")
     axes.set_ylabel(name.replace("_", " "))
+
+
+def predicted_score(found: FoundScale, scale_log2: float) -> float:
+    """The score of a scale as the finder predicts it, see `finder.score`."""
+    skipped = found.finding.expected_skips(scale_log2)
+    share = found.finding.at(scale_log2 - skipped).flushed_share
+    return score_of(steps_lost(skipped, share, found.run.growth_interval))
+
+
+def predicted_scores(axes: Axes, found: FoundScale, limits: tuple[float, float]) -> None:
+    """Draw the predicted score of every power of two between the limits, log2 of scales."""
+    scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
+    scores = [predicted_score(found, scale) for scale in scales]
+    axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
 
 
 def mark_best(axes: Axes, best: Point) -> None:

@@ -32,7 +32,7 @@ from determined_amp.reports.runs import Machine, Source
 
 # Columns of the trial table, after the searcher's metric.
 _METRICS = (
-    *("flushed_share", "overflow", "backward_headroom_bits", "gradient_error"),
+    *("steps_lost", "flushed_share", "overflow", "backward_headroom_bits", "gradient_error"),
     "validation_accuracy",
 )
 
@@ -74,7 +74,7 @@ def _report(options: argparse.Namespace) -> None:
     search = over_loss_scale(source)
     found, missing = (given, []) if given else _predicted(search)
     folder = options.output or report_command.folder_beside(options.source)
-    figure = draw(found.finding if found else None, search)
+    figure = draw(found, search)
     page.save_png(figure, folder / "loss_scale.png")
     told = [*_answer(found), *sentences(found, search), *missing]
     if report_command.is_experiment(options.source) and found and not given:

@@ -10,11 +10,12 @@ from typing import Any
 
 from determined_amp.config.dotted import flat, nested
 from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.score import worth_of_best
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.loss_scale_figure import points_of
-from determined_amp.reports.loss_scale_panels import seed_band
+from determined_amp.reports.loss_scale_panels import predicted_score, seed_band
 from determined_amp.reports.runs import SCALE, ReportError, Source, State, is_scale
 from determined_amp.search.compose import compose
 
@@ -80,11 +81,17 @@ def _experiment(search: Source) -> dict[str, Any]:
 def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
     """Sentences on how well prediction and search agree, the best trial, and the cost."""
     finding = None if found is None else found.finding
-    if finding is not None:
+    if found is not None and finding is not None:
         yield from _overflow(finding, search)
         yield from _flush(finding, search)
+        yield from _scores(found, search)
         yield from _skips(finding, search)
     yield from _best(finding, search)
+    if any(run.is_scored for run in search.runs) and not search.counts_lost_steps:
+        yield (
+            "loss_scale_score is that of an older version here, which counts no lost steps; a new "
+            "search has them"
+        )
     if found is not None:
         yield from _cost(found, search)
     failed = [run for run in search.runs if run.state is State.FAILED]
@@ -116,6 +123,20 @@ def _flush(finding: Finding, search: Source) -> Iterator[str]:
         yield (
             f"flushed to 0: predicted and measured shares differ by {most:.2g} at most, "
             f"at 2^{where:g} ({len(differences)} trials)"
+        )
+
+
+def _scores(found: FoundScale, search: Source) -> Iterator[str]:
+    differences = [
+        (abs(run.metrics["loss_scale_score"] - predicted_score(found, run.scale_log2)), run)
+        for run in search.runs
+        if run.is_scored and search.counts_lost_steps
+    ]
+    if differences:
+        most, run = max(differences, key=lambda pair: pair[0])
+        yield (
+            f"loss_scale_score: predicted and measured differ by {most:.2g} at most, "
+            f"at 2^{run.scale_log2:g} ({len(differences)} trials)"
         )
 
 
@@ -151,6 +172,9 @@ def _best(finding: Finding | None, search: Source) -> Iterator[str]:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
+    worth = worth_of_best(search.metric, [run.metrics for run in search.ranked()])
+    if worth is not None:
+        yield worth
     scored = any(run.is_scored for run in search.runs)
     band = None if scored else seed_band(points, finding)
     if band is not None and finding is not None:
@@ -177,10 +201,12 @@ def _cost(found: FoundScale, search: Source) -> Iterator[str]:
 def passed_samples(search: Source, found: FoundScale) -> float:
     """Number of samples that a search passed through the model, forward and backward.
 
-    A trained trial passes each sample once. A scored trial passes its batches up to five times: in
-    bfloat16, in float32, and three times in float16 (with the recorder, without it, and at the top
-    of the window).
+    A trained trial passes each sample once. A scored trial passes its batches four times: in
+    bfloat16, in float32, and twice in float16 (with the recorder and without it). With an overflow
+    it is in bfloat16, and in float16 until the end of the overflow is found, mostly four times.
     """
     per_batch = found.run.samples / found.run.batches
-    passes = sum(run.batches * (5 if run.is_scored else 1) for run in search.runs)
+    passes = sum(
+        run.batches * ((5 if run.overflow else 4) if run.is_scored else 1) for run in search.runs
+    )
     return float(passes * per_batch)

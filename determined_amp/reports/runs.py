@@ -16,6 +16,7 @@ from determined_amp.config.amp_settings import Precision
 from determined_amp.config.errors import UserError, one_line
 from determined_amp.config.experiment import searcher_of
 from determined_amp.config.training import LENGTH_UNITS
+from determined_amp.finder.score import bits_from_default
 from determined_amp.local.folder import End
 from determined_amp.reports.run_settings import BATCH_SIZE, LENGTH, PRECISION
 
@@ -289,10 +290,19 @@ class Source:
             if not is_scale(name) and len({repr(run.hparams.get(name)) for run in self.runs}) > 1
         )
 
+    @property
+    def counts_lost_steps(self) -> bool:
+        """Whether its trials have a score of lost steps; older versions had other scores."""
+        scored = [run.metrics for run in self.runs if run.is_scored]
+        return bool(scored) and all("steps_lost" in metrics for metrics in scored)
+
     def ranked(self) -> list[Run]:
-        """The runs that reported a finite metric, best first."""
-        searcher = searcher_of(self.config)
-        return searcher.best_first(self.runs, lambda run: run.metrics.get(self.metric))
+        """The runs that reported a finite metric, best first; of equals those nearest to 2^16."""
+        return searcher_of(self.config).best_first(
+            self.runs,
+            lambda run: run.metrics.get(self.metric),
+            lambda run: bits_from_default(run.scale_log2),
+        )
 
 
 def is_scale(name: str) -> bool:

@@ -3,10 +3,11 @@
     entrypoint: python3 -m determined_amp.search.on_cluster VERB
 
 train    Trains like `python -m determined_amp train`. Every validation also reports the initial
-         scale and the share of the gradients that it flushes to zero before the first step.
+         scale and the share of the gradients that it flushes to zero, after the first skips.
 compare  Trains without these reports, so memory and speed are those of training alone.
-score    Measures the loss scale of the trial on a few frozen batches; nothing is trained. All
-         trials use the same parameters and batches, regardless of the platform's seeds.
+score    Measures on a few frozen batches how many optimizer steps the trial's loss scale loses;
+         nothing is trained. All trials use the same parameters and batches, regardless of the
+         platform's seeds. Of several that lose none, the platform may name any as the best.
 find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
          The checkpoint holds everything in `loss_scale.json`, which
          `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group

@@ -120,7 +120,7 @@ def scored(
 
 
 def report_flushed_share(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Make every validation report the initial scale and the share of gradients it flushes.
+    """Make every validation report the initial scale, and the `flushed_share` of its `Score`.
 
     A second trial with the same seed measures the share and is then dropped, so the training itself
     does not change. Every rank measures by itself and gets the same result.

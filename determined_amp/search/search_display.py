@@ -15,6 +15,7 @@ from rich.table import Table
 from determined_amp.amp.metrics import MetricName
 from determined_amp.config.dotted import flat
 from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.finder.score import worth_of_best
 from determined_amp.local.display import progress_bar
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
@@ -23,6 +24,7 @@ from determined_amp.search.trial_kind import TrialKind
 # Columns next to the searcher's metric, shown if a trial has them: name, title, format.
 _DIAGNOSIS = (
     ("init_scale_log2", "scale", "2^{:g}"),
+    ("steps_lost", "steps lost", "{:.4g}"),
     ("gradient_error", "error", "{:.1e}"),
     ("backward_headroom_bits", "headroom", "{:.2f}"),
     ("flushed_share", "flushed", "{:.2%}"),
@@ -96,9 +98,12 @@ class SearchDisplay:
         self._console.print(self._table(study, ranked, f"{self._plan.search.get('name')}: {state}"))
         if self._compares:
             self._print(f"compare: python -m determined_amp report precision {self._folder}")
-        elif ranked and ranked[0].metrics.get("overflow"):
+        elif ranked and all(trial.metrics.get("overflow") for trial in ranked):
             self._print("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].used:
+            worth = worth_of_best(self._metric, [trial.metrics for trial in ranked])
+            if worth is not None:
+                self._print(worth)
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
             lines = dump_yaml({"hyperparameters": dict(ranked[0].used)})
             self._print(lines.rstrip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from determined_amp.config.errors import UserError
 from determined_amp.config.experiment import Searcher, searcher_of
 from determined_amp.config.settings import read
+from determined_amp.finder.score import bits_from_default
 
 FILE_NAME = "study.db"
 
@@ -104,8 +106,12 @@ class SearchStudy:
         return [trial for trial in self.trials if trial.state == "failed" and not trial.invalid]
 
     def ranked(self) -> list[SearchTrial]:
-        """The trials that have a value, best first."""
-        return searcher_of(self.search).best_first(self.trials, lambda trial: trial.value)
+        """The trials that have a value, best first; of equals those nearest to 2^16."""
+        return searcher_of(self.search).best_first(
+            self.trials,
+            lambda trial: trial.value,
+            lambda trial: bits_from_default(trial.metrics.get("init_scale_log2", math.nan)),
+        )
 
 
 def read_study(path: Path) -> SearchStudy:

@@ -1,0 +1,186 @@
+"""Where training skips its first step, predicted and measured, for models from their libraries.
+
+    python -m pip install transformers
+    python -m benchmarks.loss_scale_models
+
+The models are small, with the operations of the large ones. Prediction: `find_loss_scale` on a
+batch. Measurement: one step of a real training on that batch with a `GradScaler` at 2^k, for every
+k that halves the interval in which the first skipped step lies. Both at the parameters at the start
+and after some steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torchvision.models import VisionTransformer
+
+from determined_amp.finder.model import LossBatch, OneProcess
+from determined_amp.finder.passes import predict
+from determined_amp.finder.verdict import FLUSHED_LIMIT
+
+# Steps of a training before the first look, and from there to the second.
+STEPS = (0, 20)
+
+# Beyond any scale that works.
+_FAILS_LOG2 = 64
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Case(NamedTuple):
+    """A model, a batch for it, and its loss."""
+
+    name: str
+    model: nn.Module
+    batch: Any
+    loss: Loss
+
+
+def main() -> None:
+    """Print the table, in Markdown."""
+    print("| model | steps | predicted first skip | measured | window |")
+    print("|---|---|---|---|---|")
+    for case in (*hugging_face_models(), *other_models()):
+        for steps in STEPS:
+            train(case, steps, 2.0**8)
+            predicted, low = prediction(case)
+            measured = first_skip(case)
+            window = f"2^{low} to 2^{predicted - 1}"
+            print(
+                f"| {case.name} | {steps} | 2^{predicted} | 2^{measured} | {window} |", flush=True
+            )
+    print(f"\n{platform.machine()} CPU, torch {torch.__version__}, one batch, one seed.")
+
+
+def hugging_face_models() -> list[Case]:
+    """GPT-2, Llama and a UNet at their initial parameters."""
+    # The first takes seconds to import, the second is not among this repository's packages.
+    from diffusers import UNet2DModel  # noqa: PLC0415
+    from transformers import (  # noqa: PLC0415
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 500, (8, 64))
+    gpt2 = GPT2Config(vocab_size=500, n_positions=64, n_embd=128, n_layer=4, n_head=4)
+    llama = LlamaConfig(
+        vocab_size=500,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    unet = UNet2DModel(
+        sample_size=16,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+    noisy = (torch.randn(4, 3, 16, 16), torch.tensor([1, 200, 500, 900]), torch.randn(4, 3, 16, 16))
+    return [
+        Case("GPT-2 (transformers)", GPT2LMHeadModel(gpt2), tokens, language),
+        Case("Llama (transformers)", LlamaForCausalLM(llama), tokens, language),
+        Case("UNet2D (diffusers)", unet, noisy, denoising),
+    ]
+
+
+def other_models() -> list[Case]:
+    """ViT and PINN at their initial parameters."""
+    torch.manual_seed(0)
+    vit = VisionTransformer(32, 8, 4, 4, 128, 256, num_classes=10)
+    nn.init.normal_(vit.heads.get_submodule("head").get_parameter("weight"), std=0.02)
+    images = torch.randn(8, 3, 32, 32)
+    pinn = nn.Sequential(
+        nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
+    return [
+        Case("ViT (torchvision)", vit, (images, torch.arange(8)), classification),
+        Case("PINN, second derivatives", pinn, torch.rand(256, 2), heat),
+    ]
+
+
+def language(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Next tokens; tokens (B, L), int64."""
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def classification(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Cross-entropy; images (B, 3, 32, 32), labels (B,)."""
+    images, labels = batch
+    loss: torch.Tensor = functional.cross_entropy(model(images), labels)
+    return loss
+
+
+def denoising(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Error of the predicted noise; images and noise (B, 3, 16, 16), times (B,)."""
+    images, times, noise = batch
+    loss: torch.Tensor = functional.mse_loss(model(images, times).sample.float(), noise)
+    return loss
+
+
+def heat(model: nn.Module, points: torch.Tensor) -> torch.Tensor:
+    """Residual of the heat equation u_t = u_xx at points (B, 2) of x and t."""
+    points = points.clone().requires_grad_()
+    u = model(points).float()
+    (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    (bend,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
+    start = (u.squeeze(1) - torch.sin(3 * points[:, 0])) * (points[:, 1] < 0.2)
+    residual: torch.Tensor = (slope[:, 1] - bend[:, 0]).square().mean() + start.square().mean()
+    return residual
+
+
+def prediction(case: Case) -> tuple[int, int]:
+    """log2 of the first power of two that is predicted to overflow, and of the lowest safe one."""
+    device = torch.device("cpu")
+    batch = LossBatch(case.model, lambda batch: case.loss(case.model, batch), case.batch, device)
+    predicted = predict(OneProcess([case.model]), [batch])
+    return predicted.first_overflow_log2, predicted.smallest_scale_log2(FLUSHED_LIMIT)
+
+
+def first_skip(case: Case) -> int:
+    """log2 of the smallest power of two at which a training skips its first step."""
+    works, fails = -8, _FAILS_LOG2
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        skips = train(case._replace(model=copy.deepcopy(case.model)), 1, 2.0**middle)
+        works, fails = (works, middle) if skips else (middle, fails)
+    return fails
+
+
+def train(case: Case, steps: int, init_scale: float) -> int:
+    """Train in float16 on the batch again and again; the number of skipped steps."""
+    torch.manual_seed(1)
+    case.model.train()
+    optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    skipped = 0
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = case.loss(case.model, case.batch)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+    return skipped
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Which module's forward an operation of a pass belongs to."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+# In place of a module's name: what no module computes, usually the loss; and the model itself.
+OUTSIDE = "(outside the model)"
+WHOLE_MODEL = "(the model)"
+
+
+class Origin:
+    """Finds the module whose forward made a node of the autograd graph.
+
+    Autograd numbers its nodes in the order of creation. So the numbers at which the forward of each
+    module begins and ends tell which module made a node.
+
+    Args:
+        models: The models whose modules are told apart.
+
+    Attributes:
+        left: The module whose forward ended last.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._names = module_names(models)
+        self._starts: list[int] = [0]
+        self._modules: list[str] = [OUTSIDE]
+        self._entered: defaultdict[int, list[str]] = defaultdict(list)  # by thread
+        self._thread = threading.get_ident()
+        self._probe = torch.zeros((), requires_grad=True)
+        self.left = ""
+
+    @property
+    def current(self) -> str:
+        """The module whose forward this thread is in; `OUTSIDE` if it is in none."""
+        entered = self._entered[threading.get_ident()]
+        return entered[-1] if entered else OUTSIDE
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """Record when the forwards of modules begin and end inside this block."""
+        with ExitStack() as stack:
+            for module, name in self._names.items():
+                before = module.register_forward_pre_hook(self._enter(name))
+                after = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+    def of(self, node: Any) -> str:
+        """The module whose forward made a node."""
+        return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._entered[threading.get_ident()].append(name)
+            self._mark(name)
+
+        return hook
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        entered = self._entered[threading.get_ident()]
+        self.left = entered.pop()
+        self._mark(self.current)
+
+    def _mark(self, name: str) -> None:
+        # Each thread numbers its own nodes. Checkpointing makes nodes on another thread, and their
+        # numbers mean nothing here.
+        if torch.is_grad_enabled() and threading.get_ident() == self._thread:
+            with torch._C._DisableTorchDispatch():
+                number = self._probe.clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
+            self._starts.append(number)
+            self._modules.append(name)
+
+
+def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Names of all modules, prefixed with the model's number if there are several models."""
+    names: dict[nn.Module, str] = {}
+    for number, model in enumerate(models):
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        prefix = f"model {number}: " if len(models) > 1 else ""
+        for name, module in inner.named_modules():
+            names.setdefault(module, prefix + (name or WHOLE_MODEL))
+    return names
+
+
+# Torch's own, whatever a training puts in its place for the hooks of a trial.
+_register_hook = torch.Tensor.register_hook
+
+
+@contextmanager
+def hooked(tensors: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `hook` with the gradient of each tensor that gets one."""
+    with ExitStack() as stack:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                handle = _register_hook(tensor, hook)  # type: ignore[no-untyped-call]  # torch
+                stack.callback(handle.remove)
+        yield
+
+
+@cache
+def only_views(func: Any) -> bool:
+    """Whether every result is a view of an input: its values are counted already."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False  # a higher-order operator, such as flex_attention
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)

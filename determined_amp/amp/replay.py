@@ -1,0 +1,150 @@
+"""Trains a batch again without a step, and restores all state."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+from torch import nn
+
+from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.compiled import as_written
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and mappings, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, (dict, Mapping)):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def own_copy(batch: Any, *, shared: bool = False) -> Any:
+    """A batch that a trial may take apart and change in place, as if nobody else had it.
+
+    Args:
+        batch: Tensors in anything that can be copied. What cannot be is handed on itself.
+        shared: Whether to copy containers only, and share the tensors.
+    """
+    if isinstance(batch, torch.Tensor):
+        # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
+        return batch if shared else batch.detach().clone()
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        return kind(own_copy(item, shared=shared) for item in batch)
+    if kind is dict:
+        return {key: own_copy(item, shared=shared) for key, item in batch.items()}
+    known = {id(tensor): own_copy(tensor, shared=shared) for tensor in tensors_of(batch)}
+    try:
+        return copy.deepcopy(batch, known)
+    except Exception:  # copying runs code of the batch's own, which can raise anything
+        return batch
+
+
+@contextmanager
+def without_steps(context: pytorch.PyTorchTrialContext, scaler: Any) -> Iterator[None]:
+    """Inside this block no step, zero_grad or unscale_ has any effect.
+
+    Args:
+        context: The trial's context; its optimizers and schedulers stand still.
+        scaler: The trial's `GradScaler`; its scale stays.
+    """
+    still = [(scaler, name) for name in ("step", "update", "unscale_")]
+    still.append((context, "step_optimizer"))
+    still += [(optimizer, name) for optimizer in context.optimizers for name in _STEPPING]
+    still += [(wrapped._scheduler, "step") for wrapped in context.lr_schedulers]
+    with ExitStack() as stack:
+        for owner, name in still:
+            stack.enter_context(patched(owner, name, _do_nothing))
+        yield
+
+
+_STEPPING = ("step", "zero_grad")
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def undisturbed(
+    *models: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> Iterator[None]:
+    """Train a batch in this block, then restore all state.
+
+    Gradients are enabled and the models are in training mode, also during a validation. Gradients,
+    buffers, modes and random state are restored. DistributedDataParallel exchanges nothing.
+    """
+    parameters = {p: p.grad for model in models for p in model.parameters()}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    parameters |= {p: p.grad for group in groups for p in group["params"]}
+    owned = [(m, dict(m._buffers)) for model in models for m in model.modules()]
+    buffers = {b: b.clone() for model in models for b in model.buffers()}
+    modes = {module: module.training for model in models for module in model.modules()}
+    devices = {p.device for p in parameters if p.device.type == "cuda"}
+    ours, numpys = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(as_written())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+        for model in models:
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            if not model.training:
+                model.train()
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in parameters.items():
+                parameter.grad = gradient
+            for module, training in modes.items():
+                module.training = training
+            for module, own in owned:  # a module may have put others in their place
+                module._buffers.update(own)
+            with torch.no_grad():
+                for buffer, before in buffers.items():
+                    if not _same(buffer, before):
+                        buffer.copy_(before)
+            random.setstate(ours)
+            np.random.set_state(numpys)
+
+
+def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether there is nothing to restore. A buffer that is not strided cannot be restored."""
+    return buffer.layout is not torch.strided or torch.equal(buffer, before)
+
+
+@contextmanager
+def float16_as(dtype: torch.dtype | None, *, bfloat16_too: bool = False) -> Iterator[None]:
+    """Make every float16 autocast region compute in `dtype`, or in float32 for None.
+
+    Args:
+        dtype: What float16 regions compute in.
+        bfloat16_too: Whether bfloat16 regions do, too.
+    """
+    replaced = (torch.float16, torch.bfloat16) if bfloat16_too else (torch.float16,)
+    enter = torch.autocast.__enter__
+
+    def enter_as(region: torch.autocast) -> Any:
+        given = region.fast_dtype, region._enabled
+        if region._enabled and region.fast_dtype in replaced:
+            region.fast_dtype, region._enabled = dtype or region.fast_dtype, dtype is not None
+        try:
+            return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
+        finally:
+            region.fast_dtype, region._enabled = given
+
+    with patched(torch.autocast, "__enter__", enter_as):
+        yield
