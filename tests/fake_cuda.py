@@ -162,6 +162,7 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "max_memory_allocated": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
+    "get_rng_state": lambda device=None: torch.random.get_rng_state(),
 }
 # Loaders pin memory for it, and optimizers ask whether its stream is being captured in a graph.
 _ACCELERATOR: dict[str, Callable[..., Any]] = {

@@ -6,6 +6,8 @@ Nothing here imports it, and nothing of it may: the file is copied into folders 
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from determined import pytorch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 24
 
@@ -82,6 +84,86 @@ class WithLoaderProcesses(WithHparams):
                 torch.stack(column) for column in zip(*rows, strict=True)
             ),
         )
+
+
+class Jittered(TensorDataset):
+    """Each sample is disturbed anew whenever it is read: by torch, by numpy and by Python."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        points, labels = self.tensors
+        noise = 0.1 * torch.rand(FEATURES) * np.random.rand() * random.random()
+        return points[index] + noise, labels[index]
+
+
+class Shuffled(Stranger):
+    """The loader of most tutorials, noise in the loop, and a last batch that is smaller."""
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        workers = self.context.get_hparams().get("workers", 0)
+        data = Jittered(*samples(0).tensors)
+        return pytorch.DataLoader(data, batch_size=5, shuffle=True, num_workers=workers)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        points, classes = batch
+        points = points + 0.1 * torch.randn_like(points) * random.random() * np.random.rand()
+        return super().train_batch((points, classes), epoch_idx, batch_idx)
+
+
+class Weighted(Shuffled):
+    """Draws rare classes more often, and validates on what it trains on."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        data = samples(0)
+        drawn = WeightedRandomSampler((1 + data.tensors[1]).tolist(), SAMPLES)
+        self.loader = pytorch.DataLoader(data, batch_size=4, sampler=drawn)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return self.loader
+
+    build_validation_data_loader = build_training_data_loader
+
+
+class OwnOrder(Stranger):
+    """Its batches come in an order that it makes itself, or in order from a worker."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        context.experimental.disable_dataset_reproducibility_checks()
+
+    def build_training_data_loader(self) -> Any:
+        data = samples(0)
+        order = list(reversed(range(SAMPLES)))
+        loaders: dict[str, Any] = {
+            "generator": lambda: pytorch.DataLoader(data, 4, True, generator=torch.Generator()),
+            "sampler": lambda: pytorch.DataLoader(data, 4, sampler=FromEnd(order)),
+            "loader": lambda: DataLoader(data, 4, shuffle=True),
+            "workers": lambda: pytorch.DataLoader(data, 4, num_workers=1),
+        }
+        return loaders[self.context.get_hparams()["order"]]()
+
+
+class FromEnd(Sampler[int]):
+    """Any order, in a class of its own."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class BecomesNaN(Stranger):
+    """Its weights are lost in batch 30."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        if batch_idx == 30:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
+        return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class WithSecond(Stranger):
@@ -165,6 +247,26 @@ class WithoutValidationData(Stranger):
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
+
+
+class Recurrent(Stranger):
+    """Reads its features one after the other."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        model = context.wrap_model(LastState())
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.model = model
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, CLASSES, batch_first=True)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.lstm(points.unsqueeze(-1))[0]
+        return states[:, -1]
 
 
 class WithoutParameters(Stranger):

@@ -316,7 +316,8 @@ class TestMomentumOfFusedSGD:
         assert all(map(math.isfinite, fused))
 
     def test_would_be_garbage_without_the_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("determined_amp.amp.mixed_precision.fill_momentum", lambda _: None)
+        never = "determined_amp.amp.mixed_precision.fill_momentum"
+        monkeypatch.setattr(never, lambda *_, **named: None)
         first, second = weights_after([math.inf, 1.0], fused=True)
         assert first == 1.0
         assert math.isnan(second)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from determined import core, pytorch
+from determined.common import storage
 
 from determined_amp import __main__ as door
 from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
@@ -110,6 +111,38 @@ class TestDeterminedsOwnTrainer:
         """Two more steps, counted on from two."""
         fitted = loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
         assert fitted.reports.training[-1]["watch_applied_steps"] == 4
+
+    def test_goes_on_off_a_cluster_with_the_batches_of_an_undisturbed_run(
+        self, folder: Path
+    ) -> None:
+        """There it tells the loop of no earlier batches, and seeds nothing: the script does."""
+        seen: list[float] = []
+
+        class Shuffles(StrangersTrial):
+            def build_training_data_loader(self) -> Any:
+                samples = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(6, 1))
+                return pytorch.DataLoader(samples, batch_size=2, shuffle=True)
+
+            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+                seen.extend([batch_idx, *batch[0].flatten().tolist()])
+                return super().train_batch(batch, epoch_idx, batch_idx)
+
+        def train(batches: int, checkpoint: str | None) -> str:
+            torch.manual_seed(7)
+            with pytorch.init(hparams={"amp": dict(FP16)}, exp_conf={}) as context:
+                context._core.checkpoint = core.DummyCheckpointContext(
+                    context.distributed, storage.SharedFSStorageManager(str(folder))
+                )
+                pytorch.Trainer(Shuffles(context), context).fit(
+                    max_length=pytorch.Batch(batches), latest_checkpoint=checkpoint
+                )
+            return max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name
+
+        train(8, None)
+        undisturbed = list(seen)
+        seen.clear()
+        train(8, train(4, None))
+        assert seen == undisturbed
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_refuses_a_checkpoint_that_runs_code(

@@ -139,6 +139,17 @@ class Keeps(nn.Module):
         self.kwargs: Any = kwargs
 
 
+class Writes(nn.Module):
+    """Writes into everything that it is given."""
+
+    def forward(self, x: torch.Tensor, store: dict[str, Any], history: list[Any]) -> torch.Tensor:
+        x.mul_(2.0)
+        store["kept"].add_(1.0)
+        store["made"] = 3.0 * store.pop("dropped")
+        history.insert(0, history[0].square())
+        return x.abs_()
+
+
 @pytest.fixture
 def keeps() -> Keeps:
     """An island that keeps its inputs."""
@@ -192,6 +203,29 @@ class TestInputs:
         assert up.mask is given.mask
         assert up.note == "kept"
         assert given.x.dtype == dtype  # the caller's is not changed
+
+    @DTYPES
+    def test_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
+        """As without an island, and with the gradients of that."""
+        numbers = []
+        for patterns in ([], ["^0$"]):
+            model = nn.Sequential(Writes(), nn.Linear(1, 1))
+            keep_in_float32(model, patterns, "cpu")
+            given = torch.linspace(-1, 1, 4, requires_grad=True)
+            x = given.to(dtype)
+            first, last = x * 1.0, x * 1.0
+            store: dict[str, Any] = {"kept": first, "dropped": x * 1.0}
+            history = [last]
+            y = model[0](x * 1.0, store, history)
+            assert store.keys() == {"kept", "made"}
+            assert store["kept"] is first
+            assert len(history) == 2
+            assert history[1] is last
+            (y + store["made"] + first + history[0]).float().sum().backward()
+            assert given.grad is not None
+            numbers.append([y.float(), store["made"].float(), first.float(), given.grad])
+        for island, without in zip(*numbers, strict=True):
+            torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
 
     def test_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""

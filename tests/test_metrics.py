@@ -50,6 +50,7 @@ class Context:
     _exp_conf = None
     _scaler = None
     _trial_seed = 7
+    _current_batch_idx = None
 
     def __init__(self, slots: int = 1) -> None:
         self.distributed = Processes(slots)

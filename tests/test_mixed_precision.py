@@ -380,6 +380,40 @@ class TestWaitForData:
         assert report["samples_per_second"] > 0
 
 
+class NestsAutocast(StrangersTrial):
+    """Its loss function has an autocast of its own."""
+
+    def backward(self, batch: Any) -> torch.Tensor:
+        with self.amp.autocast():
+            return self.noted(super().backward, batch)
+
+    def noted(self, backward: Any, batch: Any) -> torch.Tensor:
+        self.dtypes = [self.product()]
+        with pytest.raises(ZeroDivisionError), self.amp.autocast():
+            raise ZeroDivisionError
+        with torch.autocast("cpu", enabled=False):
+            with self.amp.autocast():
+                self.dtypes.append(self.product())
+            self.dtypes.append(self.product())
+        loss: torch.Tensor = backward(batch)
+        self.dtypes.append(self.product())
+        return loss
+
+    def product(self) -> torch.dtype:
+        return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        self.dtypes.append(self.product())
+        return super().evaluate_batch(batch, batch_idx)
+
+
+@pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+def test_autocast_within_itself_restores_what_was(folder: Path, precision: str) -> None:
+    trial = loops.fit(NestsAutocast, folder, {"precision": precision}, batches=2).trial
+    low = trial.amp.settings.precision.autocast_dtype or torch.float32
+    assert trial.dtypes == [low, low, torch.float32, low, torch.float32]
+
+
 class TrainsAgainWithoutSteps(StrangersTrial):
     """Looks at its state around a batch that is trained again.
 

@@ -232,24 +232,24 @@ def test_unmodified_trial_never_waits(precision: Precision) -> None:
 class ReadsTheLoss(TrainingMetrics):
     """Planted: `loss.item()`."""
 
-    def add(self, loss: Any, samples: int | None) -> dict[str, float]:
+    def add(self, loss: Any, samples: int | None, **named: bool) -> dict[str, float]:
         loss.item()
-        return super().add(loss, samples)
+        return super().add(loss, samples, **named)
 
 
 class ReturnsTheLoss(TrainingMetrics):
     """Planted: the loss as a metric of every batch, as in Determined's own examples."""
 
-    def add(self, loss: Any, samples: int | None) -> Any:
-        return {**super().add(loss, samples), "loss": loss}
+    def add(self, loss: Any, samples: int | None, **named: bool) -> Any:
+        return {**super().add(loss, samples, **named), "loss": loss}
 
 
 class ReadsTheScale(TrainingMetrics):
     """Planted: whether a step was skipped is asked on the host."""
 
-    def add(self, loss: Any, samples: int | None) -> dict[str, float]:
+    def add(self, loss: Any, samples: int | None, **named: bool) -> dict[str, float]:
         self._scales()[0].item()
-        return super().add(loss, samples)
+        return super().add(loss, samples, **named)
 
 
 class UnfusedAdam(torch.optim.Adam):

@@ -18,7 +18,7 @@ from torch import distributed
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, read_end
 from determined_amp.local.processes import StopOnSignal, _free_ports, _Processes, process_group
-from tests import training
+from tests import strangers, training
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,20 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
 def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
     first, second = said(folder, "unmodified")
     assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
+
+
+def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> None:
+    """Ten batches of each are four epochs of five.
+
+    Batches that differ in size, and a validation of the chief alone, leave each rank with a random
+    state of its own.
+    """
+    ranks = said(folder, "shuffled")
+    for rank in ranks:
+        assert rank["resumed"] == rank["seen"]
+        assert rank["weights"][0] == rank["weights"][1]
+    epochs = [rank["seen"] for rank in ranks]
+    assert sorted(epochs[0] + epochs[1]) == sorted(4 * list(range(strangers.SAMPLES)))
 
 
 def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:

@@ -83,6 +83,18 @@ class TestDamagedCheckpoint:
         assert Resume.latest(run) == Resume(older.name, 4)
         assert "has changed; trying the checkpoint before it" in caplog.text
 
+    def test_displaces_no_good_one_after_a_resume_that_passed_over_it(self, run: Path) -> None:
+        """It says that it is the newest, and finite."""
+        good = complete_checkpoints(run / "checkpoints")[-1]
+        damaged = good.with_name("batch-00000099")
+        shutil.copytree(good, damaged)
+        metadata = json.loads((damaged / "metadata.json").read_text())
+        (damaged / "metadata.json").write_text(json.dumps({**metadata, "steps_completed": 99}))
+        flip_a_bit(damaged / "state_dict.pth")
+        with training.killed_in_batch(18):
+            training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
+        assert Resume.latest(run) == Resume("batch-00000018", 18)
+
     def test_alone_is_an_error(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             flip_a_bit(checkpoint / "state_dict.pth")
@@ -236,8 +248,8 @@ class TestWeightsThatAreNotFinite:
         processes: Any = SimpleNamespace(rank=0, size=1)
         storage = LocalCheckpoints(processes, tmp_path, reports)
         for batches in (1, 2, 3, 4, 5):
-            storage.finite = batches < 3
             with storage.store_path({"steps_completed": batches}) as (folder, _):
+                storage.finite = batches < 3  # as the loop does
                 torch.save({}, folder / "state_dict.pth")
         saved = [path.name for path in complete_checkpoints(tmp_path)]
         assert saved == ["batch-00000002", "batch-00000005"]

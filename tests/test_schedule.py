@@ -352,6 +352,39 @@ def test_lambdas_that_only_know_the_run_are_right_to_its_end(
     assert len(caplog.messages) == 1
 
 
+@FUSED_OR_NOT
+def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(fused: bool) -> None:
+    def forgets_a_name(step: int) -> float:
+        return factor if step else 1.0  # type: ignore[name-defined]  # noqa: F821
+
+    optimizer = make_optimizer(groups=1, says_fused=fused)
+    scheduler = lr_scheduler.LambdaLR(optimizer, forgets_a_name)
+    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
+    with pytest.raises(
+        ConfigError, match=r"LambdaLR raised at its first step: NameError: name 'fa"
+    ):
+        schedule.move(0, torch.tensor(0))
+
+
+@FUSED_OR_NOT
+@pytest.mark.parametrize("held", [2, 300])
+def test_scheduler_that_holds_its_rate_and_then_raises_says_so(
+    held: int, fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table that is too short; constant until its end."""
+    optimizer = make_optimizer(groups=1, says_fused=fused)
+    table = [1.0] * held
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: table[step])
+    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
+    for step in range(held + 1):
+        schedule.move(step, torch.tensor(step))
+    assert caplog.messages == []
+    for step in (held + 1, held + 2):
+        schedule.move(step, torch.tensor(step))
+    (said,) = caplog.messages
+    assert said.startswith(f"LambdaLR ends after {held} steps (IndexError: list index")
+
+
 @pytest.mark.parametrize(
     ("fused_and_skips", "make", "lines"),
     [

@@ -36,6 +36,42 @@ def run(
     )
 
 
+class UpdatesAfterEachStep(TwoWeights):
+    """Steps its discriminator three times a batch, as a Wasserstein GAN does.
+
+    Attributes:
+        counted: Samples counted after each batch, since the last report.
+    """
+
+    def __init__(self, context: Any, rows: Any) -> None:
+        super().__init__(context, rows)
+        self.counted: list[int] = []
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        for which in (0, 0, 0, 1):
+            with self.amp.autocast():
+                loss = self.models[which](batch[which]).float().mean()
+            self.context.backward(self.amp.scaler.scale(loss))
+            self.step(self.optimizers[which])
+            reported = self.amp.update(loss)
+        self.counted.append(self.amp.metrics._samples)
+        return reported
+
+
+@pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+def test_update_after_each_of_several_steps_counts_the_batch_once(
+    folder: Path, precision: str
+) -> None:
+    """Losses 1, 0.5, 0 and 1: w_d falls by 0.5 a step. The second batch overflows nowhere."""
+    amp = AMP if precision == "amp_fp16" else {"precision": precision}
+    made = run(folder, [(1.0, 1.0)] * 2, amp, trial_class=UpdatesAfterEachStep, reporting_period=2)
+    assert made.trial.weights() == [1.0 - 6 * 0.5, 1.0 - 2 * 0.5]
+    assert made.trial.counted == [1, 2]
+    (report,) = made.reports.training
+    assert report["loss"] == (1.0 + 0.5 + 0.0 + 1.0 - 0.5 - 1.0 - 1.5 + 0.5) / 8
+    assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (6, 2)
+
+
 class TestOneOverflows:
     def test_skips_its_own_step_alone_and_is_counted_alone(self, folder: Path) -> None:
         """The discriminator overflows in the second of three batches; the generator steps."""

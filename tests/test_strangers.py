@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from determined import pytorch
+from torch import nn
 
 from determined_amp import __main__ as door
 from determined_amp import train
@@ -159,6 +162,14 @@ class TestDeterminedsForm:
             _ = found.max_length
         assert "hyperparameters.training.max_length: {batches: N}" in str(caught.value)
         assert "--config searcher.max_length.batches=N" in str(caught.value)
+
+    @pytest.mark.parametrize("length", ["{epochs: 3}", "{records: 9}", "{batches: 9}", "null"])
+    @pytest.mark.parametrize(
+        "override", ["searcher.max_length.batches=40", "searcher.max_length={batches: 40}"]
+    )
+    def test_length_is_replaced_by_one_in_another_unit(self, length: str, override: str) -> None:
+        """The first is what the message proposes where there is none."""
+        assert parse(f"searcher.max_length={length}", override).max_length == Length(batches=40)
 
 
 class TestOurForm:
@@ -338,6 +349,18 @@ class TestTraining:
         (schedule,) = training.checkpoint(again, 12)["lr_schedulers_state_dict"]
         assert schedule["last_epoch"] == 12
 
+    def test_completed_between_validations_goes_on_as_if_it_had_been_longer(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        """Its end was one more validation, which draws from the random state."""
+        again = run(tmp_path / "again", str(write(tmp_path, "searcher.max_length.batches=7")))
+        assert (
+            train.main(["--resume", str(again), "--config", "searcher.max_length.batches=12"]) == 0
+        )
+        assert training.digest(training.checkpoint(again, 12)) == training.digest(
+            training.checkpoint(folder, 12)
+        )
+
     def test_both_forms_train_the_same(self, folder: Path, tmp_path: Path) -> None:
         ours = {
             "hyperparameters": {
@@ -489,6 +512,105 @@ class TestVerbs:
         assert "scales no loss" in capsys.readouterr().err
 
 
+# Trials whose batches are drawn at random, and what their YAML says of it.
+SHUFFLED = {
+    "shuffled": ("Shuffled",),
+    "workers": ("Shuffled", "hyperparameters.workers=2"),
+    "weighted": ("Weighted",),
+    "accumulated": (
+        "Shuffled",
+        "optimizations.aggregation_frequency=2",
+        "hyperparameters.amp={precision: amp_fp16, audit: false}",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=SHUFFLED)
+def shuffled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, Path]:
+    """The class of such a trial, its YAML, and the folder of an undisturbed run."""
+    name, *overrides = SHUFFLED[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
+    config = write(directory, f"entrypoint=tests.strangers:{name}", *overrides)
+    return getattr(strangers, name), config, run(directory / "run", str(config))
+
+
+class TestShuffledBatches:
+    @pytest.mark.parametrize("batch", [5, 8, 10])
+    def test_resumed_is_the_undisturbed_to_the_bit(
+        self, shuffled: tuple[Any, Path, Path], tmp_path: Path, batch: int
+    ) -> None:
+        """An epoch is 5 or 6 batches, a checkpoint every 4th."""
+        trial, config, whole = shuffled
+        with training.killed_in_batch(batch, trial):
+            run(tmp_path, str(config))
+        training.resume(tmp_path)
+        assert training.same_numbers(tmp_path) == training.same_numbers(whole)
+        ends = (training.checkpoint(path, 12) for path in (tmp_path, whole))
+        assert len({training.digest(end) for end in ends}) == 1
+
+
+class TestWeightsThatBecomeNaN:
+    @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32", None])
+    def test_leave_a_checkpoint_with_finite_ones_that_every_resume_goes_on_from(
+        self, tmp_path: Path, precision: str | None
+    ) -> None:
+        """The last one before batch 30 is after 28."""
+        config = write(
+            tmp_path,
+            "entrypoint=tests.strangers:BecomesNaN",
+            "searcher.max_length.batches=60",
+            "min_validation_period.batches=60",
+            "scheduling_unit=20",
+            *([f"hyperparameters.amp={{precision: {precision}}}"] if precision else []),
+        )
+        folder = tmp_path / "run"
+        for arguments in (
+            [str(config), "--run-folder", str(folder)],
+            *2 * [["--resume", str(folder)]],
+        ):
+            door.main(["train", *arguments])
+            finite = {
+                path.name
+                for path in complete_checkpoints(folder / "checkpoints")
+                if read_metadata(path)["finite"]
+            }
+            assert finite == {"batch-00000028"}
+            weights = training.checkpoint(folder, 28)["models_state_dict"][0].values()
+            assert all(weight.isfinite().all() for weight in weights)
+        restored = "Restoring trial from checkpoint batch-"
+        log = (folder / "log.txt").read_text()
+        assert (log.count(restored), log.count(f"{restored}00000028")) == (2, 2)
+
+
+SAID = "a resumed run sees the batches of an undisturbed one if "
+
+
+class TestOrderOfTheTrialsOwn:
+    @pytest.mark.parametrize(
+        ("order", "condition"),
+        [
+            ("generator", "the generator of its loader starts with the same seed again"),
+            ("sampler", "its FromEnd gives the same order again"),
+            ("loader", "the trial skips them: its loader is no determined.pytorch.DataLoader"),
+            ("workers", "its loader's workers draw nothing at random"),
+        ],
+    )
+    def test_is_said_in_one_line_at_the_start(
+        self, tmp_path: Path, order: str, condition: str
+    ) -> None:
+        overrides = (f"hyperparameters.order={order}", "searcher.max_length.batches=1")
+        config = write(tmp_path, "entrypoint=tests.strangers:OwnOrder", *overrides)
+        log = (run(tmp_path / "run", str(config)) / "log.txt").read_text()
+        assert f"{SAID}{condition}" in log
+        assert log.count(SAID) == 1
+
+    def test_is_not_said_of_shuffled_batches(self, shuffled: tuple[Any, Path, Path]) -> None:
+        *_, whole = shuffled
+        assert SAID not in (whole / "log.txt").read_text()
+
+
 class InBFloat16(strangers.Stranger):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -585,6 +707,22 @@ class TestTrialsThatCannotTrain:
         assert door.main([command, "config.yaml", *names]) == 2
         assert said in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+    @pytest.mark.parametrize("command", ["train", "audit"])
+    def test_lstm_that_a_cpu_has_no_float16_for_is_one_sentence(
+        self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = "could not create a primitive descriptor"
+        with suppress(RuntimeError), torch.autocast("cpu", torch.float16):
+            nn.LSTM(1, 1)(torch.ones(1, 1))  # some CPUs have one
+            monkeypatch.setattr(nn.LSTM, "forward", Mock(side_effect=RuntimeError(text)))
+        names = ["--trial", "tests.strangers:Recurrent", "--precision", "amp_fp16"]
+        assert door.main([command, "config.yaml", *names]) == 2
+        said = capsys.readouterr().err.splitlines()
+        (line,) = [line for line in said if text in line]
+        assert "this device cannot compute an operation in 16 bits" in line
+        assert "allowed: amp.precision amp_bf16" in line
+        assert not any("Traceback" in line for line in said)
 
     def test_module_with_a_syntax_error_is_named_with_its_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

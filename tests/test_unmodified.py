@@ -13,7 +13,8 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -680,9 +681,9 @@ class WithMomentum(pytorch.PyTorchTrial):
         amp.fused = True  # as on a GPU
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
         self.optimizer = context.wrap_optimizer(sgd)
-        assert sgd.defaults["fused"] is True
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        assert self.optimizer.defaults["fused"] is True
         loss = self.model(batch[0]).mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
@@ -695,6 +696,157 @@ class WithMomentum(pytorch.PyTorchTrial):
         return loader([[math.inf], [1.0], [1.0]])
 
     build_validation_data_loader = build_training_data_loader
+
+
+class WithSGD(Plain):
+    """With momentum; its net in two parts, of which the second begins to train in batch 3."""
+
+    clips = False
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.parts = self.net()
+        sgd = self.made(self.parts)
+        self.model = context.wrap_model(self.parts)
+        self.optimizer = context.wrap_optimizer(sgd)
+
+    def net(self) -> nn.Module:
+        return InTwoParts()
+
+    def made(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        cast(InTwoParts, self.parts).second_trains = batch_idx > 2
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class InTwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+        self.head = nn.Linear(16, CLASSES)
+        self.second_trains = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        answer: torch.Tensor = self.head(hidden)
+        return answer + self.second(hidden) if self.second_trains else answer
+
+
+class GetsAGroupLater(WithSGD):
+    """It thaws the head in batch 3, whose step overflows."""
+
+    def made(self, model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, InTwoParts)
+        parts = [*model.first.parameters(), *model.second.parameters()]
+        return torch.optim.SGD(parts, lr=0.1, momentum=0.9)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            head = cast(InTwoParts, self.parts).head
+            self.optimizer.add_param_group({"params": list(head.parameters())})
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class WithSparseGradients(WithSGD):
+    def net(self) -> nn.Module:
+        return nn.Sequential(OfWords(), nn.Linear(8, CLASSES))
+
+
+class OfWords(nn.Module):
+    """Takes the sign of each feature for a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(2 * FEATURES, 8, sparse=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words = (inputs > 0).long() + 2 * torch.arange(FEATURES)
+        embedded: torch.Tensor = self.words(words)
+        return embedded.mean(1)
+
+
+class ClipsInAHook(WithSGD):
+    """Registered after the optimizer was wrapped."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.optimizer.register_step_pre_hook(self.clip_gradients)
+
+    def clip_gradients(self, *call: Any) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+class ClipsInItsStep(WithSGD):
+    """And a scheduler of torch has wrapped that step, too."""
+
+    def made(self, model: nn.Module) -> torch.optim.Optimizer:
+        sgd = super().made(model)
+        step = type(sgd).step
+
+        def clip_and_step(optimizer: Any, *given: Any) -> Any:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            return step(optimizer, *given)
+
+        sgd.step = MethodType(clip_and_step, sgd)  # type: ignore[method-assign]
+        torch.optim.lr_scheduler.StepLR(sgd, 100)
+        return sgd
+
+
+@pytest.fixture
+def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = MixedPrecision.__init__
+
+    def make_fused(amp: MixedPrecision, *given: Any) -> None:
+        make(amp, *given)
+        amp.fused = True
+
+    monkeypatch.setattr(MixedPrecision, "__init__", make_fused)
+
+
+@pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizer on the CPU")
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize(
+    ("trial", "is_fused"),
+    [
+        (WithSGD, True),
+        (GetsAGroupLater, True),
+        (WithSparseGradients, False),
+        (ClipsInAHook, False),
+        (ClipsInItsStep, False),
+    ],
+)
+def test_making_an_optimizer_fused_changes_nothing_but_its_speed(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    precision: str,
+    trial: type[WithSGD],
+    *,
+    is_fused: bool,
+) -> None:
+    """Up to the rounding of 8 steps; one that does not clip moves by fifty times as much.
+
+    The first step of a new group overflows: after three steps the scale is 256 times as large.
+    """
+    amp: dict[str, Any] = {"precision": precision, "audit": False}
+    if precision == "amp_fp16":
+        amp |= {"growth_interval": 3, "growth_factor": 2.0**8, "backoff_factor": 2.0**-8}
+
+    def trained_weights() -> tuple[torch.Tensor, Any]:
+        torch.manual_seed(1)
+        made = run(trial, folder, amp)
+        weights = [p.detach().flatten() for p in made.trial.model.parameters()]
+        return torch.cat(weights), made.trial.optimizer.defaults["fused"]
+
+    plain, fused = trained_weights()
+    assert not fused
+    request.getfixturevalue("_fused_as_on_a_gpu")
+    weights, fused = trained_weights()
+    assert bool(fused) is is_fused
+    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
 
 
 class TestFused:
@@ -739,7 +891,8 @@ class TestFused:
             return next(made.trial.model.parameters()).item()  # type: ignore[no-any-return]
 
         assert last_weight() == -0.25
-        monkeypatch.setattr("determined_amp.amp.mixed_precision.fill_momentum", lambda _: None)
+        never = "determined_amp.amp.mixed_precision.fill_momentum"
+        monkeypatch.setattr(never, lambda *_, **named: None)
         assert math.isnan(last_weight())  # the negative control
 
     @pytest.mark.parametrize(

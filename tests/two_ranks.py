@@ -10,15 +10,19 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from determined import pytorch
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import start_processes
+from torch.utils.data import TensorDataset
 
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
@@ -26,7 +30,7 @@ from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.replay import undisturbed
 from determined_amp.local.processes import process_group
-from tests import test_unmodified, training
+from tests import strangers, test_unmodified, training
 from tests.loops import fit
 from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
@@ -126,6 +130,43 @@ def unmodified(checkpoints: Path) -> dict[str, Any]:
     return {"unmodified": processes.rank, **trained}
 
 
+class Noted(strangers.Shuffled):
+    """Notes the samples of its batches."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        np.random.seed(0)  # a cluster does
+        random.seed(0)
+        self.seen: list[int] = []
+
+    def build_training_data_loader(self) -> Any:
+        points = strangers.samples(0).tensors
+        numbers = torch.arange(len(points[0]))
+        return pytorch.DataLoader(TensorDataset(*points, numbers), batch_size=5, shuffle=True)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        *points, numbers = batch
+        self.seen += numbers.tolist()
+        return super().train_batch(points, epoch_idx, batch_idx)
+
+
+def shuffled(checkpoints: Path) -> dict[str, Any]:
+    """An undisturbed run, and one in two parts."""
+    made: list[Any] = []
+    for options in ({"batches": 10}, {"batches": 4}, {"batches": 10, "first_batch": 4}):
+        resume = made[-1].checkpoint if "first_batch" in options else None
+        with process_group() as processes:
+            every: Any = {"validation_period": 2, "resume": resume, **options}
+            made.append(fit(Noted, checkpoints, None, processes=processes, **every))
+    whole, first, second = made
+    return {
+        "shuffled": processes.rank,
+        "seen": whole.trial.seen,
+        "resumed": first.trial.seen + second.trial.seen,
+        "weights": [training.digest(each.trial.model.state_dict()) for each in (whole, second)],
+    }
+
+
 def main(rank: int, folder: Path) -> None:
     of_torchrun = {
         **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2},
@@ -166,6 +207,7 @@ def main(rank: int, folder: Path) -> None:
     say(seen)
     say(two_weights(checkpoints))
     say(unmodified(checkpoints))
+    say(shuffled(checkpoints))
     training.run_small("mlp/fp32.yaml", folder / "two")
     compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):

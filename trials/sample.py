@@ -26,7 +26,7 @@ from torchvision.utils import make_grid
 
 from determined_amp.amp.checkpoint import CheckpointError, check_bytes
 from determined_amp.config import experiment
-from determined_amp.config.errors import UserError, one_line, short_of_memory
+from determined_amp.config.errors import UserError, limits_of_the_machine, one_line
 from determined_amp.config.overrides import at_least
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from trials.data.clips import ClipDataset
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_out(Path(options.out), config.data.channels)
         labels = _labels(config, options.labels, options.clips)
         choices = {name: getattr(options, name) for name in ("steps", "guidance", "seed")}
-        with short_of_memory():
+        with limits_of_the_machine():
             clips = sample(denoiser, config, labels, **choices)
         written = write(clips, Path(options.out))
     except UserError as error:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from determined import pytorch, util
 
+from determined_amp.amp.random_state import random_state, restore_random_state, settle_order
 from determined_amp.config.errors import GuardError, UserError
 from determined_amp.config.settings import ConfigError
 
@@ -51,13 +52,26 @@ class SafeController(pytorch._PyTorchTrialController):
     """Determined's training loop, loading checkpoints without running what is in them.
 
     A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
-    validation lacks the metric of the searcher.
+    validation lacks the metric of the searcher. A resumed run sees the batches and the random
+    numbers of an undisturbed one.
     """
 
     _metric_problem: str | None = None
+    _before_validation: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        # Off a cluster `Trainer` knows of no earlier batches.
+        if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
+            with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
+                self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
+            self.context._steps_completed = self.start_from_batch
+        super().run()
 
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
+        seed = self.context._trial_seed  # None off a cluster, where a script sets its own
+        seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
+        settle_order(self.training_loader, seed, say=self.is_chief)
         if not self.context._epoch_len:  # Determined asserts it, at the first batch
             raise UserError(
                 "the training data loader has no batch: the data is empty, or smaller than the one "
@@ -73,6 +87,9 @@ class SafeController(pytorch._PyTorchTrialController):
             raise
 
     def _validate(self) -> dict[str, Any]:
+        if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
+            # A longer run has no validation here, and each one draws from the random state.
+            self._before_validation = random_state(self.context.distributed.local_rank)
         metrics: dict[str, Any] = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
@@ -83,6 +100,36 @@ class SafeController(pytorch._PyTorchTrialController):
                 self._checkpoint(already_exiting=True)
             raise ConfigError("experiment", [problem])
         return metrics
+
+    def _is_due(self) -> bool:
+        """Whether a validation comes here in a run of any length."""
+        assert self.state
+        assert self.context._epoch_len
+        if isinstance(self.validation_period, pytorch.Batch):
+            return self.validation_period.should_stop(self.state.batches_trained)
+        epochs, more = divmod(self.state.batches_trained, self.context._epoch_len)
+        return not more and self.validation_period.should_stop(epochs)
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        if self._before_validation is not None:
+            restore_random_state(self._before_validation, self.context.distributed.local_rank)
+        self._of_ranks = self.context.distributed.gather(
+            random_state(self.context.distributed.local_rank)
+        )
+        super()._checkpoint(already_exiting)
+
+    def _save(self, path: Path) -> None:
+        save = torch.save
+
+        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
+            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
+                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
+                if self.context.distributed.size > 1:
+                    checkpoint["rng_state_of_ranks"] = self._of_ranks
+            save(checkpoint, *others, **named)
+
+        with patched(torch, "save", save_plain):
+            super()._save(path)
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
         """Note what is wrong with it, instead of raising while the other ranks wait."""
@@ -105,19 +152,20 @@ class SafeController(pytorch._PyTorchTrialController):
         """
         allow_numpy_random_state()
         check_bytes(load_path)
-        try:
-            saved = _read_without_code(load_path / "trial_state.pkl")
-            same_trial = saved.get("trial_id") == self.trial_id
+        same_trial = bool(self._counts_in(load_path))
+        rank = self.context.distributed.rank
+        with _restoring(load_path), patched(torch, "load", partial(_load_plain, torch.load, rank)):
             for callback in self.callbacks.values():
                 tell = getattr(callback, "on_checkpoint_of", None)
                 if tell is not None:
                     tell(same_trial=same_trial)
-            with patched(torch, "load", partial(_load_weights, torch.load)):
-                super()._load(load_path)
-        except _NOT_RESTORED as error:
-            raise CheckpointError(
-                f"{load_path}: cannot be restored into this trial: {error}"
-            ) from error
+            super()._load(load_path)
+
+    def _counts_in(self, load_path: Path) -> dict[str, Any]:
+        """The counts of the loop in a checkpoint of this trial; nothing in that of another one."""
+        with _restoring(load_path):
+            saved = _read_without_code(load_path / "trial_state.pkl")
+        return saved if saved.get("trial_id") == self.trial_id else {}
 
 
 # What torch, pickle and the trial's own `load_state_dict` raise for a state of another kind.
@@ -127,11 +175,24 @@ _NOT_RESTORED = (
 )
 
 
-def _load_weights(load: Callable[..., Any], *given: Any, **named: Any) -> dict[str, Any]:
+@contextmanager
+def _restoring(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except _NOT_RESTORED as error:
+        raise CheckpointError(
+            f"{checkpoint}: cannot be restored into this trial: {error}"
+        ) from error
+
+
+def _load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
     """Torch's `load` without code. Determined takes what is no dict for nothing to restore."""
     found = load(*given, **named, weights_only=True)
     if not isinstance(found, dict):
         raise TypeError(f"state_dict.pth holds a {type(found).__name__}, not the state of a trial")
+    of_ranks = found.pop("rng_state_of_ranks", ())
+    if rank < len(of_ranks):
+        found["rng_state"] = of_ranks[rank]
     return found
 
 

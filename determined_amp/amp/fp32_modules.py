@@ -24,7 +24,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -150,8 +150,50 @@ def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
+    given, cast = (args, kwargs), as_float32((args, kwargs))
+    replaced = list(_replaced(given, cast))
     with torch.autocast(device_type, enabled=False):
-        return forward(*as_float32(args), **as_float32(kwargs))
+        output = forward(*cast[0], **cast[1])
+    _write_back(replaced)
+    return output
+
+
+def _replaced(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
+    """The tensors and containers that an island gets others for, each with its other."""
+    if given is cast:
+        return
+    yield given, cast
+    if isinstance(given, (list, tuple)):
+        for pair in zip(given, cast, strict=True):
+            yield from _replaced(*pair)
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            yield from _replaced(value, cast[key])
+    elif dataclasses.is_dataclass(given):
+        for field in dataclasses.fields(given):
+            names = (field.name, None)  # one may be unset
+            yield from _replaced(getattr(given, *names), getattr(cast, *names))
+
+
+def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
+    """Give the caller what an island has written into its inputs, which are copies."""
+    given_for = {id(cast): given for given, cast in replaced}
+
+    def back(value: Any) -> Any:
+        return given_for.get(id(value), value)
+
+    for given, cast in replaced:
+        if isinstance(given, torch.Tensor):
+            if not cast.is_inference() and cast._version:  # in place
+                given.copy_(cast)
+        elif isinstance(given, list):
+            given[:] = map(back, cast)
+        elif isinstance(given, MutableMapping):
+            for key in given.keys() - cast.keys():
+                del given[key]
+            for key, value in cast.items():
+                if key not in given or given[key] is not back(value):
+                    given[key] = back(value)
 
 
 def as_float32(value: Any) -> Any:

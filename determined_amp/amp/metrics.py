@@ -234,12 +234,15 @@ class TrainingMetrics(pytorch.MetricReducer):
         """Of every optimizer of the context, in its order."""
         return [self.of(optimizer) for optimizer in self._optimizers]
 
-    def add(self, loss: torch.Tensor | None, samples: int | None) -> dict[str, float]:
+    def add(
+        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
+    ) -> dict[str, float]:
         """Count one batch. No synchronisation.
 
         Args:
             loss: Mean loss of the batch, (), on the device.
             samples: Samples in the batch; None counts it as one and measures no speed.
+            again: Whether it has been counted before, so that only the loss is new.
 
         Returns:
             What `train_batch` must return. Determined 0.38.1 wants a metric from every rank if
@@ -250,6 +253,13 @@ class TrainingMetrics(pytorch.MetricReducer):
         if loss is not None:
             self._loss_sum.add(loss.detach(), weight)
             self._losses += weight
+        if not again:
+            self._count(weight, samples)
+        if self._stopwatch.running:
+            self._wait.begin()
+        return {"batch_samples": float(weight)} if self._slots > 1 else {}
+
+    def _count(self, weight: int, samples: int | None) -> None:
         self._samples += weight
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
@@ -259,9 +269,6 @@ class TrainingMetrics(pytorch.MetricReducer):
             self._timed_samples += samples or 0
         elif self._batches_of_process >= WARMUP_BATCHES:
             self._stopwatch.start()
-        if self._stopwatch.running:
-            self._wait.begin()
-        return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
     def waited(self, seconds: float) -> None:
         """Count the time that the loop waited for one batch, which is there now."""

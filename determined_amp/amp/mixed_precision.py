@@ -111,10 +111,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
         # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
-        # One object for all batches: making one costs as much as entering it, and twenty times as
-        # much with torch 2.3 on a machine without CUDA. Entering a disabled one costs time, too.
+        # Entering a disabled one costs time.
         dtype = self.settings.precision.autocast_dtype
-        self._training_autocast = self._autocast(dtype) if dtype else nullcontext()
+        self._training_autocast = (
+            _Nestable(lambda: self._autocast(dtype)) if dtype else nullcontext()
+        )
         self._one = torch.ones((), device=self.device)
         self.metrics = TrainingMetrics(context, self._scales, scaled=self.settings.scales_the_loss)
         self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
@@ -134,6 +135,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._warm_start = False
         self._started = False
         self._steps = True
+        self._counted_batch: int | None = None
+        self._filled_groups: dict[torch.optim.Optimizer, int] = {}
         setattr(context, _ATTRIBUTE, self)
         use_safe_controller()
 
@@ -200,10 +203,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
     # What `train_batch` and `evaluate_batch` call.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For forward and loss of a training batch; never for the backward.
-
-        It is the same object every time: do not enter it again within itself.
-        """
+        """For forward and loss of a training batch; never for the backward."""
         return self._training_autocast
 
     def eval_autocast(self) -> AbstractContextManager[Any]:
@@ -248,8 +248,12 @@ class MixedPrecision(pytorch.PyTorchCallback):
     ) -> dict[str, float]:
         """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
+        Call it once a batch, or after each of several steps of one optimizer: the batch and its
+        samples are counted by its first call.
+
         Args:
-            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`.
+            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`, of
+                several the mean.
             samples: Samples in it; by default what the trial's `get_batch_length` says.
 
         Returns:
@@ -273,7 +277,11 @@ class MixedPrecision(pytorch.PyTorchCallback):
             raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
         if loss is not None and self.settings.compile.replays_graphs:
             loss = loss.detach().clone()  # kept until the report
-        return self.metrics.add(loss, self._batch_length() if samples is None else samples)
+        samples = self._batch_length() if samples is None else samples
+        batch_idx, counted = self._context._current_batch_idx, self._counted_batch
+        self._counted_batch = batch_idx
+        again = batch_idx is not None and batch_idx == counted
+        return self.metrics.add(loss, samples, again=again)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
         """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
@@ -414,8 +422,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
             self._move_schedule(optimizer)
         if self.scaler.is_enabled():
             self.metrics.drifting = _drifting(self._context)
-            for optimizer in self._context.optimizers:
-                fill_momentum(optimizer)
+        for optimizer in self._context.optimizers:
+            self._fill_momentum(optimizer)
         watched = self._step_and_note_clip(self._context.step_optimizer)
         self._patches.enter_context(patched(self._context, "step_optimizer", watched))
         for optimizer in self._context.optimizers:
@@ -469,8 +477,15 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
         return step
 
-    def _check_step(self, *call: Any) -> None:
+    def _fill_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step of each group; a trial may add one when it thaws a layer."""
+        if self._filled_groups.get(optimizer) != len(optimizer.param_groups):
+            self._filled_groups[optimizer] = len(optimizer.param_groups)
+            fill_momentum(optimizer, can_skip=self.scaler.is_enabled())
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Before every step, in every precision, so that fp32 shows a mistake, too."""
+        self._fill_momentum(optimizer)
         self.scaler.moved = True
         if not self.scaler.stepping:
             raise _wrong(
@@ -569,6 +584,29 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if self._trial is None or self._newest_batch is None:
             return None
         return int(self._trial.get_batch_length(self._newest_batch))
+
+
+class _Nestable(AbstractContextManager[None]):
+    """One autocast for all batches, and another one for each entry within it.
+
+    Making one costs as much as entering it, and twenty times as much with torch 2.3 on a machine
+    without CUDA. But an object remembers one state to restore.
+
+    Args:
+        make: Makes one.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._first = make, make()
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        autocast = self._make() if self._entered else self._first
+        autocast.__enter__()
+        self._entered.append(autocast)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _versions(batch: Any) -> list[tuple[torch.Tensor, int]]:

@@ -260,14 +260,19 @@ class StepCounts:
         self._found.clear()
 
 
-def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fused SGD momentum buffers of zeros before its first step.
+def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
+    """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
     It would allocate them uninitialised and fill them in its first step. If that step is skipped,
-    the second one adds the garbage to the weights.
+    the second one adds the garbage to the weights. And it raises if some parameters of a group get
+    their first gradient later than others.
+
+    Args:
+        optimizer: Any; others are left alone.
+        can_skip: Whether there is a loss scale.
 
     Raises:
-        ConfigError: if it has dampening, with which zeros are not the same.
+        ConfigError: if it has dampening, with which zeros are not the same, and can skip steps.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -275,6 +280,8 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
         if not (group.get("fused") and group["momentum"]):
             continue
         if group["dampening"]:
+            if not can_skip:
+                continue
             raise ConfigError(
                 "the trial",
                 [

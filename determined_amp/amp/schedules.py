@@ -226,15 +226,18 @@ class AppliedStepSchedule:
                 optimizer is fused, or if the schedule has been constant so far.
 
         Raises:
-            ConfigError: if the scheduler was stepped, or its state loaded, by somebody else.
+            ConfigError: if the scheduler was stepped, or its state loaded, by somebody else; if it
+            raises at its first step.
         """
         self._refuse_other_hands()
         simulation = self._simulation
         if self._placed and simulation.constant and not simulation.is_behind(attempted):
+            self._say_end(self._step_on_host(attempted, applied))
             return
         self._placed = True
         while simulation.is_behind(attempted):
             self._tabulate(simulation.extend())
+            self._refuse_to_stand_still()
             simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
         step = self._step_on_host(attempted, applied)
         groups = self.optimizer.param_groups
@@ -245,7 +248,23 @@ class AppliedStepSchedule:
             for group, rate in zip(groups, self._table.look_up(applied), strict=False):
                 group["lr"] = rate
         self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
-        if step > simulation.length:
+        self._say_end(step)
+
+    def _refuse_to_stand_still(self) -> None:
+        """A scheduler that raises at once has a fault, and no end."""
+        simulation = self._simulation
+        if simulation.end is not None and simulation.length == 1:
+            raise ConfigError(
+                "wrap_lr_scheduler",
+                [
+                    f"{self._name()} raised at its first step: {simulation.end}; allowed: one that "
+                    "needs only the number of steps, because it is stepped ahead of the training"
+                ],
+            )
+
+    def _say_end(self, step: int) -> None:
+        simulation = self._simulation
+        if simulation.end is not None and step > simulation.length:
             self._say(
                 f"{self._name()} ends after {simulation.length} steps ({simulation.end}); "
                 "later steps keep its last values"

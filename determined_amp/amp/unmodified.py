@@ -71,9 +71,7 @@ def make_with_amp(
             reasons show in the first batch only.
     """
     adapter = _Unmodified(context, settings)
-    with ExitStack() as constructing:
-        for name in ("wrap_model", "wrap_optimizer"):
-            constructing.enter_context(patched(context, name, getattr(adapter, name)))
+    with patched(context, "wrap_model", adapter.wrap_model):
         trial = make_trial(context)
     if adapter.amp is not None:
         adapter.attach(trial)
@@ -163,7 +161,6 @@ class _Unmodified(pytorch.PyTorchCallback):
         self._context = context
         self._settings = settings
         self._wrap_model = context.wrap_model
-        self._wrap_optimizer = context.wrap_optimizer
         self._losses: list[torch.Tensor] = []
         # Parameters of several optimizers, and those that a step has unscaled since the backward.
         self._shared: set[torch.Tensor] = set()
@@ -190,15 +187,6 @@ class _Unmodified(pytorch.PyTorchCallback):
             # On the instance: names, state_dict keys and types stay.
             model.forward = partial(self._autocast, model.forward)
         return self._wrap_model(model)
-
-    def wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> torch.optim.Optimizer:
-        amp = self.amp
-        if amp is not None and amp.fused and not fuse(optimizer) and amp.scaler.is_enabled():
-            name = type(optimizer).__name__
-            logger.info("%s cannot be fused, so each step waits for the device", name)
-        return self._wrap_optimizer(optimizer, *args, **kwargs)
 
     def attach(self, trial: pytorch.PyTorchTrial) -> None:
         """From now on the calls of `trial` to its context, and its batches, come through here."""
@@ -355,6 +343,14 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     # What Determined's loop calls.
 
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        """Make optimizers fused, now that all models and hooks are there, and no state yet."""
+        assert self.amp is not None
+        for optimizer in self._context.optimizers if self.amp.fused else ():
+            if not fuse(optimizer, self._context.models) and self.amp.scaler.is_enabled():
+                name = type(optimizer).__name__
+                logger.info("%s cannot be fused, so each step waits for the device", name)
+
     def on_training_start(self) -> None:
         assert self.amp is not None
         self._steps = dict.fromkeys(self._context.optimizers, 0)
@@ -384,17 +380,28 @@ class _Unmodified(pytorch.PyTorchCallback):
             )
 
 
-def fuse(optimizer: torch.optim.Optimizer) -> bool:
+def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> bool:
     """Make an optimizer fused that was made without `fused`; returns whether it is.
 
     On CUDA a fused optimizer takes scale and overflow flag as device tensors. With any other,
-    `GradScaler.step` waits for the device. Only before its first step.
+    `GradScaler.step` waits for the device. Only before its first step, and only where nothing but
+    its speed changes: a fused one takes no sparse gradients, and hooks of the trial's would be
+    called for skipped steps, too.
+
+    Args:
+        optimizer: Any of torch.
+        models: Those of the trial, whose modules tell which gradients are sparse.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         return False
     groups = optimizer.param_groups
     if all(group.get("fused") for group in groups):
         return True
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    modules = (module for model in models for module in model.modules())
+    sparse = {p for m in modules if getattr(m, "sparse", False) is True for p in m.parameters()}
+    if own_hooks or _has_own_step(optimizer) or not sparse.isdisjoint(_parameters(optimizer)):
+        return False
     if optimizer.state or any(
         group.get("foreach")
         or group.get("differentiable")
@@ -407,6 +414,14 @@ def fuse(optimizer: torch.optim.Optimizer) -> bool:
         settings.update(fused=True, foreach=False)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler asks
     return True
+
+
+def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else than a scheduler of torch has replaced its method."""
+    step: Any = vars(optimizer).get("step")
+    while hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter"):  # torch 2.3
+        step = step.__wrapped__
+    return step is not None and step is not type(optimizer).step
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

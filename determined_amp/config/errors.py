@@ -50,12 +50,21 @@ _NO_MEMORY = re.compile(
 )
 
 
+# Those of operations that a device has no kernel for; a CPU has none for an LSTM in float16.
+_NO_KERNEL = re.compile(r"could not create a primitive|not implemented for '(Half|BFloat16)'")
+
+
 @contextmanager
-def short_of_memory() -> Iterator[None]:
-    """Inside this block, raise a `UserError` for sizes that do not fit in memory."""
+def limits_of_the_machine() -> Iterator[None]:
+    """Raise a `UserError` for sizes that do not fit in memory, and for a kernel that is missing."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        if _NO_KERNEL.search(str(error)):
+            raise UserError(
+                f"this device cannot compute an operation in 16 bits: {one_line(error)}; allowed: "
+                "amp.precision amp_bf16 (instead of amp_fp16) or fp32, or a GPU"
+            ) from error
         if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         raise UserError(

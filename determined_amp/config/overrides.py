@@ -13,6 +13,9 @@ from typing import Any
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.yaml_text import load_yaml
 
+# Of a length or a period, which has one of them.
+UNITS = ("batches", "records", "epochs")
+
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:
     """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
@@ -50,6 +53,8 @@ def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
 def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`config` with overrides of the form `a.b=value` applied; values are read as YAML.
 
+    A length has one unit, so `searcher.max_length.batches=40` takes the place of another unit.
+
     Raises:
         ConfigError: if an override is not of that form.
     """
@@ -61,8 +66,12 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         section: dict[str, Any] = changed
         *parents, last = key.split(".")
         for parent in parents:
-            section = section.setdefault(parent, {})
+            if section.get(parent) is None:
+                section[parent] = {}
+            section = section[parent]
             if not isinstance(section, dict):
                 raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
+        if last in UNITS and parents and parents[-1].endswith(("_length", "_period")):
+            section.clear()
         section[last] = load_yaml(value, f"--config: {key}")
     return changed

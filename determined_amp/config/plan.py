@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from determined_amp.config.dotted import put, value_at
+from determined_amp.config.overrides import UNITS
 from determined_amp.config.settings import plain, read, setting
 from determined_amp.config.training import Length, TrainingSettings
-
-_UNITS = ("batches", "records", "epochs")
 
 # Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
@@ -140,7 +139,7 @@ class _Period:
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         if len(given) != 1:
-            yield "batches", f"got {len(given)} units; allowed: one of {', '.join(_UNITS)}"
+            yield "batches", f"got {len(given)} units; allowed: one of {', '.join(UNITS)}"
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def _max_length(
         return None
     if isinstance(given, int) and not isinstance(given, bool):
         unit = value_at(config, "searcher.unit")
-        given = {unit if unit in _UNITS else "batches": given}
+        given = {unit if unit in UNITS else "batches": given}
     period = read(_Period, given, place, problems, strict=False)
     if period is None:
         return None

@@ -55,7 +55,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         reports: Tells which validation was the best; None if nothing is saved.
 
     Attributes:
-        finite: Whether all weights are finite; set it before a save.
+        finite: Whether all weights are finite; set it with every save.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             )
         partial = self._folder / f".{name}.partial"
         assert self._reports is not None
-        metadata["finite"] = self.finite
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial, name
+            metadata["finite"] = self.finite
             _check_whole(partial / "state_dict.pth")
             if (partial / _STATE).exists():
                 metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
@@ -114,20 +114,21 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         partial.rename(final)
         _sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        self._prune()
+        self._prune(final)
         self._reports.saved(complete_checkpoints(self._folder))
 
-    def _prune(self) -> None:
-        # Keep a checkpoint whose metadata cannot be read: nobody knows what it was.
+    def _prune(self, newest: Path) -> None:
+        # A resume has passed over later ones than the newest. One whose metadata cannot be read is
+        # kept: nobody knows what it was.
         found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
         metadata = {path: known for path, known in found if known is not None}
-        saved = list(metadata)
+        saved = [path for path in metadata if path <= newest]
         keep = {
-            saved[-1],
+            newest,
             *[path for path in saved if metadata[path].get("best")][-1:],
             *[path for path in saved if metadata[path].get("finite", True)][-1:],
         }
-        for path in saved:
+        for path in metadata:
             if path not in keep and not path.is_symlink():  # links are the user's
                 # Renamed first: a process killed here leaves no half-deleted `batch-*`.
                 doomed = path.rename(path.with_name(f".{path.name}.deleted"))

@@ -13,7 +13,7 @@ from determined import core, pytorch
 
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.amp.unmodified import trial_of
-from determined_amp.config.errors import short_of_memory
+from determined_amp.config.errors import limits_of_the_machine
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.local.context import trial_context
@@ -58,7 +58,7 @@ def open_trial(
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
     with throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
-        with short_of_memory():
+        with limits_of_the_machine():
             yield OpenTrial(trial_of(experiment, context), context, name, experiment)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from determined_amp.amp.checkpoint import (
     CheckpointError,
-    PortableCheckpoint,
     SafeController,
     check_bytes,
     controlled_by,
@@ -29,7 +28,7 @@ from determined_amp.amp.checkpoint import (
 )
 from determined_amp.amp.unmodified import trial_of
 from determined_amp.config.dotted import flat
-from determined_amp.config.errors import UserError, short_of_memory
+from determined_amp.config.errors import UserError, limits_of_the_machine
 from determined_amp.config.experiment import CheckpointPolicy, Experiment
 from determined_amp.config.settings import ConfigError
 from determined_amp.config.training import Length
@@ -162,12 +161,11 @@ class RunRecorder(RunListener):
 
 
 class LocalController(SafeController):
-    """Determined's loop, with three corrections for runs without a master.
+    """Determined's loop, with two corrections for runs without a master.
 
     `Trainer.fit` sets `steps_completed` to 0 and the searcher's metric to None, so a resumed run
     would repeat data from the first batch and exceed its length. It copies the whole working
-    directory into every checkpoint; this class copies the user's code only. It saves numpy's random
-    state as an array, which torch 2.6 and later refuses to load; this class saves plain types.
+    directory into every checkpoint; this class copies the user's code only.
 
     Args:
         experiment: Has the metric that ranks checkpoints.
@@ -216,21 +214,8 @@ class LocalController(SafeController):
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _are_finite(self.context.models)
-        with patched(util, "write_user_code", _copy_user_code), self._portable():
+        with patched(util, "write_user_code", _copy_user_code):
             super()._save(path)
-
-    @contextmanager
-    def _portable(self) -> Iterator[None]:
-        """Inside this block checkpoints hold plain types only, for every trial."""
-        save = torch.save
-
-        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
-            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
-                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
-            save(checkpoint, *others, **named)
-
-        with patched(torch, "save", save_plain):
-            yield
 
 
 def train(
@@ -290,7 +275,7 @@ def train(
         )
         logged = logging_to(folder.log if chief else None, console)
         recorded = recorder.recording() if chief else nullcontext()
-        with logged, core_context, _tell(told, folder, stop), recorded, short_of_memory():
+        with logged, core_context, _tell(told, folder, stop), recorded, limits_of_the_machine():
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)

@@ -3,8 +3,8 @@
 Determined resumes a trial in a new process, which skips batches of the sampler. So order and
 augmentation must not depend on the random numbers drawn before. Here both are functions of
 (seed, epoch, image) only, for every number of ranks and loader workers.
-(`pytorch.DataLoader(shuffle=True)` draws its order from the global generator. That order changes
-after a resume, and ranks whose generators differ train on overlapping shards.)
+(Determined alone draws the order of `pytorch.DataLoader(shuffle=True)` from the global generator.
+That order changes after a resume, and ranks whose generators differ train on overlapping shards.)
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class EpochSampler(Sampler[Sample]):
 
     def __init__(self, size: int, seed: int | None) -> None:
         self._size = size
-        self._seed = seed
+        self.seed = seed
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -111,10 +111,10 @@ class EpochSampler(Sampler[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        if self._seed is None:
+        if self.seed is None:
             order = np.arange(self._size)
         else:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self._size)
+            order = np.random.default_rng((self.seed, epoch)).permutation(self._size)
         return (Sample(epoch, int(image)) for image in order)
 
 

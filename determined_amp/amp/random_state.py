@@ -1,0 +1,131 @@
+"""The random numbers of a run, which a resumed one must repeat.
+
+Determined restores the random state of the chief on every rank, and skips the batches that were
+trained before. But it draws the order of `DataLoader(shuffle=True)` from that state too, and only
+with the first batch: a resumed run sees its batches in another order, and ranks whose states differ
+share samples. Here the order is a function of the trial's seed, and each rank gets its own state.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from determined.pytorch import samplers
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+logger = logging.getLogger(__name__)
+
+# The samplers of torch that draw from the global random state unless they have a generator.
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def settle_order(loader: Any, seed: int, *, say: bool) -> None:
+    """Seed the order of a training loader if it is drawn at random; before its first batch.
+
+    The order goes on from one epoch to the next, so whoever skips what was trained repeats it all.
+    The trial's own sampler is left alone: a validation may use it, too.
+
+    Args:
+        loader: What Determined iterates over.
+        seed: The same on every rank and after a resume.
+        say: Whether to log what a resume depends on, where the order is the trial's own.
+    """
+    repeated = getattr(loader, "batch_sampler", None)
+    while repeated is not None and not isinstance(repeated, samplers.RepeatBatchSampler):
+        repeated = getattr(repeated, "batch_sampler", None)
+    conditions = []
+    if repeated is None:
+        conditions.append("the trial skips them: its loader is no determined.pytorch.DataLoader")
+    else:
+        batches = repeated.batch_sampler
+        sampler: Any = batches.sampler if type(batches) is BatchSampler else batches
+        if type(sampler) in _DRAWN and sampler.generator is None:
+            repeated.batch_sampler = _SeededBatches(batches, seed)
+            return
+        if type(sampler) in _DRAWN:
+            conditions.append("the generator of its loader starts with the same seed again")
+        elif type(sampler) is not SequentialSampler and getattr(sampler, "seed", None) is None:
+            conditions.append(f"its {type(sampler).__name__} gives the same order again")
+    level = logging.WARNING if conditions else logging.INFO
+    if getattr(loader, "num_workers", 0):
+        conditions.append("its loader's workers draw nothing at random")
+    if say and conditions:
+        said = "a resumed run sees the batches of an undisturbed one if %s"
+        logger.log(level, said, " and ".join(conditions))
+
+
+class _SeededBatches(BatchSampler):
+    """The batches of a sampler of torch, in an order that is a function of a seed.
+
+    Args:
+        batches: Gives the batches of one epoch.
+        seed: Of the order, and of what the loader's workers draw for each batch.
+    """
+
+    def __init__(self, batches: BatchSampler, seed: int) -> None:
+        drawn: Any = copy.copy(batches.sampler)
+        drawn.generator = torch.Generator().manual_seed(seed)
+        super().__init__(drawn, batches.batch_size, batches.drop_last)
+        self._seeds = itertools.count(seed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            seeding = _SeedingIndices(batch)
+            seeding.seed = next(self._seeds)
+            yield seeding
+
+
+class _SeedingIndices(list[int]):
+    """The samples of a batch; a worker that reads them draws what any other worker would draw.
+
+    A worker's random state is that of all batches it had before, and a resumed run has new ones.
+    """
+
+    seed: int
+
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            torch.default_generator.manual_seed(self.seed)  # a worker has no GPU
+            np.random.seed(self.seed % 2**32)
+            random.seed(self.seed)
+        return super().__iter__()
+
+
+def random_state(gpu: int) -> dict[str, Any]:
+    """The state of this process in plain types, under the names that Determined gives its parts.
+
+    Args:
+        gpu: The one of this process, if the machine has any.
+    """
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "cpu_rng_state": torch.random.get_rng_state(),
+        "np_rng_state": (str(name), [int(key) for key in keys], *rest),
+        "random_rng_state": random.getstate(),
+    }
+    if torch.cuda.device_count():
+        state["gpu_rng_state"] = torch.cuda.get_rng_state(gpu)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], gpu: int) -> None:
+    """Go on from what `random_state` gave."""
+    torch.random.set_rng_state(state["cpu_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    random.setstate(state["random_rng_state"])
+    if torch.cuda.device_count():
+        torch.cuda.set_rng_state(state["gpu_rng_state"], gpu)
