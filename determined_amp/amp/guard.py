@@ -69,6 +69,7 @@ class Guard(pytorch.PyTorchCallback):
         # Applied and skipped steps of each optimizer at the last look at their ratio.
         self._looked_at: dict[str, tuple[int, int]] = {}
         self._said_drift = False
+        self._said_no_step = False
 
     def on_training_start(self) -> None:
         self._statistics.remember()
@@ -96,6 +97,7 @@ class Guard(pytorch.PyTorchCallback):
         if report is None:
             return
         self._say_drift(avg_metrics)
+        self._say_no_step(report, len(batch_metrics or ()))
         for found in self._failures(report, avg_metrics):
             self._act(f"{found}. {self._cause()}")
             return
@@ -192,6 +194,18 @@ class Guard(pytorch.PyTorchCallback):
         found_its_level = before[0] == 0 and step.consecutive_skips == 0
         self._looked_at[step.name] = (step.applied, step.skipped)
         return 0.0 if found_its_level else skipped / (applied + skipped)
+
+    def _say_no_step(self, report: Report, batches: int) -> None:
+        stepped = any(step.new_attempted for step in report.steps)
+        if stepped or self._said_no_step or not self._amp.scaler.has_scaled:
+            return
+        if batches >= self._context._aggregation_frequency:
+            self._said_no_step = True
+            logger.warning(
+                "%d batches went backward, and no optimizer was stepped since the last report: "
+                "is a condition of train_batch never met?",
+                batches,
+            )
 
     def _say_drift(self, metrics: dict[str, Any]) -> None:
         name = MetricName.LR_DRIFT_STEPS
