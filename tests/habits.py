@@ -445,6 +445,15 @@ class ModuleHook(Habit):
         return model
 
 
+class CopiesItself(ModuleHook):
+    """Keeps copies of the model, with the hooks that it has."""
+
+    def step(self) -> None:
+        super().step()
+        self.copy = copy.deepcopy(self.model)
+        assert torch.equal(self.copy(torch.ones(1, FEATURES)), self.model(torch.ones(1, FEATURES)))
+
+
 class Net(nn.Module):
     """The same as a module of its own, which can do more in its forward."""
 
@@ -492,6 +501,14 @@ class Penalty(Habit):
         logits = self.model(inputs)
         (gradient,) = torch.autograd.grad((logits * 1e-6).sum(), inputs, create_graph=True)
         return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
+
+
+class FunctionalPenalty(Habit):
+    """The same by torch.func."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        gradient = torch.func.grad(lambda points: self.model(points).sum())(inputs)
+        return super().loss(inputs, classes) + gradient.pow(2).mean()
 
 
 class Adversarial(Habit):
@@ -628,17 +645,6 @@ class HalfWeights(Habit):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return super().loss(inputs.bfloat16(), classes).float()
-
-
-class PartOfTheModel(Habit):
-    """Half of it is called as another method."""
-
-    def net(self) -> Any:
-        return Net()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        model: Any = self.model
-        return functional.cross_entropy(model.last(model.hidden(inputs)), classes)
 
 
 # Models and losses.

@@ -744,9 +744,11 @@ HABITS = [
     habits.ParameterHook,
     habits.AccumulatedHook,
     habits.ModuleHook,
+    habits.CopiesItself,
     habits.ActivationHook,
     habits.RetainedGradient,
     habits.Penalty,
+    habits.FunctionalPenalty,
     habits.Adversarial,
     habits.SetsGradients,
     habits.Features,
@@ -967,6 +969,16 @@ def test_function_of_the_trials_own_is_named_once(
     caplog.clear()
     way(Sharper, folder, {"precision": "amp_bf16"})
     assert not [it for it in caplog.messages if "loss scale" in it]
+
+
+def test_torch_func_without_a_loss_scale_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way(habits.FunctionalPenalty, folder, {"precision": "amp_fp16", "init_scale": 1024.0})
+    assert len([it for it in caplog.messages if "torch.func goes backward without" in it]) == 1
+    caplog.clear()
+    way(habits.Penalty, folder, {"precision": "amp_fp16", "init_scale": 1024.0})
+    assert "torch.func" not in caplog.text
 
 
 class NeverSteps(habits.Habit):
