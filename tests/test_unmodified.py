@@ -922,6 +922,18 @@ def test_skipped_step_puts_the_weights_back(folder: Path) -> None:
     assert ours.distance(plain) < 0.002
 
 
+@pytest.mark.parametrize("habit", [habits.SamInItsStep, habits.Sam, habits.StepsItself])
+def test_replay_in_search_of_the_cause_leaves_the_weights(
+    habit: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "on_overflow": "warn", "audit": False}
+    quiet = way(habit, folder, {**amp, "max_consecutive_skips": 99}, reporting_period=1)
+    assert "in a row were skipped" not in caplog.text
+    warned = way(habit, folder, {**amp, "max_consecutive_skips": 1}, reporting_period=1)
+    assert "in a row were skipped" in caplog.text
+    assert torch.equal(warned.end, quiet.end)
+
+
 def test_what_is_kept_of_a_window_that_overflows_is_finite(folder: Path) -> None:
     amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
     ours = way(habits.KeepsNorms, folder, amp, batches=16, reporting_period=1)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from determined import pytorch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -267,10 +268,14 @@ class _Unmodified(pytorch.PyTorchCallback):
         if self._gradients is not None:
             self._gradients.begin_batch()
         self._autocast.training = True
+        # In a replay nothing is stepped, but the trial may change weights itself.
+        weights = self._weights_now() if self.amp.is_replaying else []
         try:
             result = self._train_batch(*args, **kwargs)
         finally:
             self._autocast.training = False
+            for weight, before in weights:
+                weight.data.copy_(before)
         losses = self._losses
         metrics = self.amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
@@ -340,6 +345,10 @@ class _Unmodified(pytorch.PyTorchCallback):
             self._let_put_back(optimizer, auto_zero_grads)
         if optimizer in amp.scaler.stepped:
             self._weights.pop(optimizer, None)
+
+    def _weights_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        parameters = [p for model in self._context.models for p in model.parameters()]
+        return [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
