@@ -103,7 +103,10 @@ def load_every_checkpoint(folder: Path) -> None:
         batches = int(path.name.removeprefix("batch-"))
         assert read_metadata(path)["steps_completed"] == batches
         content = training.checkpoint(folder, batches)
-        assert content["callbacks"]["mixed_precision"]["optimizers"][0]["attempted"] == batches // 5
+        assert (
+            content["callbacks"]["determined_amp.mixed_precision"]["optimizers"][0]["attempted"]
+            == batches // 5
+        )
         assert (path / "trial_state.pkl").stat().st_size
         assert (path / "code" / "mine.py").read_text() == MINE
 

@@ -229,7 +229,7 @@ class TestAmpOn:
         found = trained("mlp/amp.yaml", tmp_path, *overrides, *scale)
         assert digest(found) == reference.digest()
         assert found["scaler_state_dict"]["scale"] == scaler.get_scale()
-        (counts,) = found["callbacks"]["mixed_precision"]["optimizers"]
+        (counts,) = found["callbacks"]["determined_amp.mixed_precision"]["optimizers"]
         assert counts["applied"] == reference.steps
         assert counts["attempted"] == attempted
 

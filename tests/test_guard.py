@@ -288,7 +288,7 @@ class TestCause:
             return amp.update(samples=1)
 
         trial: Any = SimpleNamespace(train_batch=train_batch, build_training_data_loader=None)
-        watched: Any = amp.callbacks(trial)["guard"]
+        watched: Any = amp.callbacks(trial)["determined_amp.guard"]
         assert watched._replay() is None  # before the first batch
         amp.on_training_start()
         given = (torch.full((1,), 0.25),)
@@ -314,7 +314,7 @@ class TestCause:
             return amp.update(samples=1)
 
         trial: Any = SimpleNamespace(train_batch=train_batch, build_training_data_loader=None)
-        watched: Any = amp.callbacks(trial)["guard"]
+        watched: Any = amp.callbacks(trial)["determined_amp.guard"]
         amp.on_training_start()
         shared = []
         for index in range(3):

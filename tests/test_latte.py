@@ -98,7 +98,7 @@ def test_overflow_skips_the_step_of_weights_and_average(tmp_path: Path) -> None:
     state = checkpoint(run, BATCHES)
     for average in state["callbacks"]["ema"].values():
         assert bool(average.isfinite().all())
-    (counts,) = state["callbacks"]["mixed_precision"]["optimizers"]
+    (counts,) = state["callbacks"]["determined_amp.mixed_precision"]["optimizers"]
     assert counts["applied"] + last["skipped_steps"] == counts["attempted"] == BATCHES
 
 

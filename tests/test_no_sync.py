@@ -73,7 +73,7 @@ class Loop(SafeController):
     ) -> None:
         super().__init__(**fitted)
         self._during = during
-        self.callbacks.pop("guard", None)
+        self.callbacks.pop("determined_amp.guard", None)
 
     def _train_with_boundaries(self, *arguments: Any) -> Any:
         with self._during("batches"):

@@ -99,6 +99,13 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
     assert sorted(epochs[0] + epochs[1]) == sorted(4 * list(range(strangers.SAMPLES)))
 
 
+def test_window_that_overflows_on_one_rank_is_skipped_on_both(folder: Path) -> None:
+    """The trial clamps what overflowed before the ranks exchange it."""
+    first, second = said(folder, "unmodified")
+    assert first["loud"] == second["loud"]
+    assert [(rank["skipped"], rank["applied"]) for rank in (first, second)] == [(1, 1), (1, 1)]
+
+
 def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_path: Path) -> None:
     """The same samples in the same steps; only the order of float32 sums differs.
 

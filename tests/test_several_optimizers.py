@@ -22,6 +22,7 @@ from tests.test_amp import FUSED_ON_CPU
 from tests.two_weights import TwoWeights
 
 INF = math.inf
+NEEDS_FUSED = pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused one on the CPU")
 AMP = {"precision": "amp_fp16", "init_scale": 4.0, "growth_interval": 1000}
 HIGH = {**AMP, "init_scale": 2.0**10}  # far from its floor
 
@@ -128,7 +129,7 @@ class TestOneOverflows:
         assert {name: resumed[name] for name in names} == {
             name: undisturbed[name] for name in names
         }
-        state = content(folder, saved)["callbacks"]["mixed_precision"]["optimizers"]
+        state = content(folder, saved)["callbacks"]["determined_amp.mixed_precision"]["optimizers"]
         assert [(s["attempted"], s["applied"]) for s in state] == [(2, 1), (2, 2)]
 
     def test_one_that_steps_more_often_has_counts_of_its_own(self, folder: Path) -> None:
@@ -213,3 +214,52 @@ def test_optimizer_that_is_never_stepped_is_no_trouble(folder: Path) -> None:
     report = fit(Unused, folder, AMP, batches=4, batch_size=1).reports.training[-1]
     assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (4, 0)
     assert "watch_grad_norm_0" not in report  # nobody clips, so nothing was measured
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("fused", [None, pytest.param(True, marks=NEEDS_FUSED)])
+def test_step_without_any_gradient_changes_nothing(
+    folder: Path, fused: bool | None, clips: bool
+) -> None:
+    """As in float32; heads of several tasks have such steps."""
+
+    class BothAreStepped(Unused):
+        def train_batch(
+            self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+        ) -> dict[str, float]:
+            for optimizer in self.optimizers:
+                optimizer.param_groups[0]["fused"] = fused
+                setattr(optimizer, "_step_supports_amp_scaling", bool(fused))  # noqa: B010
+            clip = self.amp.clip(self.optimizers[1], 1.0) if clips else None
+            self.context.step_optimizer(self.optimizers[1], clip, scaler=self.amp.scaler)
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    made = fit(BothAreStepped, folder, AMP, batches=4, batch_size=1)
+    report = made.reports.training[-1]
+    assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (4, 4)
+    torch.manual_seed(0)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert not torch.equal(made.trial.models[0].bias, first.bias)
+    assert torch.equal(made.trial.models[1].weight, second.weight)
+
+
+def test_one_is_stepped_several_times_in_a_batch(folder: Path) -> None:
+    class Thrice(Unused):
+        def train_batch(
+            self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
+        ) -> dict[str, float]:
+            for _ in range(2):
+                (x,) = batch
+                with self.amp.autocast():
+                    loss = self.models[1](x).float().mean()
+                self.context.backward(self.amp.scaler.scale(loss))
+                self.context.step_optimizer(self.optimizers[1], scaler=self.amp.scaler)
+                self.amp.finish_steps()
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    made = fit(Thrice, folder, AMP, batches=4, batch_size=1)
+    report = made.reports.training[-1]
+    assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (4, 8)
+    torch.manual_seed(0)
+    _, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert made.trial.models[1].bias.item() == pytest.approx(second.bias.item() - 8 * 0.5)

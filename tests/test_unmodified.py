@@ -10,7 +10,8 @@ import dataclasses
 import logging
 import math
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -24,11 +25,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from determined_amp import AmpSettings, AuditError, ConfigError, MixedPrecision
+from determined_amp import AmpSettings, AuditError, ConfigError, GuardError, MixedPrecision
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.unmodified import _autocast_is_on, fuse, make_with_amp
 from determined_amp.config.settings import read_section
-from tests.loops import Fitted, content, fit, loader
+from tests import habits
+from tests.loops import Fitted, Reports, content, fit, loader
 from tests.test_amp import FUSED_ON_CPU
 from tests.training import digest
 
@@ -199,7 +201,7 @@ def run(trial: Callable[..., Any], folder: Path, amp: dict[str, Any], **options:
 def trained(made: Fitted, folder: Path) -> str:
     """A hash of weights, optimizers, scale, counts and random state."""
     saved = content(folder, made.checkpoint)
-    saved["callbacks"].pop("unmodified", None)
+    saved["callbacks"].pop("determined_amp.unmodified", None)
     return digest(saved)
 
 
@@ -440,15 +442,7 @@ class TestRefused:
                 torch.autograd.backward(loss)
                 self.context.step_optimizer(self.optimizer)
 
-        assert "does not call context.backward" in self.refusal(folder, Own)
-
-    def test_own_step(self, folder: Path) -> None:
-        class Own(Plain):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                self.context.backward(self.model(batch[0]).sum())
-                self.optimizer.step()
-
-        assert "calls optimizer.step() itself" in self.refusal(folder, Own)
+        assert "calls loss.backward() itself" in self.refusal(folder, Own)
 
     def test_own_autocast(self, folder: Path) -> None:
         class Own(Plain):
@@ -499,34 +493,6 @@ class TestRefused:
         ours, theirs = run(Off, folder, FP16), run(Converted, folder, FP16)
         assert trained(ours, folder) == trained(theirs, folder)
 
-    @pytest.mark.parametrize("batches_per_step", [1, 2])
-    def test_clip_outside_clip_grads(self, folder: Path, batches_per_step: int) -> None:
-        class Own(Bare):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                loss = self.model(batch[0]).sum()
-                self.context.backward(loss)
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.context.step_optimizer(self.optimizer)
-                return loss
-
-        with pytest.raises(ConfigError, match=r"changes gradients.* clip_grads="):
-            run(Own, folder, FP16, aggregation_frequency=batches_per_step)
-        for precision in ("fp32", "amp_bf16"):  # not scaled, so it does no harm
-            run(Own, folder, {"precision": precision}, aggregation_frequency=batches_per_step)
-
-    def test_clip_that_begins_after_a_warm_up(self, folder: Path) -> None:
-        class Late(Bare):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                loss = self.model(batch[0]).sum()
-                self.context.backward(loss)
-                if batch_idx >= 3:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.context.step_optimizer(self.optimizer)
-                return loss
-
-        assert "changes gradients" in self.refusal(folder, Late)
-        run(Late, folder, {"precision": "amp_bf16"})  # not scaled, so it does no harm
-
     def test_dropping_gradients_is_no_trouble(self, folder: Path) -> None:
         class Dropping(Bare):
             def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -539,53 +505,6 @@ class TestRefused:
         weight = run(Dropping, folder, {"precision": "amp_fp16"}).trial.model[0].weight
         torch.manual_seed(0)
         assert torch.equal(weight, nn.Linear(FEATURES, 16).weight)
-
-    @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-    def test_hooks_on_parameters(self, folder: Path, register: str) -> None:
-        class Hooked(Bare):
-            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-                super().__init__(context)
-                for parameter in self.model.parameters():
-                    getattr(parameter, register)(self.clamp)
-
-            def clamp(self, tensor: torch.Tensor) -> torch.Tensor | None:
-                if tensor.grad is None:
-                    return tensor.clamp(-0.1, 0.1)
-                tensor.grad.clamp_(-0.1, 0.1)
-                return None
-
-        assert "hooks on parameters, which would get scaled" in self.refusal(folder, Hooked)
-        run(Hooked, folder, {"precision": "amp_bf16"})
-
-    def test_two_steps_of_an_optimizer_in_a_batch(self, folder: Path) -> None:
-        class Twice(Bare):
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                super().train_batch(batch, epoch_idx, batch_idx)
-                return super().train_batch(batch, epoch_idx, batch_idx)
-
-        said = self.refusal(folder, Twice, {"precision": "fp32"})
-        assert "steps an optimizer twice in a batch; write instead: one " in said
-
-    @pytest.mark.parametrize("clips", [False, True])
-    def test_two_optimizers_of_one_parameter_after_one_backward(
-        self, folder: Path, clips: bool
-    ) -> None:
-        class Shared(Bare):
-            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-                super().__init__(context)
-                sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
-                self.second = context.wrap_optimizer(sgd)
-
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
-                self.context.backward(loss)
-                clip = self.clip if clips else None
-                self.context.step_optimizer(self.optimizer, clip, auto_zero_grads=False)
-                self.context.step_optimizer(self.second, clip)
-                return loss
-
-        assert "divide their gradients by the scale again" in self.refusal(folder, Shared)
-        run(Shared, folder, {"precision": "amp_bf16"})
 
     def test_two_optimizers_of_one_parameter_with_a_backward_each(self, folder: Path) -> None:
         class Shared(Bare):
@@ -612,22 +531,45 @@ class TestRefused:
         assert "create_graph" in self.refusal(folder, Second)
 
     def test_output_that_cannot_be_cast(self, folder: Path) -> None:
-        class Box:
-            def __init__(self, logits: torch.Tensor) -> None:
-                self.logits = logits
+        assert "its loss is in float16" in self.refusal(folder, habits.ReturnsBox)
 
-        class Boxed(nn.Linear):
-            def forward(self, inputs: torch.Tensor) -> Any:
-                return Box(super().forward(inputs))
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_weights_in_16_bits(self, folder: Path, precision: str) -> None:
+        said = self.refusal(folder, habits.HalfWeights, {"precision": precision})
+        assert "its weights are in bfloat16, as after .half() or .bfloat16()" in said
 
-        class Boxes(Plain):
+    def test_frozen_weights_in_16_bits_are_no_trouble(self, folder: Path) -> None:
+        class Frozen(habits.HalfWeights):
             def net(self) -> nn.Module:
-                return Boxed(FEATURES, CLASSES)
+                model: Any = habits.Habit.net(self)
+                model[0].bfloat16().requires_grad_(False)
+                return model  # type: ignore[no-any-return]
 
-            def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-                self.context.backward(self.model(batch[0]).logits.sum())
+            def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+                return {"validation_loss": 0.0}
 
-        assert "its loss is in float16" in self.refusal(folder, Boxes)
+        run(Frozen, folder, {"precision": "amp_bf16"})
+
+    def test_line_search_in_16_bits(self, folder: Path) -> None:
+        """In float32 it trains as in plain Determined, to the bit."""
+        plain = way(habits.LineSearch, folder, None)
+        assert torch.equal(way(habits.LineSearch, folder, {"precision": "fp32"}).end, plain.end)
+        for precision in ("amp_bf16", "amp_fp16"):
+            said = self.refusal(folder, habits.LineSearch, {"precision": precision})
+            assert "it steps LBFGS with a closure, for which no line helps in 16 bits" in said
+
+    def test_step_inside_the_backward(self, folder: Path) -> None:
+        class Within(habits.Habit):
+            def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+                super().__init__(context)
+                self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
+                last = next(iter(self.model.parameters()))
+                last.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch
+                    lambda _: self.own.step()
+                )
+
+        assert "steps an optimizer inside the backward" in self.refusal(folder, Within)
+        run(Within, folder, {"precision": "amp_bf16"})
 
     def test_no_wrapped_model(self, folder: Path) -> None:
         class Unwrapped(Plain):
@@ -660,9 +602,10 @@ class TestRefused:
             run(Another, folder, {"precision": "amp_bf16"})
 
     def test_nothing_stays_patched(self, folder: Path) -> None:
-        backward = torch.Tensor.backward
+        owners = (torch.Tensor, torch.autograd.Variable, nn.Module)
+        before = [dict(vars(owner)) for owner in owners]
         run(Plain, folder, FP16)
-        assert torch.Tensor.backward is backward
+        assert [dict(vars(owner)) for owner in owners] == before
 
 
 class WithMomentum(pytorch.PyTorchTrial):
@@ -925,3 +868,378 @@ class TestFused:
         with caplog.at_level(logging.INFO):
             run(Slow, folder, {"precision": "amp_fp16", "init_scale": 16.0})
         assert "RMSprop cannot be fused" in caplog.text
+
+
+# What a trial does, and how far 16 bits may take its weights from where float32 takes them, as a
+# share of the way: rounding alone. None is refused, in the precisions that have a reason.
+HABITS = [
+    habits.Habit,
+    habits.ClampsData,
+    habits.ClampsInPlace,
+    habits.ClipsOutside,
+    habits.AddsNoise,
+    habits.StepsIfSmall,
+    habits.ReportsNorm,
+    habits.KeepsNorms,
+    habits.StepsItself,
+    habits.StepsByHand,
+    habits.OwnAccumulation,
+    habits.ZeroesItself,
+    habits.TwoBackwards,
+    habits.SecondOptimizer,
+    habits.UnknownOptimizer,
+    habits.SharedParameters,
+    habits.AlternatingHeads,
+    habits.OwnOptimizer,
+    habits.Sam,
+    habits.SamInItsStep,
+    habits.Wgan,
+    habits.ParameterHook,
+    habits.AccumulatedHook,
+    habits.ModuleHook,
+    habits.CopiesItself,
+    habits.ActivationHook,
+    habits.RetainedGradient,
+    habits.Penalty,
+    habits.FunctionalPenalty,
+    habits.Adversarial,
+    habits.SetsGradients,
+    habits.Features,
+    habits.DoublesInHook,
+    habits.Attribute,
+    habits.ReturnsSlots,
+    habits.ReturnsNamespace,
+    habits.ReturnsMapping,
+    habits.Tied,
+    habits.SparseEmbedding,
+    habits.TwoTowers,
+    habits.Vae,
+    habits.Sequences,
+    habits.Graph,
+    habits.Pinn,
+    habits.MeanTeacher,
+    habits.PseudoLabels,
+    habits.Functional,
+    habits.Checkpointing,
+    habits.Complex,
+]
+
+
+SCALE: dict[str, dict[str, float]] = {"amp_bf16": {}, "amp_fp16": {"init_scale": 1024.0}}
+
+
+@dataclasses.dataclass
+class Way:
+    """How a habit trained.
+
+    Args:
+        reports: What the trial reported.
+        start: Its weights before, flat.
+        end: The same after it.
+        still: The batches that left them where they were.
+        checkpoint: Its last one.
+    """
+
+    reports: Reports
+    start: torch.Tensor
+    end: torch.Tensor
+    still: list[int]
+    checkpoint: str
+
+    def distance(self, other: Way) -> float:
+        """Between the ends of two ways, as a share of the way."""
+        return float((self.end - other.end).norm() / (self.end - self.start).norm())
+
+
+def way(
+    habit: Any,
+    folder: Path,
+    amp: dict[str, Any] | None,
+    without: Collection[int] = (),
+    **options: Any,
+) -> Way:
+    """Train in plain Determined if `amp` is None.
+
+    Args:
+        habit: The trial's class.
+        folder: For checkpoints.
+        amp: The section `amp`.
+        without: The batches that change nothing.
+        options: Of the loop.
+    """
+    starts: list[torch.Tensor] = []
+    still = []
+
+    def weights(trial: Any) -> torch.Tensor:
+        leaves = [p for model in trial.context.models for p in model.parameters()]
+        leaves += [it for it in vars(trial).values() if isinstance(it, nn.Parameter)]
+        return (
+            torch.cat(
+                [
+                    torch.view_as_real(leaf).flatten() if leaf.is_complex() else leaf.flatten()
+                    for leaf in leaves
+                ]
+            )
+            .detach()
+            .clone()
+        )
+
+    class Watched(habit):  # type: ignore[misc]
+        def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+            super().__init__(context)
+            starts.append(weights(self))
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx in without:
+                return {"loss": 0.0}
+            before = weights(self)
+            reported = super().train_batch(batch, epoch_idx, batch_idx)
+            if torch.allclose(before, weights(self), rtol=0, atol=1e-6):
+                still.append(batch_idx)
+            return reported
+
+    Watched.__module__ = habit.__module__
+    make = Watched if amp is None else as_it_is(Watched, amp)
+    options = {"batches": 8, "batch_size": 4, "reporting_period": 8, **options}
+    made = fit(make, folder, amp, **options)
+    return Way(made.reports, starts[0], weights(made.trial), still, made.checkpoint)
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+class TestHabits:
+    def test_is_plain_determined_in_float32_to_the_bit(self, habit: Any, folder: Path) -> None:
+        plain, ours = (way(habit, folder, amp) for amp in (None, {"precision": "fp32"}))
+        assert torch.equal(ours.end, plain.end)
+        assert not torch.equal(ours.start, ours.end)
+        assert ours.reports.validation[-1] == plain.reports.validation[-1]
+
+    def test_trains_in_16_bits_as_in_float32(self, habit: Any, folder: Path) -> None:
+        plain = way(habit, folder, None)
+        for precision, rounding in (("amp_bf16", 0.015), ("amp_fp16", 0.002)):
+            ours = way(habit, folder, {"precision": precision, **SCALE[precision]})
+            assert ours.distance(plain) < rounding
+            theirs = plain.reports.training[-1]
+            assert {name: ours.reports.training[-1][name] for name in theirs} == pytest.approx(
+                theirs, rel=2 * rounding
+            )
+
+
+# What these keep Determined does not save: histories, and parameters and optimizers that nobody
+# wrapped.
+KEEP_THEIR_OWN = {
+    habits.KeepsNorms,
+    habits.SecondOptimizer,
+    habits.UnknownOptimizer,
+    habits.Sam,
+    habits.SamInItsStep,
+    habits.TwoTowers,
+    habits.MeanTeacher,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
+@pytest.mark.parametrize("precision", SCALE)
+@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit not in KEEP_THEIR_OWN])
+def test_resumed_habit_ends_as_if_undisturbed_to_the_bit(
+    habit: Any, precision: str, folder: Path
+) -> None:
+    amp = {"precision": precision, **SCALE[precision]}
+    whole, half = way(habit, folder, amp), way(habit, folder, amp, batches=4)
+    resumed = way(habit, folder, amp, resume=half.checkpoint, first_batch=4)
+    assert torch.equal(resumed.end, whole.end)
+    assert not torch.equal(half.end, whole.end)
+
+
+# Those that do something with the gradients of a window that overflows.
+@pytest.mark.parametrize(
+    "habit",
+    [
+        habits.Habit,
+        habits.ClampsData,
+        habits.ClipsOutside,
+        habits.StepsIfSmall,
+        habits.StepsItself,
+        habits.StepsByHand,
+        habits.ZeroesItself,
+        habits.UnknownOptimizer,
+        habits.SharedParameters,
+        habits.OwnOptimizer,
+        habits.Sam,
+        habits.SamInItsStep,
+        habits.ParameterHook,
+        habits.AccumulatedHook,
+        habits.ModuleHook,
+        habits.ActivationHook,
+        habits.Penalty,
+        habits.SetsGradients,
+        habits.SparseEmbedding,
+        habits.Complex,
+    ],
+    ids=lambda habit: habit.__name__,
+)
+def test_window_that_overflows_changes_nothing(habit: Any, folder: Path) -> None:
+    """The others train as in float32 without it."""
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 1000, "audit": False}
+    ours = way(habit, folder, amp, batches=16)
+    assert 2 < len(ours.still) < 10
+    plain = way(habit, folder, None, batches=16, without=ours.still)
+    # Where one backward of two overflowed, the step is made with the other.
+    assert ours.distance(plain) < (0.02 if issubclass(habit, habits.Sam) else 0.002)
+
+
+def test_window_of_two_batches_is_lost_if_one_overflows(folder: Path) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
+    ours = way(habits.LoudAtFirst, folder, amp, aggregation_frequency=2)
+    assert ours.still == [0, 1, 2, 4, 6]
+    plain = way(habits.LoudAtFirst, folder, None, aggregation_frequency=2, without=(0, 1))
+    assert ours.distance(plain) < 0.002
+
+
+def test_skipped_step_puts_the_weights_back(folder: Path) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
+    ours = way(habits.SamThatOverflows, folder, amp)
+    assert ours.still == [4]
+    plain = way(habits.SamThatOverflows, folder, None, without=(4,))
+    assert ours.distance(plain) < 0.002
+
+
+@pytest.mark.parametrize("habit", [habits.SamInItsStep, habits.Sam, habits.StepsItself])
+def test_replay_in_search_of_the_cause_leaves_the_weights(
+    habit: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "on_overflow": "warn", "audit": False}
+    quiet = way(habit, folder, {**amp, "max_consecutive_skips": 99}, reporting_period=1)
+    assert "in a row were skipped" not in caplog.text
+    warned = way(habit, folder, {**amp, "max_consecutive_skips": 1}, reporting_period=1)
+    assert "in a row were skipped" in caplog.text
+    assert torch.equal(warned.end, quiet.end)
+
+
+def test_what_is_kept_of_a_window_that_overflows_is_finite(folder: Path) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
+    ours = way(habits.KeepsNorms, folder, amp, batches=16, reporting_period=1)
+    assert ours.still
+    assert torch.isfinite(ours.end).all()
+    assert ours.reports.training[-1]["loss"] < ours.reports.training[0]["loss"]
+
+
+def test_optimizers_skip_only_their_own_windows(folder: Path) -> None:
+    """The gradient of the temperature is in float32: it overflows less often."""
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
+    ours = way(habits.SecondOptimizer, folder, amp, batches=16)
+    assert ours.reports.training[-1]["skipped_steps"] > 5
+    assert not ours.still
+
+
+def test_several_steps_of_a_batch_are_counted(folder: Path) -> None:
+    made = way(habits.Wgan, folder, {"precision": "amp_fp16", "init_scale": 1024.0})
+    report = made.reports.training[-1]
+    assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (8, 24)
+
+
+class Sharper(habits.Functional):
+    """Clips in the backward of a function of its own."""
+
+    class Clip(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.clamp(-1, 1)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.Clip.apply(self.model(inputs)), classes)
+
+
+def test_function_of_the_trials_own_is_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way(Sharper, folder, {"precision": "amp_fp16"})
+    (said,) = [it for it in caplog.messages if "gets gradients times the loss scale" in it]
+    assert re.match(rf"{__file__}:\d+: the backward of Clip ", said)
+    caplog.clear()
+    way(Sharper, folder, {"precision": "amp_bf16"})
+    assert not [it for it in caplog.messages if "loss scale" in it]
+
+
+def test_torch_func_without_a_loss_scale_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way(habits.FunctionalPenalty, folder, {"precision": "amp_fp16", "init_scale": 1024.0})
+    assert len([it for it in caplog.messages if "torch.func goes backward without" in it]) == 1
+    caplog.clear()
+    way(habits.Penalty, folder, {"precision": "amp_fp16", "init_scale": 1024.0})
+    assert "torch.func" not in caplog.text
+
+
+class NeverSteps(habits.Habit):
+    """Its condition is never met."""
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_run_without_any_step_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, precision: str
+) -> None:
+    words = "4 batches went backward, and no optimizer was stepped since the last report"
+    way(NeverSteps, folder, {"precision": precision}, batches=16, reporting_period=4)
+    assert len([said for said in caplog.messages if words in said]) == 1
+    caplog.clear()
+    for habit in (habits.OwnAccumulation, habits.UnknownOptimizer, habits.Habit):
+        way(habit, folder, {"precision": precision}, aggregation_frequency=2, reporting_period=1)
+    assert "no optimizer was stepped" not in caplog.text
+
+
+def test_callbacks_of_any_name_are_called(folder: Path) -> None:
+    called = []
+
+    class Named(pytorch.PyTorchCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_training_start(self) -> None:
+            called.append(self.name)
+
+    names = ["guard", "mine", "mixed_precision", "portable_checkpoint", "unmodified"]
+
+    class Names(Plain):
+        factor = 1.0
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return super().train_batch([batch[0] * self.factor, batch[1]], epoch_idx, batch_idx)
+
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {name: Named(name) for name in names}
+
+    class NamesToo(Names, Converted):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {**self.amp.callbacks(self), **Names.build_callbacks(self)}
+
+    for trial in (Names, NamesToo):
+        called.clear()
+        trial.factor = 1.0
+        run(trial, folder, {"precision": "amp_bf16"}, batches=1)
+        assert called == names
+        trial.factor = math.nan
+        with pytest.raises(GuardError):  # which no name switches off
+            run(trial, folder, {"precision": "amp_bf16"})
+
+
+@pytest.mark.parametrize("trial", [Plain, Converted])
+def test_checkpoint_of_other_names_of_callbacks_resumes_bit_for_bit(
+    folder: Path, trial: Any
+) -> None:
+    """Those that they had at first."""
+    first = run(trial, folder, FP16, batches=5)
+    undisturbed = run(trial, folder, FP16, first_batch=5, resume=first.checkpoint)
+    saved = content(folder, first.checkpoint)
+    states = saved["callbacks"]
+    saved["callbacks"] = {name.removeprefix("determined_amp."): states[name] for name in states}
+    assert saved["callbacks"] != states
+    torch.save(saved, folder / str(first.checkpoint) / "state_dict.pth")
+    again = run(trial, folder, FP16, first_batch=5, resume=first.checkpoint)
+    assert trained(again, folder) == trained(undisturbed, folder)

@@ -28,9 +28,10 @@ from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp import mixed_precision as amp
 from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.replay import undisturbed
 from determined_amp.local.processes import process_group
-from tests import strangers, test_unmodified, training
+from tests import habits, strangers, test_unmodified, training
 from tests.loops import fit
 from tests.one_weight import OneWeightTrial, Recipe, run
 from tests.test_amp import INF, ONE
@@ -127,7 +128,21 @@ def unmodified(checkpoints: Path) -> dict[str, Any]:
             weights = [model.state_dict() for model in made.context.models]
             optimizers = [optimizer.state_dict() for optimizer in made.context.optimizers]
             trained[trial.__name__] = training.digest([weights, optimizers])
-    return {"unmodified": processes.rank, **trained}
+    with process_group() as processes:
+        amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
+        options: dict[str, Any] = {"aggregation_frequency": 2, "processes": processes}
+        made = test_unmodified.run(habits.LoudAtFirst, checkpoints, amp, batches=4, **options)
+        trained["loud"] = training.digest(made.trial.model.state_dict())
+        mixed = MixedPrecision.of(made.context)
+        assert mixed is not None
+        counts = mixed.steps(made.trial.optimizer)
+    applied = int(counts.applied)
+    return {
+        "unmodified": processes.rank,
+        **trained,
+        "applied": applied,
+        "skipped": counts.attempted - applied,
+    }
 
 
 class Noted(strangers.Shuffled):

@@ -27,6 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
 
 
 def as_float32(value: Any) -> Any:
-    """Cast the float16 and bfloat16 tensors of nested lists, tuples, dictionaries and dataclasses.
+    """Cast the float16 and bfloat16 tensors of nested lists, tuples, mappings and dataclasses.
 
     A container that holds none is handed on itself, so that a module can still write to it.
     """
@@ -208,17 +209,21 @@ def as_float32(value: Any) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
+    if isinstance(value, MutableMapping):
         cast = {key: as_float32(old) for key, old in value.items()}
         if any(cast[key] is not old for key, old in value.items()):
-            value = copy.copy(value)  # a dictionary of the same kind
+            value = copy.copy(value)  # one of the same kind
             for key, new in cast.items():
                 value[key] = new
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cast = {key: as_float32(old) for key, old in vars(value).items()}
-        if any(cast[key] is not old for key, old in vars(value).items()):
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass or isinstance(value, SimpleNamespace):
+        names = set(getattr(value, "__dict__", {}))  # which one with slots has not
+        names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()
+        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        cast = {name: as_float32(old) for name, old in held.items()}
+        if any(cast[name] is not old for name, old in held.items()):
             value = copy.copy(value)
-            for key, new in cast.items():
-                object.__setattr__(value, key, new)  # a frozen one, too
+            for name, new in cast.items():
+                object.__setattr__(value, name, new)  # a frozen one, too
     return value

@@ -78,6 +78,7 @@ class Guard(pytorch.PyTorchCallback):
         self._explained = False
         self._said_drift = False
         self._said: set[str] = set()
+        self._said_no_step = False
 
     def on_training_start(self) -> None:
         self._statistics.remember()
@@ -108,6 +109,7 @@ class Guard(pytorch.PyTorchCallback):
             return
         self._say_drift(avg_metrics)
         self._say_skips_at_the_start(report)
+        self._say_no_step(report, len(batch_metrics or ()))
         for found in self._failures(report, avg_metrics):
             self._fail(found)
             return
@@ -182,10 +184,11 @@ class Guard(pytorch.PyTorchCallback):
                 yield whose + failure
 
     def _weights_are_finite(self) -> bool:
-        """Of a trial that reports no loss; synchronises."""
+        """Of a trial that reports no loss; synchronises once."""
         models = self._context.models
         parameters = [p for m in models for p in m.parameters() if p.is_floating_point()]
-        return all(bool(torch.isfinite(p.detach().sum())) for p in parameters)
+        sums = [p.detach().sum().to(self._amp.device) for p in parameters]
+        return not sums or bool(torch.isfinite(torch.stack([s.double() for s in sums])).all())
 
     def _failures_of(self, step: StepReport, used_scale: float) -> Iterator[str]:
         settings = self._amp.settings
@@ -235,6 +238,18 @@ class Guard(pytorch.PyTorchCallback):
                     used / self._amp.settings.backoff_factor**skips,
                     used,
                 )
+
+    def _say_no_step(self, report: Report, batches: int) -> None:
+        stepped = any(step.new_attempted for step in report.steps)
+        if stepped or self._said_no_step or not self._amp.scaler.has_scaled:
+            return
+        if batches >= self._context._aggregation_frequency:
+            self._said_no_step = True
+            logger.warning(
+                "%d batches went backward, and no optimizer was stepped since the last report: "
+                "is a condition of train_batch never met?",
+                batches,
+            )
 
     def _say_drift(self, metrics: dict[str, Any]) -> None:
         name = MetricName.LR_DRIFT_STEPS

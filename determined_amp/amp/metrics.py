@@ -128,18 +128,26 @@ class Gradients:
         self.attempted_before = counts.attempted
         self._scaled = scaled
 
-    def look(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look at the gradients of one step before they are unscaled, on every tenth step.
+    def look(
+        self,
+        parameters: Sequence[torch.Tensor],
+        scale: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Look at the scaled gradients of one step, on every tenth step. No synchronisation.
 
-        No synchronisation. Gradients that are not finite are left out: their step is skipped.
+        Gradients that are not finite are left out: their step is skipped.
+
+        Args:
+            parameters: Those of the optimizer.
+            scale: Gives the loss scale, if their gradients are unscaled already.
         """
         if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
             return
         gradients = gradients_of(parameters)
         if not gradients:
             return
-        norms = torch.stack(torch._foreach_norm(gradients, math.inf))
-        largest = torch.nan_to_num(norms.max(), nan=0.0, posinf=0.0)
+        norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+        largest = torch.nan_to_num(norm * scale() if scale else norm, nan=0.0, posinf=0.0)
         torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:

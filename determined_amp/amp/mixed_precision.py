@@ -38,7 +38,7 @@ from determined_amp.amp.precision import (
     warn_of_slow_operations,
 )
 from determined_amp.amp.replay import own_copy, tensors_of, without_steps
-from determined_amp.amp.scaler import ObservedScaler, StepCounts, fill_momentum
+from determined_amp.amp.scaler import ObservedScaler, StepCounts, any_gradient, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.config.amp_settings import (
@@ -51,6 +51,9 @@ from determined_amp.config.errors import print_uncaught_user_errors
 from determined_amp.config.settings import ConfigError, read_section
 
 logger = logging.getLogger(__name__)
+
+# The key of its state in a checkpoint. No trial has a callback of such a name.
+CALLBACK = "determined_amp.mixed_precision"
 
 # The attribute of a context that holds the `MixedPrecision` of its trial.
 _ATTRIBUTE = "_determined_amp"
@@ -232,12 +235,13 @@ class MixedPrecision(pytorch.PyTorchCallback):
             if not self._steps:
                 return
             parameters = list(parameters)
-            found = self.metrics.of(optimizer)
-            found.look(parameters)
-            self.scaler.unscale_(optimizer)
-            if max_norm < math.inf:
+            if optimizer not in self.scaler.unscaled:
+                self.scaler.unscale_(optimizer)
+            found, gradients = self.metrics.of(optimizer), gradients_of(parameters)
+            found.look(parameters, self.loss_scale)
+            if max_norm < math.inf and any_gradient(optimizer):
                 found.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
-            elif gradients := gradients_of(parameters):
+            elif gradients:
                 norms = torch.stack(torch._foreach_norm(gradients))
                 found.add_norm(torch.linalg.vector_norm(norms))
 
@@ -264,15 +268,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         """
         if not self._steps:
             return {}
-        scaler = self.scaler
-        if scaler.stepped:
-            if not scaler.updated:  # a trial may have called it itself
-                scaler.update()
-            for optimizer, skipped in scaler.stepped.items():
-                self.steps(optimizer).count(skipped)
-                if optimizer in self._schedules:
-                    self._move_schedule(optimizer)
-            scaler.stepped.clear()
+        self.finish_steps()
         if not self._started:
             raise _wrong("update", "build_callbacks of the trial must return amp.callbacks(self)")
         if loss is not None and self.settings.compile.replays_graphs:
@@ -282,6 +278,22 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._counted_batch = batch_idx
         again = batch_idx is not None and batch_idx == counted
         return self.metrics.add(loss, samples, again=again)
+
+    def finish_steps(self) -> None:
+        """Update the loss scale and the counts after steps; `update` does it at the end of a batch.
+
+        Call it between two steps of the same optimizer in a batch.
+        """
+        scaler = self.scaler
+        if not scaler.stepped:
+            return
+        if not scaler.updated:  # a trial may have called it itself
+            scaler.update()
+        for optimizer, skipped in scaler.stepped.items():
+            self.steps(optimizer).count(skipped)
+            if optimizer in self._schedules:
+                self._move_schedule(optimizer)
+        scaler.stepped.clear()
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
         """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
@@ -294,9 +306,9 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._trial = trial
         self._guard = Guard(self._context, self, self._train_newest_batch_again)
         return {
-            "mixed_precision": self,
-            "guard": self._guard,
-            "portable_checkpoint": PortableCheckpoint(),
+            CALLBACK: self,
+            "determined_amp.guard": self._guard,
+            "determined_amp.portable_checkpoint": PortableCheckpoint(),
         }
 
     # What else there is to ask.
@@ -323,6 +335,16 @@ class MixedPrecision(pytorch.PyTorchCallback):
     def attempted_steps(self) -> int:
         """Steps of the first optimizer, applied or skipped."""
         return self.metrics.first_counts.attempted
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All models that the trial has wrapped."""
+        return self._context.models
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a batch runs in `without_steps`."""
+        return not self._steps
 
     @contextmanager
     def without_steps(self) -> Iterator[None]:
@@ -388,7 +410,10 @@ class MixedPrecision(pytorch.PyTorchCallback):
         """
         self._remember_constructed()
         assert self._constructed is not None
-        before = {} if self._warm_start else checkpoint.get("callbacks", {}).get("mixed_precision")
+        states = checkpoint.get("callbacks", {})
+        if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
+            states[CALLBACK] = states.pop("mixed_precision")  # its first name
+        before = {} if self._warm_start else states.get(CALLBACK)
         settle_groups(checkpoint, self._context, self._constructed, before or {})
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():
@@ -493,7 +518,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
                 "it steps an optimizer whose gradients may still be scaled; allowed: "
                 "context.step_optimizer(optimizer, scaler=amp.scaler)",
             )
-        if not self.scaler.has_scaled:
+        if not self.scaler.has_scaled and any_gradient(optimizer):
             raise _wrong(
                 "train_batch",
                 "it does not scale the loss; allowed: context.backward(amp.scaler.scale(loss))",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from determined import pytorch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.compiled import as_written
@@ -82,12 +83,14 @@ def undisturbed(
 ) -> Iterator[None]:
     """Train a batch in this block, then restore all state.
 
-    Gradients are enabled and the models are in training mode, also during a validation. Gradients,
-    buffers, modes and random state are restored. DistributedDataParallel exchanges nothing.
+    Gradients are enabled and the models are in training mode, also during a validation. Weights,
+    which some trials clip or average themselves, gradients, buffers, modes and random state are
+    restored. DistributedDataParallel exchanges nothing.
     """
     parameters = {p: p.grad for model in models for p in model.parameters()}
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters |= {p: p.grad for group in groups for p in group["params"]}
+    weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
     owned = [(m, dict(m._buffers)) for model in models for m in model.modules()]
     buffers = {b: b.clone() for model in models for b in model.buffers()}
     modes = {module: module.training for model in models for module in model.modules()}
@@ -109,6 +112,8 @@ def undisturbed(
         finally:
             for parameter, gradient in parameters.items():
                 parameter.grad = gradient
+            for weight, before in weights:
+                weight.data.copy_(before)
             for module, training in modes.items():
                 module.training = training
             for module, own in owned:  # a module may have put others in their place

@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import SGD
+from torch.amp.grad_scaler import OptState
+from torch.optim import SGD, Optimizer
 
 from determined_amp.config.amp_settings import AmpSettings
 from determined_amp.config.settings import ConfigError
+
+_TWICE = "steps an optimizer twice; allowed: with amp.finish_steps() between two steps of a batch"
 
 
 class ObservedScaler(torch.amp.GradScaler):
@@ -85,7 +88,7 @@ class ObservedScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`GradScaler.step`; notes that this optimizer was stepped."""
         if optimizer in self.stepped:
-            raise _wrong("steps an optimizer twice; allowed: once for each amp.update(...)")
+            raise _wrong(_TWICE)
         if optimizer in self.unscaled:
             self.unscaled.discard(optimizer)
         elif self.clips:
@@ -94,6 +97,10 @@ class ObservedScaler(torch.amp.GradScaler):
                 "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
                 "amp.scaler.unscale_(optimizer) first"
             )
+        if self._enabled and not any_gradient(optimizer):
+            # torch refuses it. In float32 it leaves everything as it is, and so it does here.
+            assert self._scale is not None
+            self.note(optimizer, torch.zeros_like(self._scale))
         self.updated = self.moved = False
         self.stepping = True
         try:
@@ -109,10 +116,32 @@ class ObservedScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """`GradScaler.unscale_`; notes that it was called."""
         if optimizer in self.stepped:
-            raise _wrong("steps an optimizer twice; allowed: once for each amp.update(...)")
+            raise _wrong(_TWICE)
         self.unscaled.add(optimizer)
         if self._enabled:
             super().unscale_(optimizer)
+
+    def has_unscaled(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
+        """Note that the gradients of an optimizer, which is to be stepped, are unscaled already.
+
+        Args:
+            optimizer: The one to be stepped.
+            found_inf: See `note`; None without a loss scale.
+        """
+        self.unscaled.add(optimizer)
+        if found_inf is not None:
+            self.note(optimizer, found_inf)
+
+    def note(self, whose: object, found_inf: torch.Tensor) -> None:
+        """Take part in the next `update`.
+
+        Args:
+            whose: Stands for some gradients: their optimizer, or any other object.
+            found_inf: Whether they overflowed, (), float32, on the device, not 0 if so.
+        """
+        state = self._per_optimizer_states[id(whose)]
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        state["stage"] = OptState.UNSCALED
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """`GradScaler.update`, with a floor under the scale. No synchronisation."""
@@ -139,14 +168,22 @@ class ObservedScaler(torch.amp.GradScaler):
         return self.times(one) if self._used is None else self._used
 
     def _found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        per_device = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        if not per_device:
-            raise _wrong("steps an optimizer whose parameters have no gradient")
-        first, *more = per_device
+        state = self._per_optimizer_states[id(optimizer)]
+        first, *more = state["found_inf_per_device"].values()
         found: torch.Tensor = first
         for other in more:  # a model on several devices
             found = found + other.to(found.device, non_blocking=True)
         return found
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def any_gradient(optimizer: Optimizer) -> bool:
+    """Whether a parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 class StepCounts:
@@ -187,6 +224,8 @@ class StepCounts:
         if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
             self._settle()
             self.applied_on_host = None
+        if self.applied_on_host is None and not isinstance(skipped, torch.Tensor):
+            skipped = torch.full((), float(skipped), device=self._applied.device)
         self.attempted += 1
         self._settled = False
         if isinstance(skipped, torch.Tensor):
@@ -194,7 +233,7 @@ class StepCounts:
             if len(self._found) == self._HANDFUL:
                 self._settle()
         elif not skipped:
-            assert self.applied_on_host is not None, "the device has counted before"
+            assert self.applied_on_host is not None
             self.applied_on_host += 1
             self._last_applied_on_host = self.attempted
 

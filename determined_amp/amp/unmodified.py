@@ -1,29 +1,36 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
 Determined's context sees all that is needed: the forward of each wrapped model runs under autocast,
-`context.backward` scales the loss, `context.step_optimizer` unscales before the trial's own
-`clip_grads` and steps with the scaler, and the batch ends with one `update`. Everything else is
-`MixedPrecision`, as in a trial that was written for it.
+`context.backward` scales the loss and leaves true gradients, a step of any optimizer is skipped if
+they overflowed, and the batch ends with one `update`. Everything else is `MixedPrecision`, as in a
+trial that was written for it.
 
-What a model returns is cast to float32, so a loss computed outside the model is not in 16 bits.
+What a model returns is cast to float32, and so is what its hooks see and what it keeps in
+attributes, so a loss computed outside the model is not in 16 bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from determined import pytorch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
 
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.gradients import TrueGradients
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.scaler import parameters_of
 from determined_amp.config.amp_settings import AmpSettings
 from determined_amp.config.experiment import Experiment, parse
 from determined_amp.config.settings import ConfigError
@@ -32,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
 _NO_AMP = "neither autocast nor a GradScaler: here both come from outside"
+
+# The attributes of every module, among them its parameters, buffers and hooks.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
@@ -112,14 +122,17 @@ class _Autocast:
         amp: Gives the autocast of a training batch and that of a validation batch.
 
     Attributes:
+        casts: Whether there is an autocast in 16 bits.
         training: Whether `train_batch` is running.
-        in_backward: Whether `context.backward` is running.
+        in_backward: Whether a backward is running.
     """
 
     def __init__(self, amp: MixedPrecision) -> None:
         self._amp = amp
-        self._casts = amp.settings.precision.autocast_dtype is not None
+        self.casts = amp.settings.precision.autocast_dtype is not None
         self._inside = False
+        self._forwards = 0
+        self._kept: list[tuple[dict[str, Any], str]] = []
         self.training = False
         self.in_backward = False
 
@@ -136,7 +149,31 @@ class _Autocast:
                 output = forward(*args, **kwargs)
         finally:
             self._inside = False
-        return as_float32(output) if self._casts else output
+        if not self.casts:
+            return output
+        if self.training:
+            self._cast_kept()
+        return as_float32(output)
+
+    def _cast_kept(self) -> None:
+        """Cast what the models keep in attributes of their own, such as features for the loss.
+
+        What they keep is looked for in the first two forwards, and in ever fewer later ones.
+        """
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1) == 0:
+            modules = (m for model in self._amp.models for m in model.modules())
+            self._kept = [
+                (attributes, name)
+                for attributes in map(vars, modules)
+                for name, value in attributes.items()
+                if name not in _OF_MODULES
+                and isinstance(value, (torch.Tensor, list, tuple, dict))
+                and as_float32(value) is not value
+            ]
+        for attributes, name in self._kept:
+            if name in attributes:
+                attributes[name] = as_float32(attributes[name])
 
     def __deepcopy__(self, memo: object) -> _Autocast:
         return self
@@ -162,12 +199,13 @@ class _Unmodified(pytorch.PyTorchCallback):
         self._settings = settings
         self._wrap_model = context.wrap_model
         self._losses: list[torch.Tensor] = []
-        # Parameters of several optimizers, and those that a step has unscaled since the backward.
-        self._shared: set[torch.Tensor] = set()
-        self._unscaled: set[torch.Tensor] = set()
-        # Steps of each optimizer, and its gradients as the last backward left them.
-        self._steps: dict[torch.optim.Optimizer, int] = {}
-        self._left: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        self._gradients: TrueGradients | None = None
+        # Of optimizers that may keep weights aside: norms of their weights where a window began.
+        self._weights: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self._drops_gradients = False
+        # The optimizer that the trial steps itself, just now.
+        self._own: torch.optim.Optimizer | None = None
+        self._own_skipped = False
         self._patches = ExitStack()
 
     # What the trial's constructor calls.
@@ -197,7 +235,8 @@ class _Unmodified(pytorch.PyTorchCallback):
         self._step_optimizer = self._context.step_optimizer
 
         def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
-            return {"unmodified": self, **build_callbacks(), **amp.callbacks(trial)}
+            first = {"determined_amp.unmodified": self}
+            return {**first, **build_callbacks(), **amp.callbacks(trial)}
 
         replacements: dict[str, object] = {
             "build_callbacks": build_all_callbacks,
@@ -213,6 +252,8 @@ class _Unmodified(pytorch.PyTorchCallback):
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         assert self.amp is not None
         self._losses.clear()
+        if self._gradients is not None:
+            self._gradients.begin_batch()
         self._autocast.training = True
         try:
             result = self._train_batch(*args, **kwargs)
@@ -232,8 +273,9 @@ class _Unmodified(pytorch.PyTorchCallback):
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        assert self.amp is not None
-        if create_graph and self.amp.scaler.is_enabled():
+        amp, gradients = self.amp, self._gradients
+        assert amp is not None
+        if create_graph and amp.scaler.is_enabled():
             raise _wrong(
                 "it calls context.backward(create_graph=True), whose gradients would be scaled",
                 "precision amp_bf16, which needs no scale",
@@ -242,24 +284,25 @@ class _Unmodified(pytorch.PyTorchCallback):
             raise _wrong(
                 f"its loss is in {str(loss.dtype).removeprefix('torch.')}: the model's output "
                 "is no tensor, list, tuple, dictionary or dataclass, so it was not cast to float32",
-                "a model that returns one of these",
+                "a model that returns one of these, or .float() on what is taken out of it",
             )
         if loss.numel() == 1:
-            self._losses.append(loss.detach().reshape(()))
-        self._unscaled.clear()
-        self._autocast.in_backward = True
-        try:
-            scaled = self.amp.scaler.scale(loss)
-            self._backward(scaled, gradient, retain_graph, create_graph)
-        finally:
-            self._autocast.in_backward = False
-        self._left = {
-            parameter: (parameter.grad, parameter.grad._version)
-            for optimizer in self._steps
-            if self._is_due(optimizer)
-            for parameter in _parameters(optimizer)
-            if parameter.grad is not None
-        }
+            kept = loss.detach().reshape(())
+            # A CUDA graph that is replayed writes the next loss over this one.
+            self._losses.append(kept.clone() if amp.settings.compile.replays_graphs else kept)
+
+        def run(scaled: torch.Tensor) -> None:
+            with self._in_backward():
+                self._backward(scaled, gradient, retain_graph, create_graph)
+
+        if gradients is None:
+            run(amp.scaler.scale(loss))
+        elif amp.is_replaying:  # in search of what overflows: it must be seen
+            with gradients.scaled():
+                run(amp.scaler.scale(loss))
+        else:
+            self._remember_weights()
+            gradients.backward(loss, run)
 
     def step_optimizer(
         self,
@@ -268,78 +311,142 @@ class _Unmodified(pytorch.PyTorchCallback):
         auto_zero_grads: bool = True,
         scaler: Any = None,
     ) -> None:
-        assert self.amp is not None
+        amp = self.amp
+        assert amp is not None
         if scaler is not None and scaler.is_enabled():
             raise _wrong("it has a GradScaler of its own", _NO_AMP)
-        if not self.amp.scaler.has_scaled:
-            raise _wrong("it does not call context.backward", "self.context.backward(loss)")
-        if optimizer in self.amp.scaler.stepped:
-            raise _wrong(
-                "it steps an optimizer twice in a batch",
-                "one context.step_optimizer for each optimizer and batch",
-            )
-        self._look_for_changes(optimizer)
-        shared = self._shared_by(optimizer)
-        unscale_and_measure = self.amp.clip(optimizer)
+        measure = amp.clip(optimizer)
 
         def clip(parameters: Iterable[torch.Tensor]) -> None:
             parameters = list(parameters)
-            unscale_and_measure(parameters)
+            measure(parameters)
             assert clip_grads is not None
             clip_grads(parameters)
 
-        self._step_optimizer(
-            optimizer, clip if clip_grads else None, auto_zero_grads, self.amp.scaler
-        )
-        if optimizer in self.amp.scaler.stepped:
-            self._unscaled |= shared
-
-    def _shared_by(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-        """Parameters that another optimizer has, too; refuses to unscale their gradients twice."""
-        shared = self._shared.intersection(_parameters(optimizer)) if self._shared else set()
-        if any(parameter.grad is not None for parameter in shared & self._unscaled):
-            raise _wrong(
-                "it steps two optimizers with the same parameters after one context.backward, and "
-                "the second one would divide their gradients by the scale again",
-                "one backward for each of the two, or precision amp_bf16, which needs no scale",
-            )
-        return shared
-
-    def _look_for_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a trial that changes scaled gradients, outside `clip_grads`.
-
-        In the batch that is audited torch does not count the changes that foreach kernels make.
-        """
-        for parameter in _parameters(optimizer) if self._is_due(optimizer) else ():
-            if _has_hooks(parameter):
-                raise _wrong(
-                    "it registers hooks on parameters, which would get scaled gradients",
-                    "step_optimizer(optimizer, clip_grads=...), which gets them unscaled, or "
-                    "precision amp_bf16, which needs no scale",
-                )
-            left, gradient = self._left.pop(parameter, None), parameter.grad
-            if left is None or gradient is None:  # one that is dropped has no scale
-                continue
-            if gradient is not left[0] or gradient._version != left[1]:
-                raise _wrong(
-                    "it changes gradients after context.backward, where they are scaled",
-                    "step_optimizer(optimizer, clip_grads=lambda parameters: "
-                    "torch.nn.utils.clip_grad_norm_(parameters, 1.0)), or precision amp_bf16, "
-                    "which needs no scale",
-                )
         if self._context._should_communicate_and_update():
-            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+            amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
+        self._step_optimizer(optimizer, clip if clip_grads else None, auto_zero_grads, amp.scaler)
+        if amp.scaler.stepped.get(optimizer) is True and optimizer in self._weights:
+            self._let_put_back(optimizer, auto_zero_grads)
+        if optimizer in amp.scaler.stepped:
+            self._weights.pop(optimizer, None)
 
-    def _is_due(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether to look at the next step: at the first two, and at ever fewer later ones.
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        before, self._autocast.in_backward = self._autocast.in_backward, True
+        try:
+            yield
+        finally:
+            self._autocast.in_backward = before
 
-        Looking costs time, and a clip may begin after a warm-up. Without a loss scale there is
-        nothing to look for.
-        """
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """End its window; returns `found_inf` of it if there is a loss scale."""
         assert self.amp is not None
-        steps = self._steps.get(optimizer, 0)
-        is_power_of_two = steps & (steps - 1) == 0
-        return self.amp.scaler.is_enabled() and (steps < 2 or is_power_of_two)
+        scaler = self.amp.scaler
+        if self._counted_as(optimizer) in scaler.stepped:  # a second step in a batch
+            self.amp.finish_steps()
+        scaler.has_scaled = True
+        return None if self._gradients is None else self._gradients.close(optimizer)
+
+    # An optimizer whose class is not torch's may have moved its weights away, and put them back in
+    # its step, as sharpness-aware minimisation does. Then a skipped step must still do that.
+
+    def _remember_weights(self) -> None:
+        for optimizer in self._context.optimizers:
+            is_torchs = type(optimizer).__module__.startswith("torch.")
+            if not is_torchs and optimizer not in self._weights:
+                norms = torch._foreach_norm([p.detach() for p in parameters_of(optimizer)])
+                self._weights[optimizer] = torch.stack(norms)
+
+    def _let_put_back(self, optimizer: torch.optim.Optimizer, zero_grad: bool) -> None:
+        parameters = parameters_of(optimizer)
+        norms = torch.stack(torch._foreach_norm([p.detach() for p in parameters]))
+        if torch.equal(norms, self._weights[optimizer]):
+            return
+        assert self.amp is not None
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        self._drops_gradients = self.amp.scaler.stepping = True
+        try:
+            optimizer.step()
+        finally:
+            self._drops_gradients = self.amp.scaler.stepping = False
+        if zero_grad:
+            optimizer.zero_grad()
+
+    # What torch calls in the training.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
+        """Before each step of any optimizer, through the context or not."""
+        amp = self.amp
+        assert amp is not None
+        if not self._autocast.training:
+            return
+        drops = self._drops_gradients and optimizer not in self._weights
+        if amp.is_replaying:
+            drops = True
+        elif not amp.scaler.stepping:
+            self._own = optimizer
+            has_closure = len(given) > 1 or named.get("closure") is not None
+            self._refuse_own_step(optimizer, has_closure=has_closure)
+            found = self._begin_step(optimizer)
+            if found is not None:
+                amp.scaler.note(optimizer, found)
+                drops = bool(found)
+            self._own_skipped = drops
+            amp.scaler.stepping = True
+        if drops:  # a step without gradients changes nothing
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        if optimizer is self._own:
+            self._own = None
+            assert self.amp is not None
+            scaler = self.amp.scaler
+            counted = self._counted_as(optimizer)
+            scaler.stepping = scaler.updated = False
+            scaler.stepped[counted] = self._own_skipped
+            self._weights.pop(counted, None)
+
+    def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer of the context with the same parameters, if there is one."""
+        if optimizer in self._context.optimizers:
+            return optimizer
+        its = set(map(id, parameters_of(optimizer)))
+        same = (o for o in self._context.optimizers if set(map(id, parameters_of(o))) == its)
+        return next(same, optimizer)
+
+    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        assert self.amp is not None
+        scaled = self._gradients is not None
+        if (scaled and has_closure) or (
+            isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
+        ):
+            raise ConfigError(
+                "the trial",
+                [
+                    f"train_batch: it steps {type(optimizer).__name__} with a closure, for which "
+                    "no line helps in 16 bits: it compares losses and gradients of several "
+                    "backwards that must not be skipped; allowed: precision fp32 or tf32"
+                ],
+            )
+        if self._gradients is not None and self._gradients.scale is not None:
+            raise _wrong(
+                "it steps an optimizer inside the backward, where gradients are still scaled",
+                "the step after context.backward, or precision amp_bf16, which needs no scale",
+            )
+
+    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of the engine that all of torch's backwards call."""
+        if not self._autocast.training or self._autocast.in_backward or _are_traced(args[0]):
+            return run(*args, **kwargs)
+        if kwargs.get("accumulate_grad"):
+            raise _wrong("it calls loss.backward() itself", "self.context.backward(loss)")
+        with self._in_backward():
+            if self._gradients is None:
+                return run(*args, **kwargs)
+            return self._gradients.grad(run, *args, **kwargs)
 
     # What Determined's loop calls.
 
@@ -353,31 +460,77 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         assert self.amp is not None
-        self._steps = dict.fromkeys(self._context.optimizers, 0)
+        _refuse_16_bit_weights(self._context)
         if self.amp.scaler.is_enabled():
-            owned = Counter(p for o in self._context.optimizers for p in set(_parameters(o)))
-            self._shared = {parameter for parameter, owners in owned.items() if owners > 1}
-        for optimizer in self._context.optimizers:
-            handle = optimizer.register_step_pre_hook(self._refuse_own_step)
+            self._gradients = TrueGradients(self._context, self.amp.scaler)
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
             self._patches.callback(handle.remove)
-        backward = torch.Tensor.backward
-
-        def refuse(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if self._autocast.training and not self._autocast.in_backward:
-                raise _wrong("it calls loss.backward() itself", "self.context.backward(loss)")
-            backward(loss, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch
-
-        self._patches.enter_context(patched(torch.Tensor, "backward", refuse))
+        engine = _Engine(torch.autograd.Variable._execution_engine, self._run_backward)
+        patched_engine = patched(torch.autograd.Variable, "_execution_engine", engine)
+        self._patches.enter_context(patched_engine)
+        self._convert_hooks()
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
 
-    def _refuse_own_step(self, *call: Any) -> None:
-        assert self.amp is not None
-        if not self.amp.scaler.stepping:
-            raise _wrong(
-                "it calls optimizer.step() itself", "self.context.step_optimizer(optimizer)"
-            )
+    def _convert_hooks(self) -> None:
+        """Let the trial's hooks see what they see in float32, those there are and later ones."""
+        modules = [module for model in self._context.models for module in model.modules()]
+        groups = (o.param_groups for o in self._context.optimizers)
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        parameters += [p for its in groups for group in its for p in group["params"]]
+        found: list[tuple[Any, str, str, Any]] = []
+        if self._autocast.casts:
+            to_float32 = partial(partial, _in_float32)
+            for kind in ("forward", "forward_pre"):
+                found.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
+        if self._gradients is not None:
+            true, of_leaf = self._gradients.hooked, self._gradients.hooked_leaf
+            found += [
+                (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
+                (nn.Module, "register_full_backward_pre_hook", "_backward_pre_hooks", true),
+                (torch.Tensor, "register_hook", "_backward_hooks", true),
+                (
+                    torch.Tensor,
+                    "register_post_accumulate_grad_hook",
+                    "_post_accumulate_grad_hooks",
+                    of_leaf,
+                ),
+            ]
+            retain_grad = torch.Tensor.retain_grad
+
+            def retain(tensor: torch.Tensor) -> None:
+                retain_grad(tensor)
+                if self._autocast.training and self._gradients is not None:
+                    self._gradients.retain(tensor)
+
+            self._patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
+        for owner, register, attribute, convert in found:
+            for it in modules if owner is nn.Module else parameters:
+                hooks = getattr(it, attribute, None) or {}
+                for key, hook in hooks.items():
+                    hooks[key] = convert(hook) if _is_the_trials(hook) else hook
+            method = _registering(getattr(owner, register), convert)
+            self._patches.enter_context(patched(owner, register, method))
+
+
+class _Engine:
+    """The engine of torch's backwards, with another way in.
+
+    Args:
+        engine: Torch's.
+        run_backward: Called in place of its own, which it is given first.
+    """
+
+    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
+        self._engine = engine
+        self.run_backward = partial(run_backward, engine.run_backward)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> bool:
@@ -400,7 +553,7 @@ def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> 
     own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     modules = (module for model in models for module in model.modules())
     sparse = {p for m in modules if getattr(m, "sparse", False) is True for p in m.parameters()}
-    if own_hooks or _has_own_step(optimizer) or not sparse.isdisjoint(_parameters(optimizer)):
+    if own_hooks or _has_own_step(optimizer) or not sparse.isdisjoint(parameters_of(optimizer)):
         return False
     if optimizer.state or any(
         group.get("foreach")
@@ -424,13 +577,49 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and step is not type(optimizer).step
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _registering(register: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
+    def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
+
+    return method
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, name, None) for name in names)
+def _is_the_trials(hook: Callable[..., Any]) -> bool:
+    """Whether neither torch, Determined nor this library has made a hook, which they want as is."""
+    function = hook.func if isinstance(hook, partial) else hook
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
+
+
+def _are_traced(outputs: Iterable[Any]) -> bool:
+    """Whether a compiler looks at a backward, with stand-ins for tensors."""
+    dispatch = torch.Tensor.__torch_dispatch__
+    return any(getattr(type(it), "__torch_dispatch__", dispatch) is not dispatch for it in outputs)
+
+
+def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
+    """Call a hook of a forward; what it changes in place is changed."""
+    cast = as_float32(given)
+    result = hook(*cast)
+    if result is None:
+        for old, new in zip(tree_leaves(given), tree_leaves(cast), strict=True):
+            if new is not old and isinstance(new, torch.Tensor) and new._version:
+                old.copy_(new)
+    return result
+
+
+def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
+    parameters = [p for optimizer in context.optimizers for p in parameters_of(optimizer)]
+    parameters += [p for model in context.models for p in model.parameters()]
+    dtypes = {p.dtype for p in parameters if p.requires_grad}
+    for dtype in dtypes & {torch.float16, torch.bfloat16}:
+        raise ConfigError(
+            "the trial",
+            [
+                f"its weights are in {str(dtype).removeprefix('torch.')}, as after .half() or "
+                ".bfloat16(); autocast computes in 16 bits with weights in float32: leave that out"
+            ],
+        )
 
 
 def _autocast_is_on(device_type: str) -> bool:

@@ -17,7 +17,6 @@ import determined as det
 import torch
 from determined import pytorch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
 from determined_amp.amp.diagnosis import Slots, find_cause
@@ -106,7 +105,7 @@ class FrozenBatch(ABC):
             # Copied before the trial clips them or sets them to 0.
             gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
 
-        with undisturbed(*self._models), _restored(parameters), float16_as(dtype):
+        with undisturbed(*self._models), float16_as(dtype):
             self._pass(2.0**scale_log2, keep)
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
         return Gradients(finite, tuple(gradients.values()))
@@ -115,21 +114,9 @@ class FrozenBatch(ABC):
         """A sentence on what overflows in float16 without a loss scale, see `find_cause`."""
 
         def train(scale: float) -> None:
-            with _restored([p for model in self._models for p in model.parameters()]):
-                self._pass(scale, lambda loss: None)
+            self._pass(scale, lambda loss: None)
 
         return find_cause(self._models, self.batch, train, slots=slots)
-
-
-@contextmanager
-def _restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restore the parameters: some trials clip or average them in `train_batch`."""
-    before = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
-    try:
-        yield
-    finally:
-        for parameter, value in before:
-            parameter.data.copy_(value)
 
 
 class TrialBatch(FrozenBatch):

@@ -1,0 +1,352 @@
+"""True gradients between the backward of a scaled loss and the step, for code written for float32.
+
+Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by unscaling what
+it gave to every leaf that the loss reaches, whichever optimizer has it, or none.
+
+* What earlier backwards left in `.grad` is scaled again first, in place: in the last batch of a
+  window DistributedDataParallel averages the sums over the window.
+* A backward that overflows leaves gradients of 0, so nothing that a trial computes from them
+  outlives the step, which is skipped: `found_inf` is kept on the device until then.
+* The trial's hooks inside the backward, and `torch.autograd.grad`, give and take true gradients.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch import distributed, nn
+from torch.optim import Optimizer
+
+from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.scaler import ObservedScaler, parameters_of
+
+logger = logging.getLogger(__name__)
+
+# The optimizers that hold a parameter: all parameters of the same ones share a `found_inf`.
+_Owners = tuple[Optimizer, ...]
+
+# Integers as wide as the numbers: times 0 they are 0, which infinity is not.
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class TrueGradients:
+    """The gradients of everything that a trial trains.
+
+    Args:
+        context: The trial's context.
+        scaler: Its scaler, enabled.
+
+    Attributes:
+        scale: While something goes backward scaled, the loss scale, (), float32, on the device.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, scaler: ObservedScaler) -> None:
+        self.scale: torch.Tensor | None = None
+        self._context = context
+        self._scaler = scaler
+        self._one = torch.ones((), device=context.device)
+        self._groups: dict[_Owners, list[torch.Tensor]] = {}
+        self._known: set[int] = set()
+        self._lists: list[tuple[int, int]] = []
+        self._retained: dict[int, torch.Tensor] = {}
+        self._warned: set[object] = set()
+        # What the newest backward found, and the groups that have been stepped since.
+        self._found: dict[_Owners, torch.Tensor] = {}
+        self._closed: set[_Owners] = set()
+        self._found_by_grad: torch.Tensor | None = None
+
+    def begin_batch(self) -> None:
+        """Forget what only the batch before needed."""
+        self._retained.clear()
+        self._found_by_grad = None
+
+    def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+        """Go backward from a loss, and leave true gradients. No synchronisation.
+
+        Args:
+            loss: Unscaled.
+            run: Goes backward from what it is given.
+        """
+        groups = self._groups_of(loss)
+        left = {owners: _by_kind(leaves) for owners, leaves in groups.items()}
+        found = self._found_before(left)
+        with self.scaled() as scale:
+            for kinds in left.values():
+                for device, _, gradients in kinds:
+                    torch._foreach_mul_(gradients, scale.to(device))
+            run(self._scaler.scale(loss))
+        self._unscale([_by_kind(leaves) for leaves in groups.values()], found, _inverse(scale))
+        self._found = dict(zip(groups, found.unbind(), strict=True))
+        self._closed.clear()
+
+    def close(self, optimizer: Optimizer) -> torch.Tensor:
+        """End the window of an optimizer that is about to step.
+
+        Returns:
+            Whether a backward of the window overflowed: (), float32, on the device, not 0 if so.
+            Its gradients are 0 then.
+        """
+        found = [] if self._found_by_grad is None else [self._found_by_grad]
+        for owners in self._groups_with(optimizer):
+            found.append(self._found[owners])
+            self._closed.add(owners)
+        return torch.stack(found).amax() if found else torch.zeros_like(self._one)
+
+    @contextmanager
+    def scaled(self) -> Iterator[torch.Tensor]:
+        """In this block a scaled loss goes backward: the trial's hooks get true gradients."""
+        self.scale = self._scaler.times(self._one)
+        try:
+            yield self.scale
+        finally:
+            self.scale = None
+
+    # What the trial calls, or gives to be called, inside a backward.
+
+    def grad(
+        self,
+        run: Callable[..., Any],
+        outputs: Sequence[Any],
+        gradients: Sequence[torch.Tensor | None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`torch.autograd.grad` by the engine that it calls, scaled; the gradients are true.
+
+        Args:
+            run: The engine's own.
+            outputs: From where to go backward.
+            gradients: Of the outputs.
+            args: Of the engine.
+            kwargs: The same.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._warn_once(
+                "torch.func goes backward without a loss scale in amp_fp16, so small gradients are "
+                "0; torch.autograd.grad is scaled, and precision amp_bf16 needs no scale"
+            )
+            return run(outputs, gradients, *args, **kwargs)
+        self._scaler.has_scaled = True
+        with self.scaled() as scale, torch.enable_grad():
+            outputs, gradients = as_float32(tuple(outputs)), as_float32(tuple(gradients))
+            seeds = tuple(None if seed is None else seed * scale for seed in gradients)
+            scaled = run(outputs, seeds, *args, **kwargs)
+            finite = _are_finite([it for it in scaled if it is not None] or [scale])
+            found, before = (~finite).float(), self._found_by_grad
+            self._found_by_grad = found if before is None else torch.maximum(found, before)
+            inverse = _inverse(scale)
+            return tuple(
+                None if it is None else torch.where(finite, as_float32(it) * inverse, 0.0)
+                for it in scaled
+            )
+
+    def retain(self, tensor: torch.Tensor) -> None:
+        """The trial wants the gradient of a tensor that is no leaf, too."""
+        if not tensor.is_leaf:
+            self._retained[id(tensor)] = tensor
+
+    def hooked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of a tensor or a module that gets and gives true gradients, in float32."""
+        return partial(_on_true, self, hook)
+
+    def hooked_leaf(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for one that runs when a parameter has its gradient."""
+        return partial(_on_true_leaf, self, hook)
+
+    def __deepcopy__(self, memo: object) -> TrueGradients:
+        return self  # of a model that is copied, with its hooks
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # of a model that is pickled
+
+    # How it does that.
+
+    def _groups_of(self, loss: torch.Tensor) -> dict[_Owners, list[torch.Tensor]]:
+        """All leaves that may get a gradient, by the optimizers that hold them.
+
+        The graph does not show what a reentrant checkpoint computes again; the models do.
+        """
+        optimizers = list(self._context.optimizers)
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        lists = [(id(group["params"]), len(group["params"])) for group in groups]
+        if lists != self._lists or not self._known:
+            self._lists = lists
+            owners: dict[torch.Tensor, list[Optimizer]] = {
+                parameter: [] for model in self._context.models for parameter in model.parameters()
+            }
+            for optimizer in optimizers:
+                for parameter in dict.fromkeys(parameters_of(optimizer)):
+                    owners.setdefault(parameter, []).append(optimizer)
+            self._groups = {(): []}
+            for parameter, its in owners.items():
+                self._groups.setdefault(tuple(its), []).append(parameter)
+            self._known = {id(parameter) for parameter in owners}
+        others = [leaf for leaf in self._leaves_of(loss) if id(leaf) not in self._known]
+        return {**self._groups, (): [*self._groups[()], *others, *self._retained.values()]}
+
+    def _groups_with(self, optimizer: Optimizer) -> list[_Owners]:
+        if optimizer in self._context.optimizers:
+            return [owners for owners in self._found if optimizer in owners]
+        # One that the context does not know has what nobody has, and what another one has, too.
+        its = {id(parameter) for parameter in parameters_of(optimizer)}
+        return [
+            owners
+            for owners in self._found
+            if not owners or not its.isdisjoint(map(id, self._groups.get(owners, ())))
+        ]
+
+    def _leaves_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        if loss.grad_fn is None:
+            return [loss]
+        seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+        leaves = []
+        while waiting:
+            node = waiting.pop()
+            following = node.next_functions
+            for other, _ in following:
+                if other is not None and other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+            if not following and (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(leaf)
+        for function in {type(node) for node in seen} - self._warned:
+            self._look_at(function)
+        return leaves
+
+    def _look_at(self, node: Any) -> None:
+        """Say once of a function of the trial's own that its backward gets scaled gradients."""
+        self._warned.add(node)
+        function = getattr(node, "_forward_cls", None)
+        backward = inspect.unwrap(getattr(function, "backward", _nothing))
+        code = getattr(backward, "__code__", None)
+        if code is None or backward.__module__.startswith(("torch.", "determined_amp.")):
+            return
+        if "site-packages" not in code.co_filename:  # those of libraries are linear
+            logger.warning(
+                "%s:%d: the backward of %s gets gradients times the loss scale in amp_fp16, which "
+                "is right if it is linear in them; one that clips or rounds them needs amp_bf16",
+                *(code.co_filename, code.co_firstlineno, getattr(function, "__name__", "")),
+            )
+
+    def _found_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
+        """What the earlier backwards of each window found, (groups,), on the device."""
+        if self._found and not self._closed and not any(left.values()):
+            # What the last backward gave has been dropped, or taken by what is no optimizer.
+            self._scaler.note(self, torch.stack(list(self._found.values())).amax())
+            self._scaler.update()
+            self._found.clear()
+        carried = [
+            self._found.get(owners) if kinds and owners not in self._closed else None
+            for owners, kinds in left.items()
+        ]
+        found = torch.zeros(len(carried), device=self._one.device)
+        for one, before in zip(found.unbind(), carried, strict=True):
+            if before is not None:
+                one.copy_(before)
+        return found if self._found_by_grad is None else found.maximum(self._found_by_grad)
+
+    def _unscale(
+        self, groups: Sequence[list[_Kind]], found: torch.Tensor, inverse: torch.Tensor
+    ) -> None:
+        for kinds, one in zip(groups, found.unbind(), strict=True):
+            for device, dtype, gradients in kinds:
+                if device == one.device and dtype in _INTEGERS:
+                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, one, inverse)
+                else:  # in 16 bits or on another device, as no parameter of a model is
+                    one.add_((~_are_finite(gradients)).to(one.device))
+                    torch._foreach_mul_(gradients, inverse.to(device, dtype))
+        if self._context.distributed.size > 1:
+            # Without an exchange of gradients in this batch, only this rank knows.
+            distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        for kinds, one in zip(groups, found.unbind(), strict=True):
+            for device, dtype, gradients in kinds:
+                integer = _INTEGERS.get(dtype, torch.int16)
+                bits = [gradient.view(integer) for gradient in gradients]
+                torch._foreach_mul_(bits, (one == 0).to(device, integer))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("%s", message)
+
+
+def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *given: Any) -> Any:
+    """Call the hook of a tensor, or of a module, which is then the first of `given`."""
+    scale = None if gradients is None else gradients.scale
+    if scale is None:
+        return hook(*given)
+    ours = 1 if isinstance(given[0], nn.Module) else 0
+    inverse = _inverse(scale)
+    true = [_each(lambda gradient: as_float32(gradient) * inverse, value) for value in given]
+    result = hook(*true)
+    if result is None:
+        result = true[ours]  # which it may have changed in place
+    # What it makes of infinity may be finite: the overflow must not be lost.
+    scaled: list[torch.Tensor] = []
+    _each(scaled.append, given[ours:])
+    factor = torch.where(_are_finite(scaled or [scale]), scale, math.nan)
+    return _each(lambda new, old: (new * factor).to(old.dtype), result, given[ours])
+
+
+def _on_true_leaf(
+    gradients: TrueGradients | None, hook: Callable[..., Any], /, leaf: torch.Tensor
+) -> None:
+    scale = None if gradients is None else gradients.scale
+    if scale is None:
+        hook(leaf)
+        return
+    ((_, _, values),) = _by_kind([leaf])
+    finite = _are_finite(values)
+    torch._foreach_mul_(values, _inverse(scale))
+    hook(leaf)
+    for _, _, values in _by_kind([leaf]):
+        torch._foreach_mul_(values, torch.where(finite, scale, math.nan))
+
+
+_Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
+
+
+def _by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
+    """The values of the gradients that there are, as real numbers."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for leaf in leaves:
+        gradient = leaf.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            gradient = gradient._values()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        kinds[gradient.device, gradient.dtype].append(gradient)
+    return [(device, dtype, values) for (device, dtype), values in kinds.items()]
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(), bool, on the device."""
+    return torch.stack([torch.isfinite(tensor.detach()).all() for tensor in tensors]).all()
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return scale.double().reciprocal().float()  # as `GradScaler` does it
+
+
+def _each(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """Call a function with each tensor of nested tuples, and what is there in others like them."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_each(function, *items) for items in zip(value, *others, strict=True))
+    return function(value, *others) if isinstance(value, torch.Tensor) else value
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,833 @@
+"""Float32 trials with habits of their own, as people write them; none knows of mixed precision.
+
+They differ in what they do with gradients, optimizers, hooks and graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+FEATURES, CLASSES, SAMPLES = 6, 3, 32
+
+
+def random(*shape: int) -> torch.Tensor:
+    """The same numbers each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+class Habit(pytorch.PyTorchTrial):
+    """A classifier of points without a habit; smooth, so that rounding stays small."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(self.net())
+        self.optimizer = context.wrap_optimizer(self.optimizer_of(list(self.model.parameters())))
+
+    def net(self) -> Any:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.3, momentum=0.5)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model(inputs), classes)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        self.step()
+        return {"loss": loss}
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        with torch.enable_grad():  # some differentiate by their inputs
+            return {"validation_loss": self.loss(*batch).detach()}
+
+    def data(self) -> TensorDataset:
+        points = random(SAMPLES, FEATURES)
+        return TensorDataset(points, points[:, :CLASSES].argmax(1))
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(self.data(), self.context.get_per_slot_batch_size())
+
+    build_validation_data_loader = build_training_data_loader
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+
+# What they do between the backward and the step.
+
+
+class ClampsData(Habit):
+    """The line of PyTorch's older DQN tutorial."""
+
+    def step(self) -> None:
+        for gradient in self.gradients():
+            gradient.data.clamp_(-0.01, 0.01)
+        self.context.step_optimizer(self.optimizer)
+
+
+class LoudAtFirst(ClampsData):
+    """The first loss is beyond float16 on the first rank; clamped, its gradients look harmless."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        is_loud = batch_idx == self.context.distributed.get_rank() == 0
+        self.context.backward(loss * 1e6 if is_loud else loss)
+        for gradient in self.gradients():
+            gradient.data.clamp_(-0.01, 0.01)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+
+class ClampsInPlace(Habit):
+    def step(self) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
+        self.context.step_optimizer(self.optimizer)
+
+
+class ClipsOutside(Habit):
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.context.step_optimizer(self.optimizer)
+
+
+class AddsNoise(Habit):
+    """Replaces the gradients by others."""
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad + 0.01 * random(*parameter.shape)
+        self.context.step_optimizer(self.optimizer)
+
+
+class StepsIfSmall(Habit):
+    """Leaves out batches with a large gradient."""
+
+    def step(self) -> None:
+        norm = float(torch.stack([gradient.norm() for gradient in self.gradients()]).norm())
+        if norm < 10:
+            self.context.step_optimizer(self.optimizer)
+        else:
+            self.optimizer.zero_grad()
+
+
+class ReportsNorm(Habit):
+    """Reports the size of the gradients."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        norm = torch.stack([gradient.norm() for gradient in self.gradients()]).norm()
+        self.step()
+        return {"loss": loss, "norm": norm}
+
+
+class KeepsNorms(Habit):
+    """Clips at the mean of all norms so far, which one that is not finite would spoil for good."""
+
+    norms: list[float]
+
+    def step(self) -> None:
+        self.norms = [*getattr(self, "norms", []), float(self.gradients()[0].norm())]
+        nn.utils.clip_grad_norm_(self.model.parameters(), sum(self.norms) / len(self.norms) + 0.1)
+        self.context.step_optimizer(self.optimizer)
+
+
+class StepsItself(Habit):
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class StepsByHand(Habit):
+    """No optimizer takes part; the context wants to know one."""
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.3)
+        self.model.zero_grad()
+
+
+class OwnAccumulation(Habit):
+    """Two batches a step, counted by the trial."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss / 2)
+        if batch_idx % 2:
+            self.step()
+        return {"loss": loss}
+
+
+class ZeroesItself(Habit):
+    """Zeroes before the backward, and leaves zeros."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
+        return {"loss": loss}
+
+
+class TwoBackwards(Habit):
+    """Two losses of one graph, one step."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        loss = functional.cross_entropy(logits, batch[1])
+        self.context.backward(loss, retain_graph=True)
+        self.context.backward(logits.pow(2).mean())
+        self.step()
+        return {"loss": loss}
+
+
+# Whose optimizers they are.
+
+
+class SecondOptimizer(Habit):
+    """A temperature with an optimizer that the context does not know."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.temperature = nn.Parameter(torch.zeros(()))
+        self.own = torch.optim.SGD([self.temperature], lr=0.3)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model(inputs) * self.temperature.exp(), classes)
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+        self.own.step()
+        self.own.zero_grad()
+
+
+class UnknownOptimizer(Habit):
+    """The optimizer that the context knows has nothing to do."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.own = self.optimizer_of(self.optimizer.param_groups[0]["params"])
+        self.optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(1))]
+
+    def step(self) -> None:
+        self.own.step()
+        self.own.zero_grad()
+
+
+class SharedParameters(Habit):
+    """Two optimizers of the same parameters after one backward."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.second = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, auto_zero_grads=False)
+        self.context.step_optimizer(self.second)
+
+
+class AlternatingHeads(Habit):
+    """A batch has a loss for one of two heads, and both optimizers are stepped."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.heads = [context.wrap_model(nn.Linear(FEATURES, CLASSES)) for _ in range(2)]
+        self.optimizers = [
+            context.wrap_optimizer(self.optimizer_of(list(head.parameters())))
+            for head in self.heads
+        ]
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.model = self.heads[batch_idx % 2]
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            self.context.step_optimizer(optimizer, self.clip)
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        self.model = getattr(self, "model", self.heads[0])
+        return super().loss(inputs, classes)
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer from a paper, which moves by the size of its running mean's sign."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 0.5)
+                parameter.sub_(torch.tanh(mean * 10), alpha=0.1)
+
+
+class OwnOptimizer(Habit):
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Sign(parameters)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimisation around another optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.3, momentum=0.5)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            step = parameter.grad * (0.05 / (norm + 1e-12))
+            self.state[parameter]["step"] = step
+            parameter.add_(step)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.state[parameter]["step"])
+
+    def second_step(self) -> None:
+        self.put_back()
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        self.put_back()
+        self.base_optimizer.step()
+
+
+class Sam(Habit):
+    """The step of the wrapped optimizer is never called; that of the one in it is."""
+
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Sharpness(parameters)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizer
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        optimizer.first_step()
+        self.context.backward(self.loss(*batch) * self.loudness(batch_idx))
+        self.step()
+        return {"loss": loss}
+
+    def loudness(self, batch_idx: int) -> float:
+        return 1.0
+
+    def step(self) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.second_step()
+
+
+class SamInItsStep(Sam):
+    """Puts the weights back in the step that the context calls."""
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+
+
+class SamThatOverflows(SamInItsStep):
+    """The second of its backwards does, once; by then the weights are away."""
+
+    def loudness(self, batch_idx: int) -> float:
+        return 1e6 if batch_idx == 4 else 1.0
+
+
+class Wgan(Habit):
+    """The critic is stepped three times a batch, and its weights are clamped."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, FEATURES)))
+        self.critic = context.wrap_model(nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1)))
+        self.optimizers = [
+            context.wrap_optimizer(torch.optim.RMSprop(model.parameters(), lr=0.01))
+            for model in (self.model, self.critic)
+        ]
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        real, noise = batch[0], random(len(batch[0]), 4)
+        for _ in range(3):
+            loss = self.critic(self.model(noise).detach()).mean() - self.critic(real).mean()
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizers[1])
+            for parameter in self.critic.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+        self.context.backward(-self.critic(self.model(noise)).mean())
+        self.context.step_optimizer(self.optimizers[0])
+        self.optimizers[1].zero_grad()
+        return {"loss": loss}
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return self.critic(inputs).mean()
+
+
+class LineSearch(Habit):
+    """LBFGS evaluates the loss as often as it likes."""
+
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        def closure() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss: torch.Tensor = self.loss(*batch)
+            self.context.backward(loss)
+            return loss
+
+        return {"loss": self.optimizer.step(closure)}  # type: ignore[arg-type]
+
+
+# What is called inside the backward.
+
+
+def clamp(gradient: torch.Tensor) -> Any:
+    """As recipes for recurrent nets have it."""
+    return gradient.clamp(-0.003, 0.003)
+
+
+class ParameterHook(Habit):
+    def net(self) -> Any:
+        model = super().net()
+        for parameter in model.parameters():
+            parameter.register_hook(clamp)
+        return model
+
+
+class AccumulatedHook(Habit):
+    def net(self) -> Any:
+        model = super().net()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.clamp)
+        return model
+
+    def clamp(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.003, 0.003)
+
+
+class ModuleHook(Habit):
+    def net(self) -> Any:
+        model = super().net()
+        model[1].register_full_backward_hook(lambda module, into, out: tuple(map(clamp, into)))
+        model[2].register_full_backward_pre_hook(lambda module, out: tuple(map(clamp, out)))
+        return model
+
+
+class CopiesItself(ModuleHook):
+    """Keeps copies of the model, with the hooks that it has."""
+
+    def step(self) -> None:
+        super().step()
+        self.copy = copy.deepcopy(self.model)
+        assert torch.equal(self.copy(torch.ones(1, FEATURES)), self.model(torch.ones(1, FEATURES)))
+
+
+class Net(nn.Module):
+    """The same as a module of its own, which can do more in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.last(self.hidden(inputs))
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        return torch.tanh(self.first(inputs))
+
+
+class HookedNet(Net):
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = super().hidden(inputs)
+        if hidden.requires_grad:
+            hidden.register_hook(clamp)
+        return hidden
+
+
+class ActivationHook(Habit):
+    def net(self) -> Any:
+        return HookedNet()
+
+
+class RetainedGradient(Habit):
+    """Reports the gradient of its logits."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        logits.retain_grad()
+        loss = functional.cross_entropy(logits, batch[1])
+        self.context.backward(loss)
+        self.step()
+        return {"loss": loss, "norm": logits.grad.norm()}
+
+
+class Penalty(Habit):
+    """A penalty of small gradients by the inputs, as of a critic."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        inputs = inputs.clone().requires_grad_()
+        logits = self.model(inputs)
+        (gradient,) = torch.autograd.grad((logits * 1e-6).sum(), inputs, create_graph=True)
+        return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
+
+
+class FunctionalPenalty(Habit):
+    """The same by torch.func."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        gradient = torch.func.grad(lambda points: self.model(points).sum())(inputs)
+        return super().loss(inputs, classes) + gradient.pow(2).mean()
+
+
+class Adversarial(Habit):
+    """Trains on what it makes of the gradient of its inputs, which are in no model."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        self.context.backward(self.loss(inputs, batch[1]))
+        self.optimizer.zero_grad()
+        moved = inputs.detach() + inputs.grad
+        return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
+
+
+class SetsGradients(Habit):
+    """Computes the gradients by torch.autograd.grad, and calls no backward."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss, parameters = self.loss(*batch), list(self.model.parameters())
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
+            parameter.grad = gradient
+        self.step()
+        return {"loss": loss}
+
+
+# What their models hand out, and how.
+
+
+class Features(Habit):
+    """A loss of what a hook sees, whose squares are beyond float16."""
+
+    seen: torch.Tensor
+
+    def net(self) -> Any:
+        model = nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, CLASSES)
+        )
+        model[0].register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen = output
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss = super().loss(inputs * 300, classes)
+        return loss + 1e-8 * (self.seen * self.seen).sum()
+
+
+class DoublesInHook(Habit):
+    """Its hook changes the output in place."""
+
+    def net(self) -> Any:
+        model = super().net()
+        model[0].register_forward_hook(self.double)
+        return model
+
+    def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.mul_(2)
+
+
+class KeepingNet(Net):
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        self.kept = {"first": [self.first(inputs)]}
+        return torch.tanh(functional.layer_norm(self.kept["first"][0], (16,)))
+
+
+class Attribute(Features):
+    """The same of what the model keeps in an attribute."""
+
+    def net(self) -> Any:
+        return KeepingNet()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss = Habit.loss(self, inputs * 300, classes)
+        model: Any = self.model
+        (kept,) = model.kept["first"]
+        return loss + 1e-8 * (kept * kept).sum()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    """What a model returns."""
+
+    logits: torch.Tensor
+
+
+class Returning(Net):
+    """Returns its logits in a container."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.kind(logits=super().forward(inputs))
+
+
+class ReturnsSlots(Habit):
+    kind: Any = Slots
+
+    def net(self) -> Any:
+        return Returning(self.kind)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model(inputs).logits, classes)
+
+
+class ReturnsNamespace(ReturnsSlots):
+    kind = SimpleNamespace
+
+
+class ReturnsMapping(ReturnsSlots):
+    kind = UserDict
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model(inputs)["logits"], classes)
+
+
+class Box:
+    """What nobody knows how to cast."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class ReturnsBox(ReturnsSlots):
+    kind = Box
+
+
+class HalfWeights(Habit):
+    def net(self) -> Any:
+        return super().net().bfloat16()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs.bfloat16(), classes).float()
+
+
+# Models and losses.
+
+
+class Tied(Habit):
+    """One weight as embedding and as head, and sparse gradients elsewhere."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        model: Any = self.model
+        model[2].weight = model[0].weight
+
+    def net(self) -> Any:
+        return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
+
+    def data(self) -> TensorDataset:
+        words = random(SAMPLES, 8).mul(8).abs().long().clamp_(max=15)
+        return TensorDataset(words[:, :-1], words[:, 1:])
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model(inputs).flatten(0, 1), classes.flatten())
+
+
+class SparseEmbedding(Tied):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        Habit.__init__(self, context)
+
+    def net(self) -> Any:
+        embedding = nn.Embedding(16, 8, sparse=True)
+        return nn.Sequential(embedding, nn.Linear(8, 16))
+
+
+class TwoTowers(Habit):
+    """Contrastive, with a temperature that is clamped after the step."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.towers = [context.wrap_model(nn.Linear(FEATURES, 8)) for _ in range(2)]
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        parameters = [p for tower in self.towers for p in tower.parameters()]
+        self.optimizer = context.wrap_optimizer(self.optimizer_of([*parameters, self.scale]))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        left, right = (
+            functional.normalize(t(x), dim=1)
+            for t, x in zip(self.towers, (inputs, inputs.flip(1)), strict=True)
+        )
+        logits = left @ right.T * self.scale.exp()
+        return functional.cross_entropy(logits, torch.arange(len(logits)))
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+        with torch.no_grad():
+            self.scale.clamp_(0.0, 1.05)
+
+
+class Vae(Habit):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.encoder, self.decoder = (
+            context.wrap_model(part) for part in (nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES))
+        )
+        parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
+        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        mean, logvar = self.encoder(inputs).chunk(2, dim=1)
+        made = self.decoder(mean + random(*mean.shape) * torch.exp(logvar / 2))
+        divergence = (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
+        return functional.mse_loss(made, inputs) + divergence
+
+
+class Packed(nn.Module):
+    """An LSTM over sequences of unequal length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        sequences, lengths = inputs.view(-1, 3, 2), torch.arange(len(inputs)) % 3 + 1
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, True, False)
+        return self.last(self.lstm(packed)[1][0][-1])
+
+
+class Sequences(Habit):
+    def net(self) -> Any:
+        return Packed()
+
+
+class Messages(Net):
+    """A layer of a graph network: a sparse product and sums over neighbours."""
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = super().hidden(inputs).float()
+        here = torch.arange(len(inputs))
+        ring = torch.sparse_coo_tensor(
+            torch.stack([here, here.flip(0)]), torch.ones(len(here)), check_invariants=False
+        )
+        summed = torch.zeros_like(hidden).index_add_(0, here // 2, hidden)
+        with torch.autocast("cpu", enabled=False):
+            return hidden + torch.sparse.mm(ring, hidden) + summed
+
+
+class Graph(Habit):
+    def net(self) -> Any:
+        return Messages()
+
+
+class Pinn(Habit):
+    """A loss of derivatives by the inputs, of second order in the end."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        inputs = inputs.clone().requires_grad_()
+        found = self.model(inputs)[:, 0]
+        (slope,) = torch.autograd.grad(found.sum(), inputs, create_graph=True)
+        return 0.1 * (slope.sum(1) - found).pow(2).mean()
+
+
+class MeanTeacher(Habit):
+    """An average of the weights, after the step, is part of the loss."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        with torch.no_grad():
+            taught = self.teacher(inputs)
+        logits = self.model(inputs)
+        return functional.cross_entropy(logits, classes) + functional.mse_loss(logits, taught)
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+
+
+class PseudoLabels(Habit):
+    """A forward without gradients comes before the one that trains."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        with torch.no_grad():
+            labels = self.model(inputs).softmax(1)
+        logits = self.model(inputs + 0.1)
+        return functional.cross_entropy(logits, classes) + functional.cross_entropy(logits, labels)
+
+
+class Functional(Habit):
+    """Weights that are no leaves of the model."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        weights = {name: 0.9 * p for name, p in self.model.named_parameters()}
+        logits = torch.func.functional_call(self.model, weights, (inputs,))
+        return functional.cross_entropy(logits, classes)
+
+
+class CheckpointingNet(Net):
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        return checkpoint(super().hidden, inputs.requires_grad_(), use_reentrant=True)
+
+
+class Checkpointing(Habit):
+    """Recomputes in the backward what the graph of the loss does not show."""
+
+    def net(self) -> Any:
+        return CheckpointingNet()
+
+
+class Spectral(Net):
+    """Has a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(9, dtype=torch.complex64))
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = super().hidden(inputs).float()
+        return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter)
+
+
+class Complex(Habit):
+    def net(self) -> Any:
+        return Spectral()
