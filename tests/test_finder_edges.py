@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import backward
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +25,7 @@ from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.histogram import Histogram, Tally
 from determined_amp.finder.model import OneProcess
 from determined_amp.finder.passes import Prediction, predict
-from determined_amp.finder.verdict import FLUSHED_LIMIT
+from determined_amp.finder.verdict import FLUSHED_LIMIT, find
 
 SAMPLES, WIDTH = 24, 32
 
@@ -243,6 +244,31 @@ def one_half_frozen(model: nn.Module, scaler: torch.amp.GradScaler, factor: floa
     regression(model, scaler, factor)
 
 
+def imported(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+    with autocast():
+        loss = model(torch.rand(SAMPLES, WIDTH)).float().square().mean() * factor
+    backward(scaler.scale(loss))
+
+
+def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+    """A gradient of a detached feature goes on, a thousand times smaller, in a second backward."""
+    first, rest = model.get_submodule("first"), model.get_submodule("last")
+    rest.requires_grad_(False)
+    with autocast():
+        feature = first(torch.rand(SAMPLES, WIDTH))
+        cut = feature.detach().requires_grad_()
+        loss = rest(torch.tanh(cut)).float().square().mean() * factor
+    scaler.scale(loss).backward()
+    feature.backward(cut.grad * 1e-3)
+
+
+def thawed(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+    first = model.get_submodule("first").requires_grad_(False)
+    regression(model, scaler, factor * 1e-6)
+    first.requires_grad_(True)
+    regression(model, scaler, factor)
+
+
 def half_loss(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """The scale itself is cast to float16."""
     with autocast():
@@ -259,6 +285,9 @@ LOOPS: dict[str, Train] = {
     "graph kept": graph_kept,
     "gradient of the input": adversarial,
     "frozen half": one_half_frozen,
+    "backward by another name": imported,
+    "gradient handed on": handed_on,
+    "thawed between backwards": thawed,
     "loss in float16": half_loss,
 }
 
@@ -293,19 +322,22 @@ def first_overflow(name: str, factor: float) -> int:
     """log2 of the smallest power of two at which a parameter's gradient is not finite."""
     model, train = model_of(name), LOOPS.get(name, regression)
 
-    def overflows(scale_log2: int) -> bool:
-        torch.manual_seed(1)
-        model.zero_grad()
-        train(model, torch.amp.GradScaler("cpu", init_scale=2.0**scale_log2), factor)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
-
     works, fails = 0, 100
-    assert not overflows(works)
+    assert is_finite(model, train, factor, works)
     while fails - works > 1:
         middle = (works + fails) // 2
-        works, fails = (works, middle) if overflows(middle) else (middle, fails)
+        finite = is_finite(model, train, factor, middle)
+        works, fails = (middle, fails) if finite else (works, middle)
     return fails
+
+
+def is_finite(model: nn.Module, train: Train, factor: float, scale_log2: int) -> bool:
+    """Whether all gradients of parameters are, in float16 at a loss scale."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    train(model, torch.amp.GradScaler("cpu", init_scale=2.0**scale_log2), factor)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-3, 1e-6])
@@ -346,6 +378,23 @@ def test_flush_is_what_a_cast_of_the_gradients_loses(
             lost = exact.where((exact * 2.0**scale).half() == 0, 0.0).norm() / exact.norm()
             share = counted.finite().flushed_share(scale)
             assert share == pytest.approx(lost.nan_to_num().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-4])
+def test_what_is_masked_on_its_way_to_the_parameters_does_not_lower_the_top(eps: float) -> None:
+    """Before a normalisation the gradient of zeroed padding is 1 / eps times as large."""
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        kept = (torch.arange(SAMPLES) % 4 > 0)[:, None]
+        return functional.normalize(x.masked_fill(~kept, 0.0), dim=-1, eps=eps)
+
+    torch.manual_seed(0)
+    model = Around(padded)
+    found = find(OneProcess([model]), [Batch(model, regression, 1.0)])
+    model.zero_grad()
+    skips = [scale for scale in range(8, 30) if not is_finite(model, regression, 1.0, scale)]
+    assert found.top_log2 == skips[0] - 1
+    assert found.first_overflow_log2 < skips[0] - 1  # the control
 
 
 @pytest.mark.parametrize("case", other_models(), ids=lambda case: case.name)

@@ -88,10 +88,10 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
     assert needs_the_network(document) == []
-    # The small MLP, four batches of 32 samples in two passes.
+    # The small MLP, four batches of 32 samples in three passes.
     assert re.search(r"safe window: 2\^-?\d+ to 2\^\d+", said)
-    assert "samples passed forward and backward: 256 by the finder, 3328 by this search" in said
-    assert "76800 by a grid of 12 trainings of 200 batches (300 times)" in said
+    assert "samples passed forward and backward: 384 by the finder, 3328 by this search" in said
+    assert "76800 by a grid of 12 trainings of 200 batches (200 times)" in said
     assert "best trial: 2^16 with loss_scale_score 0; the finder chose 2^16" in said
     assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in said
     assert "(6 trials)" in said

@@ -944,7 +944,7 @@ class Way:
     start: torch.Tensor
     end: torch.Tensor
     still: list[int]
-    checkpoint: str
+    checkpoint: str | None
 
     def distance(self, other: Way) -> float:
         """Between the ends of two ways, as a share of the way."""

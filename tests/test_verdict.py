@@ -57,7 +57,7 @@ class TestFind:
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 11)
         assert finding.answer_log2 == 11
         assert finding.window_bits == 39
-        assert [seen.scale_log2 for seen in finding.verified] == [11]
+        assert [seen.scale_log2 for seen in finding.verified] == [13, 11]
         assert finding.verdict is Verdict.SCALE
         assert (finding.islands, finding.cause) == ((), "")
         assert finding.first_overflow_log2 == 13
@@ -69,13 +69,13 @@ class TestFind:
         self, faintest: int, choice: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prediction = prediction_of({"loud": {3: 1}, "faint": {faintest: 1}})
-        finding = found(monkeypatch, prediction, lambda scale: False)
+        finding = found(monkeypatch, prediction, lambda scale: scale > 12)
         assert (finding.low_log2, finding.top_log2) == (-24 - faintest, 12)
         assert finding.choice_log2 == choice
 
     def test_names_islands_where_no_scale_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
         prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
-        finding = found(monkeypatch, prediction, lambda scale: False)
+        finding = found(monkeypatch, prediction, lambda scale: scale > 5)
         assert (finding.verdict, finding.islands) == (Verdict.ISLANDS, ("loud",))
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
         assert finding.answer_log2 is None
@@ -83,12 +83,23 @@ class TestFind:
     def test_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
         assert (finding.top_log2, finding.choice_log2) == (8, 8)
-        assert [seen.scale_log2 for seen in finding.verified] == [11, 10, 9, 8]
+        assert [seen.scale_log2 for seen in finding.verified] == [13, 11, 10, 9, 8]
+
+    @pytest.mark.parametrize("top", [12, 13, 17, 40, 126, 127])
+    def test_top_is_measured_where_it_is_above_the_prediction(
+        self, top: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What would overflow is masked on its way to the parameters."""
+        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > top)
+        assert (finding.low_log2, finding.top_log2) == (-27, top)
+        assert finding.choice_log2 == (16 if top >= 16 else top - 1)
+        scales = [seen.scale_log2 for seen in finding.verified]
+        assert len(scales) == len({*scales}) < 16
 
     def test_chooses_the_default_where_it_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel that adds up in float16 may still overflow there."""
         loud = prediction_of({"a": {-5: 1}})
-        for edge, expected in ((99, Verdict.DEFAULT), (15, Verdict.SCALE)):
+        for edge, expected in ((20, Verdict.DEFAULT), (15, Verdict.SCALE)):
             finding = found(monkeypatch, loud, lambda scale, edge=edge: scale > edge)  # type: ignore[misc]
             assert (finding.verdict, finding.choice_log2) == (expected, min(edge, 16))
             assert finding.top_log2 == min(edge, 20)
@@ -97,7 +108,7 @@ class TestFind:
     @pytest.mark.parametrize("bits", [24, 25])
     def test_gives_up_after_24_bits(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 11 - bits)
-        assert len(finding.verified) == 25
+        assert len(finding.verified) == 26
         if bits == 24:
             assert (finding.verdict, finding.choice_log2) == (Verdict.SCALE, 11 - bits)
         else:
@@ -109,7 +120,7 @@ class TestFind:
     ) -> None:
         prediction = prediction_of({"a": {3: 1}})
         finding = found(monkeypatch, prediction, lambda scale: True, loss_is_finite=False)
-        assert (finding.verdict, len(finding.verified)) == (Verdict.FORWARD_OVERFLOW, 1)
+        assert (finding.verdict, len(finding.verified)) == (Verdict.FORWARD_OVERFLOW, 2)
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, None)
 
 

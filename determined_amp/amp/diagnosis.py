@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,17 +16,24 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, Origin, hooked, module_names, only_views
-from determined_amp.amp.replay import float16_as, tensors_of, undisturbed
+from determined_amp.amp.origin import (
+    OUTSIDE,
+    WHOLE_MODEL,
+    Origin,
+    backwards_through,
+    hooked,
+    module_names,
+    only_views,
+)
+from determined_amp.amp.replay import float16_as, parameters_in, tensors_of, undisturbed
 
 # Trains the batch at this loss scale: forward, loss and backward as in training, without a step.
 Train = Callable[[float], object]
 
-# Activations from here on, or weights that have grown so many times since the training began, are
-# beyond what a precision mends.
-_ABSURD = 1.0e9
+# Activations and a loss from here on, or weights that have grown so many times since the training
+# began, are beyond what a precision mends.
+_ABSURD, _ABSURD_LOSS = 1.0e9, 1.0e6
 _GROWN = 10.0
 
 # A mask may be -inf; what is made of it is judged where it is computed.
@@ -64,7 +73,7 @@ def find_cause(
         None if everything is finite here, or another slot is the first that has a cause.
     """
     replays = _Replays(models, train, optimizers, slots or _OneSlot())
-    known = _bad_input(batch) or _bad_parameter(models)
+    known = _bad_parameter(models)
     seen, error = None, None
     try:
         seen = replays.run(_Pass(scale))
@@ -78,19 +87,29 @@ def find_cause(
     try:
         if known is None and error is not None:
             raise error
-        return known or _cause(seen or _Seen(), replays, scale, grown)
+        return known or _cause(seen or _Seen(), batch, replays, scale, grown)
     finally:
         replays.end()
 
 
-def _cause(seen: _Seen, replays: _Replays, scale: float, grown: float) -> str:
+def _cause(seen: _Seen, batch: Any, replays: _Replays, scale: float, grown: float) -> str:
+    # First the scale: a mask of -inf, or a large value that is masked later, is no fault.
+    lower = replays.largest_sound_scale_log2(scale)
+    if lower is not None:
+        return _gradient_sentence(seen, replays, scale, lower)
     exact = replays.try_out(_Pass(1.0, compute=torch.float32, asked=tuple(seen.forward)))
     if exact is not None and not exact.is_sound:
-        return _float32_sentence(exact, grown)
+        by_hand = next((p for p in exact.forward if p.dtype is not torch.float32), None)
+        if by_hand is not None and by_hand.dtype is not torch.float64:
+            return (
+                f"forward overflow in {_where(by_hand)}, which the trial itself computes in "
+                f"{_name(by_hand.dtype)}: leave that cast out"
+            )
+        return _bad_input(batch) or _float32_sentence(exact, grown)
     overflow = next((p for p in seen.forward if exact is None or exact.is_finite_at(p)), None)
     if overflow is not None:
         return _forward_sentence(overflow, exact, replays, grown)
-    return _gradient_sentence(seen, replays, scale, grown)
+    return _gradient_sentence(seen, replays, scale, None)
 
 
 class Slots(Protocol):
@@ -143,20 +162,20 @@ class _Seen:
         forward: The first operations of the forward whose results are not finite though what they
             got is.
         backward: The first such operation of the backward.
-        loss_is_finite: Whether all losses are.
+        largest_loss: The largest magnitude of the scaled losses.
         lost: Names of the parameters whose gradients are not finite, in the order of the backward.
         largest: The largest magnitudes of the results that were asked for, by `_Place.key`.
     """
 
     forward: list[_Place] = field(default_factory=list)
     backward: _Place | None = None
-    loss_is_finite: bool = True
+    largest_loss: float = 0.0
     lost: list[str] = field(default_factory=list)
     largest: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
-        return self.loss_is_finite and not self.lost
+        return math.isfinite(self.largest_loss) and not self.lost
 
     def is_finite_at(self, place: _Place) -> bool:
         """Whether an operation that overflowed in another pass is finite here, or a mere cast."""
@@ -240,9 +259,9 @@ class _Replays:
         islands: tuple[str, ...] = ()
         while len(islands) < _MOST_ISLANDS and name in self._modules and name not in islands:
             islands += (name,)
-            inside = {p for island in islands for p in self._modules[island].parameters()}
+            inside = {p for m in self._named_alike(islands) for p in m.parameters()}
             if any(inside.issuperset(model.parameters()) for model in self._models):
-                return ()
+                return ()  # which nothing would be left of to autocast
             seen = self.try_out(_Pass(scale, islands=islands))
             if seen is None or seen.is_sound:
                 return islands if seen else ()
@@ -263,8 +282,8 @@ class _Replays:
 
     def run(self, asked: _Pass) -> _Seen:
         """Run a pass on this slot alone."""
-        watch = _Watch(self._models, {place.key for place in asked.asked})
-        islands = [self._modules[name] for name in asked.islands]
+        watch = _Watch(self._models, {place.key for place in asked.asked}, self._optimizers)
+        islands = self._named_alike(asked.islands)
         with ExitStack() as stack:
             if asked.compute is torch.float32:
                 stack.enter_context(float16_as(None, bfloat16_too=True))
@@ -275,6 +294,11 @@ class _Replays:
             stack.enter_context(watch.watching())
             self._train(asked.scale)
         return watch.seen
+
+    def _named_alike(self, names: Sequence[str]) -> list[nn.Module]:
+        """The modules that a pattern for these names means, in all models."""
+        plain = set(map(_plain, names))
+        return [module for name, module in self._modules.items() if _plain(name) in plain]
 
     def _run_safely(self, asked: _Pass) -> _Seen | None:
         try:
@@ -291,32 +315,43 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         models: The models whose modules name the places, and whose parameters must get finite
             gradients.
         asked: `_Place.key` of the operations whose largest result is noted.
+        optimizers: Those of the trial; so must parameters of theirs that are in no model.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, models: Sequence[nn.Module], asked: set[tuple[str, str, int]]) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        asked: set[tuple[str, str, int]],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = _Seen()
         self._asked = asked
         self._origin = Origin(models)
         self._leaves = {n for m, n in module_names(models).items() if not list(m.children())}
-        self._parameters = dict(_named_parameters(models))
+        self._parameters: dict[str, torch.Tensor] = dict(_named_parameters(models))
+        others = set(parameters_in((), optimizers)) - set(self._parameters.values())
+        self._parameters |= {f"(parameter {i} of no model)": p for i, p in enumerate(others)}
         self._calls: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at all that is computed in this block."""
-        backward = torch.autograd.backward
 
-        def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self.seen.loss_is_finite &= all(map(_finite, tensors_of(tensors)))
-            backward(tensors, *args, **kwargs)
+        def watched(run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("accumulate_grad"):
+                losses = [_largest(loss) for loss in tensors_of(outputs)]
+                # A NaN is larger than nothing, so it would be lost.
+                losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+                self.seen.largest_loss = max(self.seen.largest_loss, *losses)
+            return run(outputs, *args, **kwargs)
 
         with ExitStack() as stack:
             for name, parameter in self._parameters.items():
                 stack.enter_context(hooked([parameter], partial(self._judge, name)))
-            stack.enter_context(patched(torch.autograd, "backward", watched))
+            stack.enter_context(backwards_through(watched))
             stack.enter_context(self._origin.tracking())
             stack.enter_context(self)
             yield
@@ -349,7 +384,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         if all(map(_finite, results)) or operation in _MASKS:
             return result
         inputs = [t for t in tensors_of((args, kwargs or {})) if t.is_floating_point()]
-        if inputs and all(map(_finite, inputs)):
+        # A softmax over masks of -inf alone is NaN, and the first that is.
+        makes_nan = any(map(_has_nan, results)) and not any(map(_has_nan, inputs))
+        if inputs and (makes_nan or all(map(_finite, inputs))):
             cast_of = max(map(_largest, inputs)) if is_cast else None
             between = None if module in self._leaves else self._origin.left
             kind = "weight" if is_cast and isinstance(inputs[0], nn.Parameter) else "activation"
@@ -365,18 +402,24 @@ def _forward_sentence(place: _Place, exact: _Seen | None, replays: _Replays, gro
     largest = place.cast_of
     if largest is None and exact is not None:
         largest = exact.largest[place.key]
+    limit, name = torch.finfo(place.dtype).max, _name(place.dtype)
     size = "" if largest is None else f"largest |{place.kind}| {largest:.3g}, "
-    limit = torch.finfo(place.dtype).max
-    name = str(place.dtype).removeprefix("torch.")
     overflow = f"forward overflow in {_where(place)}: {size}{name} ends at {limit:g}"
+    if largest is not None and largest < limit:  # such as 0 / 0, of an eps that float16 rounds to 0
+        overflow = (
+            f"the output of {_where(place)} is not finite in {name}, and at most {largest:.3g} in "
+            f"float32: what it is made of is beyond {name}"
+        )
     if grown >= _GROWN:
         return f"{overflow}; {_too_fast(grown)}"
-    if largest is not None and largest >= _ABSURD:
+    absurd = exact is not None and exact.largest_loss >= _ABSURD_LOSS
+    if absurd and largest is not None and largest >= _ABSURD:
         return (
-            f"{overflow}; that far beyond it the precision is not the cause: look at the inputs "
-            "and the initial weights, and lower learning_rate"
+            f"{overflow}; that far beyond it, with a loss of {exact.largest_loss:.3g} in float32, "  # type: ignore[union-attr]
+            "the precision is not the cause: look at the inputs and the initial weights, and lower "
+            "learning_rate"
         )
-    return f"{overflow}; no loss scale helps. {_advice(place.module, replays)}"
+    return f"{overflow}; no loss scale helps. {_advice(place.module, replays, 1.0, exact)}"
 
 
 def _float32_sentence(seen: _Seen, grown: float) -> str:
@@ -391,33 +434,36 @@ def _float32_sentence(seen: _Seen, grown: float) -> str:
     return f"the {what} of {where} is not finite, not even in float32; {remedy}"
 
 
-def _gradient_sentence(seen: _Seen, replays: _Replays, scale: float, grown: float) -> str:
+def _gradient_sentence(seen: _Seen, replays: _Replays, scale: float, lower: int | None) -> str:
     module = _first_lost(seen)
-    where = _module(module)
-    overflow = f"gradient overflow at {where}"
-    if grown >= _GROWN:
-        return f"{overflow}; {_too_fast(grown)}"
-    lower = replays.largest_sound_scale_log2(scale)
+    overflow = f"gradient overflow at {_module(module)}"
     if lower is None:
-        return f"{overflow} at every loss scale. {_advice(module, replays)}"
+        return f"{overflow} at every loss scale. {_advice(module, replays, 1.0, None)}"
+    keys = "init_scale" if lower >= 0 else "init_scale and min_scale"
     return (
-        f"{overflow} at a loss scale of {scale:g}; at 2^{lower} nothing overflows: lower "
-        f"init_scale. {_advice(module, replays, scale)}"
+        f"{overflow} at a loss scale of {scale:g}; at 2^{lower} nothing overflows: lower {keys}. "
+        f"{_advice(module, replays, scale, None)}"
     )
 
 
-def _advice(module: str, replays: _Replays, scale: float = 1.0) -> str:
+def _advice(module: str, replays: _Replays, scale: float, exact: _Seen | None) -> str:
     """What was seen to help at a loss scale, as lines for the YAML."""
     in_bfloat16 = _Pass(scale, compute=torch.bfloat16)
     helps = ["precision: amp_bf16"] if replays.is_sound(in_bfloat16) else []
     islands = replays.islands_from(module, scale)
     if islands:
-        names = (name.rpartition(": ")[2] for name in islands)  # without the number of its model
-        patterns = ", ".join(f'"^{name}$"'.replace(".", r"\\.") for name in names)
-        helps.append(f"fp32_modules: [{patterns}]")
-    if not helps:
-        return "Neither amp_bf16 nor fp32_modules was seen to help: train it in fp32"
-    return f"What helps, in the YAML: {', or '.join(helps)}"
+        patterns = (f"^{re.escape(_plain(name))}$" for name in islands)
+        quoted = ", ".join(json.dumps(pattern) for pattern in patterns)
+        helps.append(f"fp32_modules: [{quoted}]")
+    if helps:
+        return f"What helps, in the YAML: {', or '.join(helps)}"
+    in_fp32 = ": train it in fp32" if exact is not None and exact.is_sound else ""
+    return f"Neither amp_bf16 nor fp32_modules was seen to help{in_fp32}"
+
+
+def _plain(name: str) -> str:
+    """The name without the number of its model."""
+    return name.rpartition(": ")[2]
 
 
 def _too_fast(grown: float) -> str:
@@ -451,10 +497,11 @@ def _first_lost(seen: _Seen) -> str:
 
 def _bad_input(batch: Any) -> str | None:
     for position, tensor in enumerate(tensors_of(batch)):
-        if not tensor.numel():
+        is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if not is_plain or not tensor.numel():
             continue
         samples = len(tensor) if tensor.dim() else 1
-        rows = torch.isfinite(tensor.float()).reshape(samples, -1)
+        rows = torch.isfinite(tensor).reshape(samples, -1)
         bad = (~rows.all(dim=-1)).nonzero().flatten().tolist()
         if bad:
             return (
@@ -486,5 +533,13 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return bool(torch.isnan(tensor).any())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

@@ -75,6 +75,7 @@ class Guard(pytorch.PyTorchCallback):
         self._began_at: dict[str, tuple[int, int]] = {}
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
+        self._scale_at_start = 1.0
         self._explained = False
         self._said_drift = False
         self._said: set[str] = set()
@@ -98,6 +99,7 @@ class Guard(pytorch.PyTorchCallback):
             self._began_at[name] = applied, counts.attempted - applied
         self._judged_at = dict(self._began_at)
         self._norm_at_start = _norm(self._context.models)
+        self._scale_at_start = self._amp.scaler.get_scale()
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         """Called on every rank with the same numbers, right after they were reported."""
@@ -195,7 +197,8 @@ class Guard(pytorch.PyTorchCallback):
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
-        if skips > settings.max_consecutive_skips:
+        is_start = step.applied == self._began_at.get(step.name, (0, 0))[0]
+        if skips > settings.max_consecutive_skips and not is_start:  # there the floor ends it
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
@@ -230,13 +233,12 @@ class Guard(pytorch.PyTorchCallback):
             self._said.add(step.name)
             skips = step.skipped - skipped
             if skips >= _WORTH_A_LINE and self._context.distributed.rank == 0:
-                used = report.scale_of_newest_step
                 logger.warning(
                     "%d steps were skipped at the start, while the loss scale fell from %g to %g: "
                     "with that as amp.init_scale none would have been",
                     skips,
-                    used / self._amp.settings.backoff_factor**skips,
-                    used,
+                    self._scale_at_start,
+                    report.scale_of_newest_step,
                 )
 
     def _say_no_step(self, report: Report, batches: int) -> None:

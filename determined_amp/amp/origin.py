@@ -7,11 +7,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from determined_amp.amp.checkpoint import patched
 
 # In place of a module's name: what no module computes, usually the loss; and the model itself.
 OUTSIDE = "(outside the model)"
@@ -51,6 +53,8 @@ class Origin:
         """Record when the forwards of modules begin and end inside this block."""
         with ExitStack() as stack:
             for module, name in self._names.items():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
                 before = module.register_forward_pre_hook(self._enter(name))
                 after = module.register_forward_hook(self._leave, always_call=True)
                 stack.callback(before.remove)
@@ -78,9 +82,10 @@ class Origin:
         # numbers mean nothing here.
         if torch.is_grad_enabled() and threading.get_ident() == self._thread:
             with torch._C._DisableTorchDispatch():
-                number = self._probe.clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
-            self._starts.append(number)
-            self._modules.append(name)
+                node: Any = self._probe.clone().grad_fn
+            if node is not None:  # under torch.func, whose nodes are not to be had
+                self._starts.append(node._sequence_nr())
+                self._modules.append(name)
 
 
 def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
@@ -116,3 +121,32 @@ def only_views(func: Any) -> bool:
         return False  # a higher-order operator, such as flex_attention
     aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+@contextmanager
+def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
+    """Let all of torch's backwards in this block go through a function.
+
+    Args:
+        run: Called with the engine's `run_backward` and its arguments: the outputs first, and
+            `accumulate_grad`, which is false for `torch.autograd.grad`.
+    """
+    engine = _Engine(torch.autograd.Variable._execution_engine, run)
+    with patched(torch.autograd.Variable, "_execution_engine", engine):
+        yield
+
+
+class _Engine:
+    """The engine of torch's backwards, with another way in.
+
+    Args:
+        engine: Torch's.
+        run_backward: Called in place of its own, which it is given first.
+    """
+
+    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
+        self._engine = engine
+        self.run_backward = partial(run_backward, engine.run_backward)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -39,7 +39,7 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
-        return batch if shared else batch.detach().clone()
+        return batch if shared else batch.detach().clone().requires_grad_(batch.requires_grad)
     kind = type(batch)
     if kind is list or kind is tuple:
         return kind(own_copy(item, shared=shared) for item in batch)
@@ -50,6 +50,15 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         return copy.deepcopy(batch, known)
     except Exception:  # copying runs code of the batch's own, which can raise anything
         return batch
+
+
+def parameters_in(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> list[torch.Tensor]:
+    """All parameters of models and optimizers, each once."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    found: dict[torch.Tensor, None] = dict.fromkeys(p for m in models for p in m.parameters())
+    return list(found | dict.fromkeys(p for group in groups for p in group["params"]))
 
 
 @contextmanager
@@ -87,11 +96,14 @@ def undisturbed(
     which some trials clip or average themselves, gradients, buffers, modes and random state are
     restored. DistributedDataParallel exchanges nothing.
     """
-    parameters = {p: p.grad for model in models for p in model.parameters()}
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    parameters |= {p: p.grad for group in groups for p in group["params"]}
+    parameters = {p: p.grad for p in parameters_in(models, optimizers)}
     weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
-    owned = [(m, dict(m._buffers)) for model in models for m in model.modules()]
+    owned = [  # what TorchScript has compiled keeps its own
+        (module, dict(module._buffers))
+        for model in models
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     buffers = {b: b.clone() for model in models for b in model.buffers()}
     modes = {module: module.training for model in models for module in model.modules()}
     devices = {p.device for p in parameters if p.device.type == "cuda"}

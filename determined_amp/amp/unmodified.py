@@ -30,6 +30,7 @@ from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.gradients import TrueGradients
 from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.scaler import parameters_of
 from determined_amp.config.amp_settings import AmpSettings
 from determined_amp.config.experiment import Experiment, parse
@@ -468,9 +469,7 @@ class _Unmodified(pytorch.PyTorchCallback):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._patches.callback(handle.remove)
-        engine = _Engine(torch.autograd.Variable._execution_engine, self._run_backward)
-        patched_engine = patched(torch.autograd.Variable, "_execution_engine", engine)
-        self._patches.enter_context(patched_engine)
+        self._patches.enter_context(backwards_through(self._run_backward))
         self._convert_hooks()
 
     def on_trial_shutdown(self) -> None:
@@ -515,22 +514,6 @@ class _Unmodified(pytorch.PyTorchCallback):
                     hooks[key] = convert(hook) if _is_the_trials(hook) else hook
             method = _registering(getattr(owner, register), convert)
             self._patches.enter_context(patched(owner, register, method))
-
-
-class _Engine:
-    """The engine of torch's backwards, with another way in.
-
-    Args:
-        engine: Torch's.
-        run_backward: Called in place of its own, which it is given first.
-    """
-
-    def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:
-        self._engine = engine
-        self.run_backward = partial(run_backward, engine.run_backward)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> bool:

@@ -21,7 +21,13 @@ from torch import nn
 from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
 from determined_amp.amp.diagnosis import Slots, find_cause
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.amp.replay import float16_as, own_copy, undisturbed, without_steps
+from determined_amp.amp.replay import (
+    float16_as,
+    own_copy,
+    parameters_in,
+    undisturbed,
+    without_steps,
+)
 from determined_amp.config.errors import UserError
 
 T = TypeVar("T")
@@ -69,10 +75,17 @@ class FrozenBatch(ABC):
     Args:
         models: The models whose parameters get the gradients.
         batch: The batch.
+        optimizers: Those of the trial; they may hold parameters that are in no model.
     """
 
-    def __init__(self, models: Sequence[nn.Module], batch: Any) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        batch: Any,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         self._models = models
+        self._optimizers = optimizers
         self.batch = batch
 
     @property
@@ -97,15 +110,15 @@ class FrozenBatch(ABC):
             LossScaleError: if a trial does not call `context.backward`.
         """
         losses: list[torch.Tensor] = []
-        gradients: dict[nn.Parameter, torch.Tensor] = {}
-        parameters = [p for model in self._models for p in model.parameters()]
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        parameters = parameters_in(self._models, self._optimizers)
 
         def keep(loss: torch.Tensor) -> None:
             losses.append(loss.detach())
             # Copied before the trial clips them or sets them to 0.
             gradients.update({p: p.grad.clone() for p in parameters if p.grad is not None})
 
-        with undisturbed(*self._models), float16_as(dtype):
+        with undisturbed(*self._models, optimizers=self._optimizers), float16_as(dtype):
             self._pass(2.0**scale_log2, keep)
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
         return Gradients(finite, tuple(gradients.values()))
@@ -116,7 +129,7 @@ class FrozenBatch(ABC):
         def train(scale: float) -> None:
             self._pass(scale, lambda loss: None)
 
-        return find_cause(self._models, self.batch, train, slots=slots)
+        return find_cause(self._models, self.batch, train, optimizers=self._optimizers, slots=slots)
 
 
 class TrialBatch(FrozenBatch):
@@ -136,7 +149,7 @@ class TrialBatch(FrozenBatch):
         batch: Any,
         train: Callable[[Any], object],
     ) -> None:
-        super().__init__(context.models, batch)
+        super().__init__(context.models, batch, context.optimizers)
         self._trial = trial
         self._context = context
         self._train = train

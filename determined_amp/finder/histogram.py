@@ -186,6 +186,11 @@ class Histogram:
         return int(self.counts[1:].sum())
 
     @property
+    def norm(self) -> float:
+        """The 2-norm of the finite values."""
+        return math.sqrt(self.squares[:_NOT_FINITE].sum())
+
+    @property
     def is_finite(self) -> bool:
         return not self.counts[_NOT_FINITE:].any()
 

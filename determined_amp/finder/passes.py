@@ -215,7 +215,7 @@ def observe(
         if source in prediction.tensors
     }
     shares = (
-        prediction.tensors[source].faintest_share(count, scale_log2)
+        _flushed(prediction.tensors[source], passes.tensors[source], count, scale_log2)
         for source, count in lost.items()
     )
     there = prediction.total.nonzero
@@ -229,6 +229,18 @@ def observe(
         ),
         values_left=1.0 - sum(lost.values()) / there if there else 1.0,
     )
+
+
+def _flushed(exact: Histogram, seen: Histogram, lost: int, scale_log2: float) -> float:
+    """The share of a tensor's norm that float16 flushed to 0, if `lost` more of its values are 0.
+
+    Nothing of a tensor that is rounding noise, such as the gradient of a bias before a BatchNorm:
+    with finer rounding it is much smaller, and not because parts of it are missing.
+    """
+    share = exact.faintest_share(lost, scale_log2)
+    left = seen.norm / 2.0**scale_log2
+    is_noise = left < exact.norm * math.sqrt(1.0 - share**2) / 2
+    return 0.0 if is_noise and seen.nonzero else share
 
 
 def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
@@ -324,7 +336,7 @@ def _in_float16(
 def _here(
     context: Place, batches: Sequence[FrozenBatch], dtype: torch.dtype, scale_log2: float
 ) -> _Passes:
-    recorder = BackwardRecorder(context.models)
+    recorder = BackwardRecorder(context.models, getattr(context, "optimizers", ()))
     loss_is_finite, gradients_are_finite = True, True
     for batch in batches:
         with recorder.recording():

@@ -12,8 +12,8 @@ an operation on marked values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.origin import Origin, hooked, only_views
+from determined_amp.amp.origin import Origin, backwards_through, hooked, only_views
+from determined_amp.amp.replay import parameters_in
 from determined_amp.finder.histogram import Histogram, Tally
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -71,6 +72,7 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     Args:
         models: Their modules name the sources, and their parameters are those to reach.
+        optimizers: Those of the trial: so are parameters of theirs that are in no model.
 
     Attributes:
         histograms: Histograms by source, in the order of the backward.
@@ -79,11 +81,13 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
 
     supports_higher_order_operators = True
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._models = models
+        self._parameters = parameters_in(models, optimizers)
         self._origin = Origin(models)
-        self._flow = _Flow()
+        self._main = self._flow = _Flow()
         self._flows = [self._flow]
         self._tally, self._recorded = Tally(), list[tuple[Source, int]]()
         self.histograms: dict[Source, Histogram] = {}
@@ -92,8 +96,8 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     @contextmanager
     def recording(self) -> Iterator[BackwardRecorder]:
         """Record the backwards of all forwards that start inside this block; then synchronise."""
-        self._flow, self._tally = _Flow(), Tally()
-        self._flows = [self._flow]
+        self._main = self._flow = _Flow()
+        self._flows, self._tally = [self._flow], Tally()
         self._recorded.clear()
         with self._origin.tracking(), self._following(), self:
             yield self
@@ -106,23 +110,25 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         `torch.autograd.grad` is followed only if it is of a scaled output. A gradient that the loss
         itself contains is otherwise scaled no more than the rest of the forward.
         """
-        backward, grad, scale = torch.autograd.backward, torch.autograd.grad, GradScaler.scale
-        scaled = _Flow()
+        scale, scaled = GradScaler.scale, _Flow()
+        parameters = dict.fromkeys(self._parameters)
 
-        def followed_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            parameters = (p for model in self._models for p in model.parameters())
-            with hooked(_dense(tensors), self._flow.begin), hooked(parameters, self._flow.end):
-                backward(tensors, *args, **kwargs)
-
-        def followed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def follow(run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("accumulate_grad"):
+                # Hooks cost more than a small backward. A trial may thaw a parameter in between.
+                for parameter in [p for p in parameters if p.requires_grad]:
+                    stack.enter_context(hooked([parameter], self._main.end))
+                    del parameters[parameter]
+                with hooked(_dense(outputs), self._flow.begin):
+                    return run(outputs, *args, **kwargs)
             if not scaled.holds(outputs):
-                return grad(outputs, *args, **kwargs)
+                return run(outputs, *args, **kwargs)
             # A flow of its own: the trial divides these gradients by the scale before it uses them.
             outer, self._flow = self._flow, _Flow()
             self._flows.append(self._flow)
             try:
                 with hooked(_dense(outputs), self._flow.begin):
-                    gradients = grad(outputs, *args, **kwargs)
+                    gradients = run(outputs, *args, **kwargs)
                 self._flow.end(gradients)
             finally:
                 self._flow = outer
@@ -133,11 +139,9 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             scaled.begin(result)
             return result
 
-        with (
-            patched(torch.autograd, "backward", followed_backward),
-            patched(torch.autograd, "grad", followed_grad),
-            patched(GradScaler, "scale", noted_scale),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(backwards_through(follow))
+            stack.enter_context(patched(GradScaler, "scale", noted_scale))
             yield
 
     def _keep(self) -> None:
@@ -153,10 +157,11 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        node = torch._C._current_autograd_node()
-        if node is None or getattr(func, "overloadpacket", None) in _NEW:
+        if not self._flow.has_begun or getattr(func, "overloadpacket", None) in _NEW:
             return result
-        if self._flow.passes(args, kwargs, result) and not only_views(func):
+        is_followed = self._flow.passes(args, kwargs, result)
+        node: Any = torch._C._current_autograd_node()
+        if is_followed and node is not None and not only_views(func):
             self._record(self._origin.of(node), str(func), result)
         return result
 
@@ -167,7 +172,8 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
                     self.dtypes.add(values.dtype)
                     source = Source(module, operation, number, tuple(tensor.shape))
                     self._recorded.append((source, _storage(values)))
-                    self._tally.add(values)
+                    parts = values.unbind() if values.is_nested else ()  # of different lengths
+                    self._tally.add(torch.cat([p.flatten() for p in parts]) if parts else values)
 
 
 class _Flow:
@@ -194,6 +200,10 @@ class _Flow:
     def holds(self, values: Any) -> bool:
         """Whether a tensor in these nested values depends on a seed."""
         return any(_storage(tensor) in self._sources for tensor in _dense(values))
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._sources)
 
     def reached(self) -> set[int]:
         """The memory that an end depends on."""
@@ -231,7 +241,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _dense(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of nested lists, tuples and dictionaries; of a sparse one, its values."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided or value.layout is torch.jagged:
+        if value.layout is torch.strided:
             yield value
         elif value.layout is torch.sparse_coo:
             yield value._values()

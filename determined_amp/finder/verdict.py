@@ -196,7 +196,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         LossScaleError: if there is nothing to scale.
     """
     prediction = predict(context, batches)
-    top = min(prediction.first_overflow_log2 - 1, LARGEST_LOG2)
+    top, above = _top(context, batches, prediction)
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
     choice = choice_of(low, top)
     verified = [observe(context, batches, choice, prediction)]
@@ -211,10 +211,12 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
     if gave_up:
         verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)
     if sweep:
-        done = [int(seen.scale_log2) for seen in verified]
+        done = [int(seen.scale_log2) for seen in (*above, *verified)]
         shown = {*_shown_scales(low, top, done)} - {*done}
         more = sorted(at for at in shown if at <= LARGEST_LOG2)
         verified = [*(observe(context, batches, at, prediction) for at in more), *verified]
+    known = {seen.scale_log2 for seen in verified}
+    verified = [*(seen for seen in above if seen.scale_log2 not in known), *verified]
     rows = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
     scales = range(min(rows[0], _SEARCHED[0]), max(rows[-1], _SEARCHED[1]) + 1)
     overflow, flushed = prediction.total.overflow_share, prediction.flushed_share
@@ -232,6 +234,33 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         islands=islands,
         cause=cause,
     )
+
+
+def _top(
+    context: Place, batches: Sequence[FrozenBatch], prediction: Prediction
+) -> tuple[int, list[Observation]]:
+    """log2 of the largest power of two at which nothing overflows, measured from the prediction up.
+
+    What is masked on its way to the parameters may overflow: the gradients of zeroed padding before
+    a normalisation are large, and dropped. The prediction cannot know.
+
+    Returns:
+        That, and what was measured.
+    """
+    works, first, step = prediction.first_overflow_log2 - 1, prediction.first_overflow_log2, 1
+    seen: list[Observation] = []
+
+    def overflows(scale_log2: int) -> bool:
+        seen.append(observe(context, batches, scale_log2, prediction))
+        return seen[-1].overflow
+
+    while first <= LARGEST_LOG2 and not overflows(first):
+        works, first, step = first, first + step, 2 * step
+    first = min(first, LARGEST_LOG2 + 1)
+    while seen and first - works > 1:
+        middle = (works + first) // 2
+        works, first = (works, middle) if overflows(middle) else (middle, first)
+    return min(works, LARGEST_LOG2), seen
 
 
 def _module(prediction: Prediction, name: str) -> ModuleGradients:
