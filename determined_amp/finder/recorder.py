@@ -170,7 +170,8 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             for values in _dense(tensor):
                 if values.dtype in _SIXTEEN_BIT and values.numel():
                     self.dtypes.add(values.dtype)
-                    source = Source(module, operation, number, tuple(tensor.shape))
+                    shape = () if tensor.is_nested else tuple(tensor.shape)
+                    source = Source(module, operation, number, shape)
                     self._recorded.append((source, _storage(values)))
                     parts = values.unbind() if values.is_nested else ()  # of different lengths
                     self._tally.add(torch.cat([p.flatten() for p in parts]) if parts else values)
@@ -241,6 +242,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _dense(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of nested lists, tuples and dictionaries; of a sparse one, its values."""
     if isinstance(value, torch.Tensor):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # by torch.func
+            value = torch._C._functorch.get_unwrapped(value)
         if value.layout is torch.strided:
             yield value
         elif value.layout is torch.sparse_coo:
