@@ -639,7 +639,8 @@ class ReturnsBox(ReturnsSlots):
     kind = Box
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        return self.model(inputs).logits.square().mean()  # torch 2.3 has no cross-entropy of float16
+        # torch 2.3 has no cross-entropy of float16 on a CPU
+        return self.model(inputs).logits.square().mean()
 
 
 class HalfWeights(Habit):
