@@ -74,6 +74,8 @@ def find_cause(
     """
     replays = _Replays(models, train, optimizers, slots or _OneSlot())
     known = _bad_parameter(models)
+    if known:  # without a loss scale a batch that is not finite has made them so
+        known = _bad_input(batch) or known
     seen, error = None, None
     try:
         seen = replays.run(_Pass(scale))

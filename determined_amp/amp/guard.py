@@ -197,8 +197,7 @@ class Guard(pytorch.PyTorchCallback):
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
-        is_start = step.applied == self._began_at.get(step.name, (0, 0))[0]
-        if skips > settings.max_consecutive_skips and not is_start:  # there the floor ends it
+        if skips > settings.max_consecutive_skips:
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
