@@ -76,7 +76,7 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
     for rank in said(folder, "optimizers"):
         assert rank["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
         assert rank["applied"] == [2, 3]
-        # As trained, at a small scale and in float32: on both, though only one of them saw the fault.
+        # As trained, at a small scale and in float32; on both, though only one saw the fault.
         assert rank["diagnosed"] == 3
         assert "input 0 of the batch is not finite" in rank["warning"]
 

@@ -74,8 +74,8 @@ def find_cause(
     """
     replays = _Replays(models, train, optimizers, slots or _OneSlot())
     known = _bad_parameter(models)
-    if known:  # without a loss scale a batch that is not finite has made them so
-        known = _bad_input(batch) or known
+    if known and any(map(_has_nan, filter(_is_plain, tensors_of(batch)))):
+        known = _bad_input(batch)  # without a loss scale it has made them so
     seen, error = None, None
     try:
         seen = replays.run(_Pass(scale))
@@ -499,8 +499,7 @@ def _first_lost(seen: _Seen) -> str:
 
 def _bad_input(batch: Any) -> str | None:
     for position, tensor in enumerate(tensors_of(batch)):
-        is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-        if not is_plain or not tensor.numel():
+        if not _is_plain(tensor):
             continue
         samples = len(tensor) if tensor.dim() else 1
         rows = torch.isfinite(tensor).reshape(samples, -1)
@@ -530,13 +529,25 @@ def _named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
             yield prefix + name.removeprefix("module."), parameter  # of DistributedDataParallel
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has rows of numbers."""
+    is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_strided and tensor.numel() > 0
+
+
 def _finite(tensor: torch.Tensor) -> bool:
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(_values(tensor)).all())
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    return bool(torch.isnan(tensor).any())
+    return bool(torch.isnan(_values(tensor)).any())
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor of any kind."""
+    if tensor.is_nested:
+        return torch.cat([part.detach().flatten() for part in tensor.unbind()])
+    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -544,4 +555,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    return float(_values(tensor).abs().max()) if tensor.numel() else 0.0

@@ -303,7 +303,7 @@ def _on_true_leaf(
     gradients: TrueGradients | None, hook: Callable[..., Any], /, leaf: torch.Tensor
 ) -> None:
     scale = None if gradients is None else gradients.scale
-    if scale is None:
+    if scale is None or leaf.grad is None:  # an earlier hook of the leaf may have dropped it
         hook(leaf)
         return
     ((_, _, values),) = _by_kind([leaf])

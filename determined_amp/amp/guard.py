@@ -19,6 +19,7 @@ import torch
 from determined import core, pytorch
 from determined.common.api import bindings, errors
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport
@@ -133,7 +134,7 @@ class Guard(pytorch.PyTorchCallback):
         # What a trial keeps itself, such as a queue, moves with every replay: one for a warning.
         is_known = self._amp.settings.on_overflow is OnOverflow.WARN and self._explained
         self._explained = True
-        self._act(f"{found}. {'Cause: see above' if is_known else self._cause()}")
+        self._act(f"{found}. {'Its cause is not looked for again' if is_known else self._cause()}")
 
     def _cause(self) -> str:
         """Train the newest batch of every rank again, and say what the first of them found."""
@@ -294,7 +295,8 @@ def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
 
 def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
     """The 2-norm of all weights, (), float64, on the device of the first; None without any."""
-    parameters = [p.detach() for m in models for p in m.parameters() if p.is_floating_point()]
+    known = (p for m in models for p in m.parameters() if not is_lazy(p))
+    parameters = [p.detach() for p in known if p.is_floating_point()]
     if not parameters:
         return None
     norms = [norm.double().to(parameters[0].device) for norm in torch._foreach_norm(parameters)]

@@ -45,8 +45,10 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         return kind(own_copy(item, shared=shared) for item in batch)
     if kind is dict:
         return {key: own_copy(item, shared=shared) for key, item in batch.items()}
-    known = {id(tensor): own_copy(tensor, shared=shared) for tensor in tensors_of(batch)}
     try:
+        if shared:
+            return copy.copy(batch)
+        known = {id(tensor): own_copy(tensor) for tensor in tensors_of(batch)}
         return copy.deepcopy(batch, known)
     except Exception:  # copying runs code of the batch's own, which can raise anything
         return batch

@@ -72,13 +72,14 @@ class ObservedScaler(torch.amp.GradScaler):
     @contextmanager
     def at(self, scale: float) -> Iterator[None]:
         """Scale by this in the block, and afterwards as before."""
-        before = self.state_dict()
+        before, has_scaled = self.state_dict(), self.has_scaled
         if self._enabled:
             self.load_state_dict({**before, "scale": scale})
         try:
             yield
         finally:
             self.load_state_dict(before)
+            self.has_scaled = has_scaled
 
     def times(self, one: torch.Tensor) -> torch.Tensor:
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""

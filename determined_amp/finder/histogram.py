@@ -50,9 +50,9 @@ _LEAST_LOG2 = -126
 
 
 class Tally:
-    """Counts the values of tensors by magnitude, on their device, without keeping the tensors.
+    """Counts the values of tensors by magnitude, on their device, without keeping large tensors.
 
-    Counting a small tensor costs more than its values, so small ones are counted at the end.
+    Counting a small tensor costs more than keeping it, so small ones are counted at the end.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Histogram:
 
     def _share_of_norm(self, squares: float) -> float:
         whole = self.squares.sum()
-        return math.sqrt(squares / whole) if whole else 0.0
+        return math.sqrt(min(squares / whole, 1.0)) if whole else 0.0
 
     def _share(self, count: int) -> float:
         return count / self.nonzero if self.nonzero else 0.0

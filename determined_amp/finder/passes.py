@@ -246,7 +246,11 @@ def _flushed(exact: Histogram, seen: Histogram, lost: int, scale_log2: float) ->
 def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
     """`FrozenBatch.cause` of the first batch that has one; the same on every rank."""
     for batch in batches:
-        everywhere = context.distributed.allgather(batch.cause(context.distributed))
+        try:
+            here = batch.cause(context.distributed)
+        except Exception as error:  # other ranks wait for this one
+            here = f"not found: training the batch again raised {one_line(error)}"
+        everywhere = context.distributed.allgather(here)
         if found := next(filter(None, everywhere), None):
             return str(found)
     return "its source was not found"

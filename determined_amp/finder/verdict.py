@@ -309,13 +309,14 @@ def _islands(prediction: Prediction) -> list[tuple[str, ...]]:
 def _help(context: Place, batches: Sequence[FrozenBatch], islands: Sequence[str]) -> bool:
     """Whether there is a safe scale with these modules in float32, seen in passes of that kind."""
     modules = [module for module, name in module_names(context.models).items() if name in islands]
-    device_type = next(p.device.type for module in context.models for p in module.parameters())
+    parameters = (p for model in context.models for p in model.parameters())
+    device_type = next((p.device.type for p in parameters), "cpu")
     with meanwhile_in_float32(modules, device_type):
         try:
             rest = predict(context, batches)
             low, top = rest.smallest_scale_log2(FLUSHED_LIMIT), rest.first_overflow_log2 - 1
             return low <= top and not observe(context, batches, choice_of(low, top), rest).overflow
-        except LossScaleError:
+        except (LossScaleError, RuntimeError):  # the trial's own code may not take float32 there
             return False
 
 
