@@ -103,6 +103,12 @@ class TestMetadata:
         assert "the master did not take the metadata of this run: no such address" in caplog.text
 
 
+def test_lazy_parameters_are_no_obstacle_at_the_start() -> None:
+    watched = guard(optimizers=1)
+    watched._context.models = [nn.LazyLinear(1)]
+    watched.on_training_start()
+
+
 class TestTrouble:
     def test_sound_report_passes(self) -> None:
         judge(guard())
