@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.config import experiment
-from determined_amp.config.amp_settings import SCALER_KEYS, Precision
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
 
@@ -146,7 +146,7 @@ class TestEveryFile:
                 assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
 
     def test_user_errors_are_not_retried(self, path: Path) -> None:
-        """The words `determined_amp.train` says them in cancel the platform's retries."""
+        """The words `determined_amp train` says them in cancel the platform's retries."""
         (policy,) = load(path)["log_policies"]
         assert policy["action"] == "cancel_retries"
         assert "no retry can help: " in policy["pattern"]
