@@ -22,7 +22,7 @@ from determined.experimental import client
 
 from determined_amp import __main__ as door
 from determined_amp.local.master import MasterError
-from determined_amp.reports.master_runs import read_finding
+from determined_amp.report.master_runs import read_finding
 from tests import training
 from tests.cluster import Cluster, Run, container_of, docker, last_line, metrics, wait_until
 from tests.training import ROOT, digest
