@@ -36,10 +36,10 @@ from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.loss_scale_figure import draw_models
 from determined_amp.reports.page import save_png
+from determined_amp.runs.folder import environment
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]

@@ -37,10 +37,10 @@ from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
-from determined_amp.local.folder import FolderError, RunFolder
 from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
+from determined_amp.runs.folder import FolderError, RunFolder
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 _METHODS = ("single", *_SEARCHES, "custom")

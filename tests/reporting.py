@@ -16,7 +16,7 @@ from determined_amp.config.dotted import flat, nested
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.runs import Report, Run, Source, State
+from determined_amp.runs.run import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 

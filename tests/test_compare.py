@@ -25,7 +25,7 @@ from determined_amp.config.amp_settings import Precision, in_precision
 from determined_amp.config.experiment import parse
 from determined_amp.config.training import Length
 from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.runs import State
+from determined_amp.runs.run import State
 from determined_amp.search.pilot import BATCHES, Pilot
 from tests import shapes
 from tests.test_unmodified import run

@@ -15,7 +15,7 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("config", "audit", "amp", "fitting", "local", "train"),
+    *("config", "audit", "amp", "fitting", "runs", "local", "train"),
     *("finder", "search", "reports", "commands"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}

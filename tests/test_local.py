@@ -24,8 +24,8 @@ from determined_amp import __main__ as door
 from determined_amp.amp.precision import described
 from determined_amp.config import experiment
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal, on_stop_signals
+from determined_amp.runs.folder import End, RunFolder, read_end
 from tests import training
 from trials.mlp import MLPTrial
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import distributed
 
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, read_end
 from determined_amp.local.processes import StopOnSignal, _free_ports, _Processes, process_group
+from determined_amp.runs.folder import End, read_end
 from tests import strangers, training
 
 

@@ -16,7 +16,7 @@ from determined_amp.local.master import MasterError
 from determined_amp.reports import any_report, loss_scale_report, precision_report, report_command
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.reports.runs import ReportError, Source, State
+from determined_amp.runs.run import ReportError, Source, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 

@@ -15,7 +15,7 @@ from determined_amp.reports import precision_report as precision
 from determined_amp.reports.master_runs import read_experiment
 from determined_amp.reports.precision_findings import find
 from determined_amp.reports.run_folders import read_folder
-from determined_amp.reports.runs import ReportError, Source, State
+from determined_amp.runs.run import ReportError, Source, State
 from tests.precisions import TRAINED
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small

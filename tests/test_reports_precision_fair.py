@@ -14,7 +14,7 @@ from determined_amp.config.amp_settings import SCALER_KEYS
 from determined_amp.reports.precision_findings import Findings, advise, find
 from determined_amp.reports.precision_text import answer, sentences, table
 from determined_amp.reports.run_folders import read_folder, read_search
-from determined_amp.reports.runs import ReportError, State
+from determined_amp.runs.run import ReportError, State
 from determined_amp.search.study_file import load_study
 from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study

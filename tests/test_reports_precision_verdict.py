@@ -16,7 +16,7 @@ from determined_amp.reports.precision_comparison import Equivalence, Interval, R
 from determined_amp.reports.precision_findings import Findings, Judgement, advise, claims, find
 from determined_amp.reports.precision_text import sentences
 from determined_amp.reports.run_folders import read_folder
-from determined_amp.reports.runs import ReportError, Source
+from determined_amp.runs.run import ReportError, Source
 from tests.precisions import CPU, LOST, found, write_run, write_seeds
 
 BASE = (0.90, 0.91, 0.92)

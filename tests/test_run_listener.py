@@ -11,10 +11,10 @@ import pytest
 
 from determined_amp.config.experiment import parse, read_yaml
 from determined_amp.config.overrides import with_overrides
-from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
+from determined_amp.runs.folder import End, RunFolder, read_end
 from determined_amp.search.run_trial import _SearchListener
 from tests import training
 

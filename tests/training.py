@@ -125,7 +125,7 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 @contextmanager
 def locked_by_another_process(folder: Path) -> Iterator[int]:
     """Another process holds the lock of a folder inside this block; its number."""
-    # As `determined_amp.local.folder.lock` does, without its seconds of imports.
+    # As `determined_amp.runs.folder.lock` does, without its seconds of imports.
     hold = (
         "import fcntl, os, sys, time; file = open(sys.argv[1], 'a+'); "
         "fcntl.lockf(file, fcntl.LOCK_EX); file.truncate(0); "

@@ -22,10 +22,10 @@ from determined_amp.config.settings import ConfigError, read_section, setting
 from determined_amp.config.yaml_text import dump_yaml
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
-from determined_amp.local.folder import fresh_folder
 from determined_amp.reports.precision_report import write_report
 from determined_amp.reports.run_folders import REMARKS, read_search
-from determined_amp.reports.runs import ReportError
+from determined_amp.runs.folder import fresh_folder
+from determined_amp.runs.run import ReportError
 from determined_amp.search.compose import compose
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.search.pilot import (

@@ -42,10 +42,10 @@ from determined_amp.local.checkpoint_storage import (
 )
 from determined_amp.local.context import Prepare, trial_context
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, RunFolder
 from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener
+from determined_amp.runs.folder import End, RunFolder
 
 logger = logging.getLogger(__name__)
 

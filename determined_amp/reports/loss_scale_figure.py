@@ -15,7 +15,7 @@ from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
 from determined_amp.reports import loss_scale_panels as panels
 from determined_amp.reports.loss_scale_panels import Point
 from determined_amp.reports.page import STYLE
-from determined_amp.reports.runs import Run, Source
+from determined_amp.runs.run import Run, Source
 
 _WIDTH = 9.0
 _MARGIN_BITS = 4

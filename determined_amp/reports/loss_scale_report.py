@@ -28,7 +28,7 @@ from determined_amp.reports.loss_scale_figure import draw
 from determined_amp.reports.loss_scale_panels import power
 from determined_amp.reports.loss_scale_text import over_loss_scale, predict, sentences
 from determined_amp.reports.master_runs import read_finding
-from determined_amp.reports.runs import Machine, Source
+from determined_amp.runs.run import Machine, Source
 
 # Columns of the trial table, after the searcher's metric.
 _METRICS = (

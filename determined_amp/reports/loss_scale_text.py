@@ -16,7 +16,7 @@ from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.loss_scale_figure import points_of
 from determined_amp.reports.loss_scale_panels import predicted_score, seed_band
-from determined_amp.reports.runs import SCALE, ReportError, Source, State, is_scale
+from determined_amp.runs.run import SCALE, ReportError, Source, State, is_scale
 from determined_amp.search.compose import compose
 
 # The sections of a configuration that the finder needs; a master fills in more.

@@ -21,10 +21,10 @@ from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.local.folder import End
 from determined_amp.local.master import NONSENSE, log_in
-from determined_amp.reports.run_settings import SEED, of_experiment
-from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, State, ended
+from determined_amp.runs.folder import End
+from determined_amp.runs.run import Machine, Report, ReportError, Run, Source, State, ended
+from determined_amp.runs.settings import SEED, of_experiment
 from determined_amp.search.compose import compose
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.config.amp_settings import Precision
-from determined_amp.reports.runs import Machine, Run, Spread, State
+from determined_amp.runs.run import Machine, Run, Spread, State
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2

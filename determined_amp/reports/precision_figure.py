@@ -20,7 +20,7 @@ from determined_amp.reports.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, ST
 from determined_amp.reports.precision_comparison import Comparison, Equivalence, Ratio, Summary
 from determined_amp.reports.precision_findings import Findings
 from determined_amp.reports.precision_text import seeds, setting
-from determined_amp.reports.runs import Run
+from determined_amp.runs.run import Run
 
 COLORS = {
     Precision.FP32: INK,

@@ -19,7 +19,8 @@ from determined_amp.reports.precision_comparison import (
     speed_ratio,
     summaries,
 )
-from determined_amp.reports.run_settings import (
+from determined_amp.runs.run import Machine, ReportError, Run, Source, State
+from determined_amp.runs.settings import (
     ACCURACY,
     AMP,
     METRIC,
@@ -27,7 +28,6 @@ from determined_amp.reports.run_settings import (
     SEED,
     SMALLER_IS_BETTER,
 )
-from determined_amp.reports.runs import Machine, ReportError, Run, Source, State
 
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01

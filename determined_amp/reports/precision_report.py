@@ -27,8 +27,8 @@ from determined_amp.reports.master_runs import fetch_comparison
 from determined_amp.reports.precision_comparison import Comparison, Summary
 from determined_amp.reports.precision_figure import draw
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, advise, claims, find
-from determined_amp.reports.run_settings import TRIAL
-from determined_amp.reports.runs import ReportError, Run, Source
+from determined_amp.runs.run import ReportError, Run, Source
+from determined_amp.runs.settings import TRIAL
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "

@@ -17,8 +17,8 @@ from determined_amp.reports.precision_comparison import (
     Summary,
 )
 from determined_amp.reports.precision_findings import RULE, Advice, Findings, claims
-from determined_amp.reports.run_settings import AMP, BATCH_SIZE
-from determined_amp.reports.runs import Run, Spread
+from determined_amp.runs.run import Run, Spread
+from determined_amp.runs.settings import AMP, BATCH_SIZE
 
 HEADS = (
     "precision",

@@ -15,7 +15,7 @@ from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import searcher_of
 from determined_amp.reports.master_runs import is_compare_command, read_experiment
 from determined_amp.reports.run_folders import is_search, read_folder, read_search
-from determined_amp.reports.runs import ReportError, Source, is_scale
+from determined_amp.runs.run import ReportError, Source, is_scale
 from determined_amp.search.trial_kind import TrialKind
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from determined_amp.config.dotted import flat
 from determined_amp.config.errors import one_line
 from determined_amp.config.yaml_text import load_yaml
-from determined_amp.local.folder import End, read_end, read_metrics
-from determined_amp.reports.run_settings import SEED, by_name
-from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, ended
+from determined_amp.runs.folder import End, read_end, read_metrics
+from determined_amp.runs.run import Machine, Report, ReportError, Run, Source, ended
+from determined_amp.runs.settings import SEED, by_name
 from determined_amp.search.study_file import FILE_NAME, SearchTrial, StudyError, read_study
 
 _VERSIONS = ("python", "torchvision", "numpy", "determined", "platform", "commit")

@@ -14,7 +14,7 @@ from typing import Any
 
 from determined_amp.config.amp_settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.local.folder import RunFolder, read_metrics
+from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
 from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.workers import Worker

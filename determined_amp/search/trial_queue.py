@@ -16,7 +16,7 @@ from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
 from determined_amp.config.experiment import read_yaml
-from determined_amp.local.folder import RunFolder
+from determined_amp.runs.folder import RunFolder
 from determined_amp.search.asha import AshaPruner
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
 from determined_amp.search.search_plan import SearchPlan

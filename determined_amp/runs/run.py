@@ -17,8 +17,8 @@ from determined_amp.config.errors import UserError, one_line
 from determined_amp.config.experiment import searcher_of
 from determined_amp.config.training import LENGTH_UNITS
 from determined_amp.finder.score import bits_from_default
-from determined_amp.local.folder import End
-from determined_amp.reports.run_settings import BATCH_SIZE, LENGTH, PRECISION
+from determined_amp.runs.folder import End
+from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION
 
 SCALE = "init_scale"
 
