@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import pytest
 
@@ -43,7 +42,7 @@ class Master:
         trials: Of experiment 7.
         reports: Of these trials, by group.
         checkpoints: Of experiment 7.
-        logs: Lines by trial.
+        metadata: What each trial noted on itself.
         password: The only right one.
     """
 
@@ -52,7 +51,7 @@ class Master:
         self.trials = list(trials)
         self.reports: dict[str, list[dict[str, Any]]] = {"validation": [], "training": []}
         self.checkpoints: list[dict[str, Any]] = []
-        self.logs: dict[int, list[str]] = {}
+        self.metadata: dict[int, dict[str, Any]] = {}
         self.password = "right"
 
     def answer(self, path: str, query: str) -> tuple[int, str]:
@@ -66,8 +65,8 @@ class Master:
         if path == "/api/v1/trials/metrics/trial_metrics":
             group = "training" if "group=training" in query else "validation"
             return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
-        if logs := re.fullmatch(r"/api/v1/trials/(\d+)/logs", path):
-            return 200, self._log(int(logs[1]), parse_qs(query)["searchText"][0])
+        if noted := re.fullmatch(r"/api/v1/runs/(\d+)/metadata", path):
+            return 200, json.dumps({"metadata": {"amp": self.metadata.get(int(noted[1]), {})}})
         return 404, json.dumps({"message": "experiment not found"})
 
     def _experiment(self) -> dict[str, dict[str, Any]]:
@@ -77,11 +76,6 @@ class Master:
             "trials": {"trials": trials, "pagination": _page_of(trials)},
             "checkpoints": {"checkpoints": saved, "pagination": _page_of(saved)},
         }
-
-    def _log(self, trial: int, text: str) -> str:
-        common = {"id": "", "level": "LOG_LEVEL_INFO", "timestamp": "", "trialId": trial}
-        lines = [line for line in self.logs.get(trial, []) if text in line]
-        return "".join(json.dumps({"result": {**common, "message": m}}) + "\n" for m in lines)
 
 
 def _page_of(rows: Sequence[object]) -> dict[str, int]:

@@ -16,7 +16,8 @@ from determined_amp.local.master import MasterError
 from determined_amp.reports import any_report, loss_scale_report, precision_report, report_command
 from determined_amp.reports.loss_scale_text import over_loss_scale
 from determined_amp.reports.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.runs.run import ReportError, Source, State
+from determined_amp.reports.source import ReportError, Source
+from determined_amp.runs.run import RunState
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
@@ -49,7 +50,7 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert [run.overflow for run in search.runs] == [False, True]
     assert [run.skipped_steps for run in search.runs] == [2.0, None]
     assert [run.batches for run in search.runs] == [4, 4]
-    assert {run.state for run in search.runs} == {State.FINISHED}
+    assert {run.state for run in search.runs} == {RunState.COMPLETED}
     assert "note" not in search.runs[0].metrics
     assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"

@@ -14,7 +14,7 @@ from determined_amp.config.overrides import with_overrides
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
-from determined_amp.runs.folder import End, RunFolder, read_end
+from determined_amp.runs.folder import RunFolder
 from determined_amp.search.run_trial import _SearchListener
 from tests import training
 
@@ -98,4 +98,4 @@ def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) ->
     listener = _SearchListener(lambda validation: sys.exit("the search is gone"))
     with pytest.raises(SystemExit):
         run(tmp_path, listener)
-    assert read_end(tmp_path) == End("stopped", "the search is gone", 6)
+    assert training.end(tmp_path) == ("stopped", "the search is gone", 6)

@@ -24,8 +24,8 @@ from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_
 from determined_amp.finder.verdict import Verdict
 from determined_amp.reports.precision_report import write_report
 from determined_amp.reports.run_folders import REMARKS, read_search
-from determined_amp.runs.folder import fresh_folder
-from determined_amp.runs.run import ReportError
+from determined_amp.reports.source import ReportError
+from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.search.compose import compose
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.search.pilot import (
@@ -33,7 +33,6 @@ from determined_amp.search.pilot import (
     FINDER_BATCHES,
     REPORTING_PERIOD,
     Pilot,
-    device_support,
     find_the_scale,
     train_a_little,
 )
@@ -331,11 +330,11 @@ def _look(trials: _Trials, looked: _Looked, console: Console) -> None:
             looked.take(train_a_little(trials.look(precision, BATCHES), precision, folder / name))
 
     pilot(Precision.FP32)
-    device = device_support(folder / Precision.FP32.value)
+    machine = read_record(folder / Precision.FP32.value).machine
     with console.status(f"looking: the loss scale of {FINDER_BATCHES} batches"):
         _find(trials, looked, folder)
     for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
-        is_fp32 = precision is Precision.TF32 and not device["tf32"]
+        is_fp32 = precision is Precision.TF32 and not machine.has_tf32
         if not is_fp32 and precision.value not in looked.left_out:
             pilot(precision)
 

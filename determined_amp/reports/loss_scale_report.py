@@ -28,7 +28,8 @@ from determined_amp.reports.loss_scale_figure import draw
 from determined_amp.reports.loss_scale_panels import power
 from determined_amp.reports.loss_scale_text import over_loss_scale, predict, sentences
 from determined_amp.reports.master_runs import read_finding
-from determined_amp.runs.run import Machine, Source
+from determined_amp.reports.source import Source
+from determined_amp.runs.run import Machine
 
 # Columns of the trial table, after the searcher's metric.
 _METRICS = (
@@ -139,7 +140,7 @@ def _provenance(found: FoundScale | None, search: Source) -> dict[str, Mapping[s
     seeds = {run.seed for run in search.runs if run.seed is not None}
     trials: dict[str, Any] = {"trials": len(search.runs), "seeds": len(seeds) or "unknown"}
     machine = search.runs[0].machine
-    facts = {"device": machine.device, "torch": machine.torch, "date": machine.date}
+    facts = {"device": machine.device, "torch": machine.torch, "date": search.runs[0].date}
     known = {**facts, **machine.versions} if machine != Machine() else {}
     parts: dict[str, Mapping[str, Any]] = {
         "search": {"from": search.origin, **trials, **known},

@@ -14,8 +14,10 @@ import optuna
 from determined_amp.config.dotted import flat
 from determined_amp.config.experiment import searcher_of
 from determined_amp.reports.master_runs import is_compare_command, read_experiment
-from determined_amp.reports.run_folders import is_search, read_folder, read_search
-from determined_amp.runs.run import ReportError, Source, is_scale
+from determined_amp.reports.run_folders import is_search, read_search
+from determined_amp.reports.source import ReportError, Source
+from determined_amp.runs.folder import read_run
+from determined_amp.runs.run import is_scale
 from determined_amp.search.trial_kind import TrialKind
 
 
@@ -77,7 +79,7 @@ def read(source: str, *, with_settings: bool = False) -> Source:
     if is_search(path):
         return read_search(path)
     if path.is_dir():
-        return Source(source, (read_folder(path),))
+        return Source(source, (read_run(path),))
     raise ReportError(
         f"{source}: there is no such folder; allowed: a run folder, the folder of a local search, "
         "or the id of an experiment on the master of DET_MASTER"

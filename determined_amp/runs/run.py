@@ -1,76 +1,56 @@
-"""The runs of a report, from run folders, local searches or a master."""
+"""One run: how it was made, what it reported, and how it ended.
+
+A local run writes this into its folder, see `runs.folder`. On a cluster the platform has most of
+it, and the run's metadata hold the rest.
+"""
 
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 import math
-import re
-from collections.abc import Mapping, Sequence
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from determined_amp.amp.metrics import MetricName
+from determined_amp.amp.precision import described_device
 from determined_amp.audit.report import AuditMetricName
 from determined_amp.config.amp_settings import Precision
-from determined_amp.config.errors import UserError, one_line
-from determined_amp.config.experiment import searcher_of
+from determined_amp.config.errors import one_line
 from determined_amp.config.training import LENGTH_UNITS
-from determined_amp.finder.score import bits_from_default
-from determined_amp.runs.folder import End
-from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION
+from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION, SEED, TRAINING
+
+T = TypeVar("T")
 
 SCALE = "init_scale"
 
 _UNKNOWN = "unknown"
+_PACKAGES = ("torchvision", "determined", "numpy")
+
+# A run keeps this many of its validations, and judges its speed by this many reports.
+_MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
 
 
-class ReportError(UserError):
-    """A report cannot be made. The message says why, and what to do."""
+class RunState(str, enum.Enum):
+    """How far a run has come."""
 
-
-class State(enum.Enum):
-    """How a run ended."""
-
-    FINISHED = "finished"
+    RUNNING = "running"  # its process writes, or was killed
+    COMPLETED = "completed"
+    STOPPED = "stopped"  # by a signal or by its trial; it can be resumed
+    PRUNED = "pruned"  # ended early by its search
+    INVALID = "invalid"  # its hyperparameters cannot train: a result of its search
     FAILED = "failed"
-    STOPPED = "stopped"
-    UNFINISHED = "unfinished"
 
-
-# Current names of the metrics that older runs report without `watch_`.
-_WATCHED = {
-    name.removeprefix("watch_"): name
-    for names in (MetricName, AuditMetricName)
-    for name in vars(names).values()
-    if isinstance(name, str) and name.startswith("watch_")
-}
-
-
-def _todays(name: str) -> str:
-    """The current name of a metric, which may end in the number of an optimizer."""
-    base = re.sub(r"_\d+$", "", name)
-    return _WATCHED[base] + name[len(base) :] if base in _WATCHED else name
-
-
-@dataclass(frozen=True)
-class Report:
-    """One report of a run.
-
-    Args:
-        batches: Number of batches trained before it.
-        metrics: Its numbers by name, which may be infinite or NaN. Names from older runs, without
-            `watch_`, are replaced with the current names.
-        date: Time of the report, ISO 8601; None if unknown.
-    """
-
-    batches: int
-    metrics: Mapping[str, float]
-    date: str | None = None
-
-    def __post_init__(self) -> None:
-        named = {_todays(name): value for name, value in self.metrics.items()}
-        object.__setattr__(self, "metrics", named)
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended without a result, by an error or by its hyperparameters."""
+        return self in (RunState.FAILED, RunState.INVALID)
 
 
 @dataclass(frozen=True)
@@ -79,19 +59,112 @@ class Machine:
 
     Args:
         device: The device in words; runs are compared only if these words are equal.
+        slots: Number of processes, each with such a device.
         on_gpu: Whether the device is a GPU.
         has_tf32: Whether the device has TF32; if not, `tf32` is the same as `fp32`.
         torch: Version of torch.
         versions: Other versions, by name.
-        date: Start of the run, ISO 8601; None if unknown.
     """
 
     device: str = _UNKNOWN
+    slots: int = 1
     on_gpu: bool = False
     has_tf32: bool = False
     torch: str = _UNKNOWN
     versions: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of_this_process(slots: int = 1) -> Machine:
+        """The machine that this process trains on."""
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        versions = {
+            "python": platform.python_version(),
+            **{name: found for name in _PACKAGES if (found := _version(name))},
+            "platform": platform.platform(),
+            "commit": _commit(),
+        }
+        return Machine(**described_device(device), slots=slots, versions=versions)
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Machine:
+        """The machine in a record of plain values.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is not one.
+        """
+        return Machine(
+            device=str(record["device"]),
+            slots=int(record["slots"]),
+            on_gpu=bool(record["on_gpu"]),
+            has_tf32=bool(record["has_tf32"]),
+            torch=str(record["torch"]),
+            versions=dict(record.get("versions") or {}),
+        )
+
+
+def _version(package: str) -> str | None:
+    """The version of an optional package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The batches that one process trained: from the start of the run, or from a resume.
+
+    Args:
+        first_batch: Number of batches trained before it.
+        settings: The whole configuration, defaults included, by dotted name; empty if unknown.
+        machine: The machine it trained on.
+        date: When it began, ISO 8601; None if unknown.
+        command: The command line; empty if unknown.
+    """
+
+    first_batch: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine = Machine()
     date: str | None = None
+    command: Sequence[str] = ()
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Part:
+        """The part in a record of plain values.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is not one.
+        """
+        return Part(
+            first_batch=int(record["first_batch"]),
+            settings=dict(record["settings"]),
+            machine=Machine.read(record["machine"]),
+            date=str(record["date"]),
+            command=tuple(map(str, record["command"])),
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of a run.
+
+    Args:
+        batches: Number of batches trained before it.
+        metrics: Its numbers by name, which may be infinite or NaN.
+    """
+
+    batches: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -108,19 +181,103 @@ class Spread:
         return Spread(median(values), min(values), max(values)) if values else None
 
 
+class Thinned(Generic[T]):
+    """Items of a stream, evenly spaced, and always the last one.
+
+    Args:
+        most: Keep at most this many besides the last; all of a shorter stream are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[T] = []
+        self._stride = 1
+        self._count = 0
+        self._last: T | None = None
+
+    def add(self, item: T) -> None:
+        if self._count % self._stride == 0:
+            if len(self._kept) == self._most:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+            if self._count % self._stride == 0:
+                self._kept.append(item)
+        self._last = item
+        self._count += 1
+
+    def items(self) -> list[T]:
+        if self._last is None or self._kept[-1] is self._last:
+            return list(self._kept)
+        return [*self._kept, self._last]
+
+
+class Reports:
+    """The reports of one run, read as a stream: they take no more memory if there are more.
+
+    Attributes:
+        training: The last training report; None without any.
+        audit_share: Share of the first batch's FLOPs in the configured precision, the minimum over
+            processes; None if it was not audited.
+    """
+
+    def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
+        self.training: Report | None = None
+        self.audit_share: float | None = None
+        self._validations = Thinned[Report](_MOST_VALIDATIONS)
+        self._speeds = Thinned[float](_MOST_SPEEDS)
+        self._waits = Thinned[float](_MOST_SPEEDS)
+        for group, report in reports:
+            self.add(group, report)
+
+    def add(self, group: str, report: Report) -> None:
+        """Add the next report of a group; of groups other than these two nothing is kept."""
+        if group == "validation":
+            self._validations.add(report)
+        elif group == "training":
+            self._add_training(report)
+
+    def _add_training(self, report: Report) -> None:
+        metrics = report.metrics
+        share = metrics.get(AuditMetricName.SHARE)
+        is_first, self.training = self.training is None, report
+        if share is not None:
+            self.audit_share = min(share, share if self.audit_share is None else self.audit_share)
+        # The first report of a process includes the audit, allocations, and the timing of
+        # algorithms, so its speed does not count.
+        speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
+        if is_first or share is not None or not speed > 0.0:
+            return
+        self._speeds.add(speed)
+        if MetricName.DATA_WAIT_SHARE in metrics:
+            self._waits.add(metrics[MetricName.DATA_WAIT_SHARE])
+
+    @property
+    def validations(self) -> list[Report]:
+        """The validation reports in order; evenly spaced ones of very many, and always the last."""
+        return self._validations.items()
+
+    @property
+    def speed(self) -> Spread | None:
+        """Samples per second in steady reports; None without one."""
+        return Spread.of(self._speeds.items())
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the time that the loop waited for data: the median over steady reports."""
+        waits = Spread.of(self._waits.items())
+        return waits.median if waits else None
+
+
 @dataclass(frozen=True)
 class Run:
     """A training run, or a trial of a search that was scored and not trained.
 
     Args:
         name: Its folder, or its trial and master.
-        settings: Its whole configuration, defaults included, by dotted name; empty if unknown.
-        training: Its training reports, in order; empty for a scored trial.
-        validation: Its validation reports, in order.
-        state: How it ended.
-        reason: Why it failed or was stopped, and after how many batches; empty if it finished.
-        seed: Seed of parameters and data order; None if unknown.
-        machine: The machine it ran on.
+        state: How far it has come.
+        reason: Why it failed or was stopped; empty if it completed.
+        parts: The parts that were trained, in order; empty if unknown.
+        reports: Its reports.
         number: Its number in the search; on a cluster the id of the trial.
         hparams: The hyperparameters from its search, by dotted name.
         shares_device: Whether other runs used the device at the same time; then speeds do not
@@ -128,20 +285,45 @@ class Run:
     """
 
     name: str
-    settings: Mapping[str, Any]
-    training: tuple[Report, ...]
-    validation: tuple[Report, ...]
-    state: State
-    reason: str
-    seed: int | None = None
-    machine: Machine = Machine()
+    state: RunState
+    reason: str = ""
+    parts: tuple[Part, ...] = ()
+    reports: Reports = field(default_factory=Reports)
     number: int = 0
     hparams: Mapping[str, Any] = field(default_factory=dict)
     shares_device: bool = False
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of its last part; empty if unknown."""
+        return self.parts[-1].settings if self.parts else {}
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of its last part."""
+        return self.parts[-1].machine if self.parts else Machine()
+
+    @property
+    def date(self) -> str | None:
+        """When it began, ISO 8601; None if unknown."""
+        return self.parts[0].date if self.parts else None
+
+    @property
+    def changed(self) -> dict[str, list[tuple[int, Any]]]:
+        """What changed at a resume: by name the batches before each part, and its value."""
+        facts = [(part.first_batch, _facts(part)) for part in self.parts]
+        names = dict.fromkeys(name for _, known in facts for name in known)
+        values = {n: [(first, known.get(n)) for first, known in facts] for n in names}
+        return {n: parts for n, parts in values.items() if len({repr(v) for _, v in parts}) > 1}
+
+    @property
     def precision(self) -> Precision:
         return Precision(self.settings[PRECISION])
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of parameters and data order; None if unknown."""
+        return self.settings.get(SEED)
 
     @property
     def short_name(self) -> str:
@@ -160,67 +342,41 @@ class Run:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The last validation metrics."""
-        return self.validation[-1].metrics if self.validation else {}
+        validations = self.reports.validations
+        return validations[-1].metrics if validations else {}
 
     @property
     def batches(self) -> int:
         """Number of batches trained, or scored, before the last validation."""
-        return self.validation[-1].batches if self.validation else 0
+        validations = self.reports.validations
+        return validations[-1].batches if validations else 0
+
+    @property
+    def trained_batches(self) -> int:
+        """Number of batches before the last training report."""
+        return self.reports.training.batches if self.reports.training else 0
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """Batches and value of every validation that has the metric."""
-        return [(r.batches, r.metrics[metric]) for r in self.validation if metric in r.metrics]
+        """Batches and value of the validations that have the metric."""
+        found = self.reports.validations
+        return [(r.batches, r.metrics[metric]) for r in found if metric in r.metrics]
 
     def last(self, name: str) -> float | None:
         """A number of the last training report."""
-        return self.training[-1].metrics.get(name) if self.training else None
-
-    @property
-    def audit_share(self) -> float | None:
-        """Share of the first batch's FLOPs in the configured precision; the minimum over processes.
-
-        None if it was not audited.
-        """
-        shares = (
-            r.metrics[AuditMetricName.SHARE]
-            for r in self.training
-            if AuditMetricName.SHARE in r.metrics
-        )
-        return min(shares, default=None)
+        return self.reports.training.metrics.get(name) if self.reports.training else None
 
     @property
     def speed(self) -> Spread | None:
         """Samples per second in steady reports; None without one, or if it shared the device."""
-        if self.shares_device:
-            return None
-        return Spread.of([r.metrics[MetricName.SAMPLES_PER_SECOND] for r in self._steady()])
-
-    @property
-    def data_wait_share(self) -> float | None:
-        """Share of the time that the loop waited for data: the median over steady reports."""
-        shares = [r.metrics.get(MetricName.DATA_WAIT_SHARE) for r in self._steady()]
-        known = Spread.of([share for share in shares if share is not None])
-        return known.median if known else None
+        return None if self.shares_device else self.reports.speed
 
     @property
     def training_seconds(self) -> float | None:
         """Seconds to train all samples at its median speed, without validation and checkpoints."""
-        batch_size = self.settings[BATCH_SIZE]
+        batch_size = self.settings.get(BATCH_SIZE)
         if self.speed is None or batch_size is None:
             return None
-        return float(self.training[-1].batches * batch_size / self.speed.median)
-
-    def _steady(self) -> list[Report]:
-        """The reports that have a speed, without the first report of every process.
-
-        The first one includes the audit, allocations, and the timing of algorithms.
-        """
-        return [
-            report
-            for i, report in enumerate(self.training)
-            if i and AuditMetricName.SHARE not in report.metrics
-            if report.metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0) > 0.0
-        ]
+        return float(self.trained_batches * batch_size / self.speed.median)
 
     @property
     def scale_log2(self) -> float:
@@ -253,56 +409,16 @@ class Run:
         return None if found is None else bool(found)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The runs of one source: a run folder, a search, or an experiment on a cluster.
+# What makes two parts of a run different trainings, besides their settings.
+_OF_A_MACHINE = ("device", "slots", "torch")
 
-    Args:
-        origin: The folder, or the experiment and its master.
-        runs: All of its runs.
-        config: Configuration of the search or experiment; empty for a run folder.
-        left_out: A sentence for each precision that was not trained at all.
-        notes: Further sentences for the report.
-    """
+# Settings that a resume may change: they do not change what a batch trains.
+_MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
 
-    origin: str
-    runs: tuple[Run, ...]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return str(self.config.get("name", self.origin))
-
-    @property
-    def metric(self) -> str:
-        """The validation metric that ranks the runs."""
-        return str(searcher_of(self.config).metric)
-
-    @property
-    def also_searched(self) -> tuple[str, ...]:
-        """Hyperparameters besides the loss scale that differ between runs."""
-        names = dict.fromkeys(name for run in self.runs for name in run.hparams)
-        return tuple(
-            name
-            for name in names
-            if not is_scale(name) and len({repr(run.hparams.get(name)) for run in self.runs}) > 1
-        )
-
-    @property
-    def counts_lost_steps(self) -> bool:
-        """Whether its trials have a score of lost steps; older versions had other scores."""
-        scored = [run.metrics for run in self.runs if run.is_scored]
-        return bool(scored) and all("steps_lost" in metrics for metrics in scored)
-
-    def ranked(self) -> list[Run]:
-        """The runs that reported a finite metric, best first; of equals those nearest to 2^16."""
-        return searcher_of(self.config).best_first(
-            self.runs,
-            lambda run: run.metrics.get(self.metric),
-            lambda run: bits_from_default(run.scale_log2),
-        )
+def _facts(part: Part) -> dict[str, Any]:
+    known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
+    return {**known, **{name: getattr(part.machine, name) for name in _OF_A_MACHINE}}
 
 
 def is_scale(name: str) -> bool:
@@ -310,40 +426,42 @@ def is_scale(name: str) -> bool:
     return name.rpartition(".")[2] == SCALE
 
 
-def ended(
-    settings: Mapping[str, Any],
-    training: Sequence[Report],
-    validation: Sequence[Report],
-    end: End | None,
-) -> tuple[State, str]:
-    """How a run ended, and why.
+def judged(
+    state: RunState, reason: str, settings: Mapping[str, Any], reports: Reports
+) -> tuple[RunState, str]:
+    """How a run ended, and why, judged by its record and its reports.
+
+    A run that has validated after its last batch has completed, even if it was killed before it
+    recorded that. One whose last validation is not finite has failed.
 
     Args:
-        settings: The settings of the run; empty if unknown.
-        training: Its training reports.
-        validation: Its validation reports.
-        end: The end as recorded by the run, its search or its master; None if not recorded.
+        state: Its recorded state.
+        reason: The recorded reason.
+        settings: Its settings; empty if unknown.
+        reports: Its reports.
     """
     unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
     length = settings.get(f"{LENGTH}.{unit}", math.inf)
-    validated = _length(validation, unit)
-    trained = max(validated, _length(training, unit))
-    came = f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
-    if end is not None and end.state == "failed":
-        after = f"; it ended after {came}" if trained < length else ""
-        return State.FAILED, one_line(end.reason or "its log has the reason") + after
-    if validated >= length or (end is not None and end.state == "completed" and validation):
-        broken = [n for n, v in validation[-1].metrics.items() if not math.isfinite(v)]
+    validations = reports.validations
+    validated = _length(validations[-1] if validations else None, unit)
+    trained = max(validated, _length(reports.training, unit))
+    progress = f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
+    if state.is_failure:
+        after = f"; it ended after {progress}" if trained < length else ""
+        return state, one_line(reason or "its log has the reason") + after
+    if validated >= length or (state is RunState.COMPLETED and validations):
+        broken = [n for n, v in validations[-1].metrics.items() if not math.isfinite(v)]
         if broken:
-            return State.FAILED, f"{broken[0]} is {validation[-1].metrics[broken[0]]} at the end"
-        return State.FINISHED, ""
-    if end is None:
-        return State.UNFINISHED, f"{came}: it is running, or was killed"
-    return State.STOPPED, one_line(f"{came}: {end.reason or 'it was stopped'}")
+            value = validations[-1].metrics[broken[0]]
+            return RunState.FAILED, f"{broken[0]} is {value} at the end"
+        return RunState.COMPLETED, ""
+    if state is RunState.RUNNING:
+        return state, f"{progress}: it is running, or was killed"
+    early = state if state is RunState.PRUNED else RunState.STOPPED
+    return early, one_line(f"{progress}: {reason or 'it was stopped'}")
 
 
-def _length(reports: Sequence[Report], unit: str) -> float:
-    if not reports:
+def _length(report: Report | None, unit: str) -> float:
+    if report is None:
         return 0
-    last = reports[-1]
-    return last.batches if unit == "batches" else last.metrics.get(unit, 0)
+    return report.batches if unit == "batches" else report.metrics.get(unit, 0)
