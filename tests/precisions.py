@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from determined_amp.config.dotted import flat
-from determined_amp.reports.precision_findings import Findings, find
-from determined_amp.reports.source import Source
+from determined_amp.experiment.dotted import flat
+from determined_amp.report.precision_findings import Findings, find
+from determined_amp.report.source import Source
 from determined_amp.runs.folder import read_run
 
 GPU, CPU = "NVIDIA H100", "cpu"

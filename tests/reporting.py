@@ -13,11 +13,11 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.dotted import flat, nested
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.source import Source
+from determined_amp.report.source import Source
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState
 from determined_amp.runs.settings import SEED

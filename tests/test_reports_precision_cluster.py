@@ -1,4 +1,4 @@
-"""`determined_amp.reports.precision_report` on the trials of a master, here a small HTTP server."""
+"""`determined_amp.report.precision_report` on the trials of a master, here a small HTTP server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.reports import precision_report as precision
-from determined_amp.reports.master_runs import read_experiment
-from determined_amp.reports.precision_findings import find
-from determined_amp.reports.source import ReportError, Source
+from determined_amp.cli import report as precision
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report.master_runs import read_experiment
+from determined_amp.report.precision_findings import find
+from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Machine, RunState
 from tests.precisions import TRAINED, made_on
@@ -176,7 +176,7 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"training": [], "validation": []}
     with pytest.raises(
-        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp.train"
+        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp train"
     ):
         read()
 
@@ -199,6 +199,6 @@ def test_report_of_a_master_goes_into_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert precision.main(["7"]) == 0
+    assert precision.main(["precision", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
     assert (tmp_path / "runs/experiment-7/precision.html").exists()

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.amp_settings import SCALER_KEYS
-from determined_amp.reports.precision_findings import Findings, advise, find
-from determined_amp.reports.precision_text import answer, sentences, table
-from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.source import ReportError
+from determined_amp.experiment.amp_settings import SCALER_KEYS
+from determined_amp.report.precision_findings import Findings, advise, find
+from determined_amp.report.precision_text import answer, sentences, table
+from determined_amp.report.run_folders import read_search
+from determined_amp.report.source import ReportError
 from determined_amp.runs.folder import RunError, RunFolder, read_run
 from determined_amp.runs.run import RunState
 from determined_amp.search.study_file import load_study
@@ -381,7 +381,7 @@ def test_what_is_no_run_folder_is_a_sentence(tmp_path: Path, content: str | None
     else:
         (folder / "run.json").write_text(content)
     with pytest.raises(
-        RunError, match=r"is not a run folder .*allowed: what .*determined_amp.train"
+        RunError, match=r"is not a run folder .*allowed: what .*determined_amp train"
     ):
         read_run(folder)
 

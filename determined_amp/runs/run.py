@@ -21,9 +21,9 @@ import torch
 from determined_amp.amp.metrics import MetricName
 from determined_amp.amp.precision import described_device
 from determined_amp.audit.report import AuditMetricName
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.errors import one_line
-from determined_amp.config.training import LENGTH_UNITS
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.errors import one_line
+from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION, SEED, TRAINING
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
-from determined_amp.config.dotted import flat
-from determined_amp.config.experiment import read_yaml
+from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.experiment import read_yaml
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import RunState
 from determined_amp.search.asha import AshaPruner
