@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.fake_master import answering
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
@@ -81,6 +81,39 @@ class Master:
 def _page_of(rows: Sequence[object]) -> dict[str, int]:
     count = len(rows)
     return {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": count, "total": count}
+
+
+@contextmanager
+def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[str]:
+    """Answer HTTP requests meanwhile: (method, path and query, body) by (status, body).
+
+    Yields:
+        The address.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_request(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, said = answer(self.command, self.path, sent)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    # It looks that often whether it is to end; by default twice a second.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.local.master import NONSENSE, log_in
 from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.master import NONSENSE, log_in
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.runs.settings import SEED, of_experiment
 from determined_amp.search.compose import compose
