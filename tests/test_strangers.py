@@ -27,8 +27,8 @@ from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
-from determined_amp.local.folder import read_metrics
 from determined_amp.local.open_trial import open_trial
+from determined_amp.runs.folder import read_metrics
 from tests import strangers, training
 
 TRIAL = "tests.strangers:Stranger"
