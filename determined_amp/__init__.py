@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from determined_amp.amp.mixed_precision import MixedPrecision
     from determined_amp.amp.unmodified import TrialAsItIs
-    from determined_amp.audit.report import AuditError
+    from determined_amp.audit import AuditError
     from determined_amp.experiment.amp_settings import (
         AmpSettings,
         EvalPrecision,
@@ -44,7 +44,7 @@ __all__ = [
 
 _MODULES = {
     "AmpSettings": "experiment.amp_settings",
-    "AuditError": "audit.report",
+    "AuditError": "audit",
     "ConfigError": "experiment.settings",
     "EvalPrecision": "experiment.amp_settings",
     "GuardError": "experiment.errors",

@@ -30,7 +30,7 @@ from determined_amp.local.open_trial import open_trial
 def audit_here(
     config: Mapping[str, Any], source: str, trial: str | None = None
 ) -> tuple[Audit, Precision | None]:
-    """Train one batch here, or two on a GPU, in Determined's loop and without writing files.
+    """Train one batch here, in Determined's loop and without writing files.
 
     Args:
         config: The experiment configuration.
@@ -69,9 +69,9 @@ def _audit(
         raise pytorch._ShouldExit(skip_exit_checkpoint=True)
 
     has_tf32 = DeviceSupport.of(context.device).tf32
-    audited(trial, context.device, asked, stop, has_tf32=has_tf32, time_kernels=True)
+    audited(trial, asked, stop, has_tf32=has_tf32)
     with controlled_by(SafeController):
-        pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2), checkpoint_policy="none")
+        pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(1), checkpoint_policy="none")
     return done[0]
 
 

@@ -2,7 +2,7 @@
 
     python -m determined_amp find experiment_configs/mlp/amp.yaml
     python -m determined_amp find CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
-                               [--write NEW.yaml] [--json FILE] [--plot FILE.png]
+                               [--json FILE] [--plot FILE.png]
 
 The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
 YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.cli.options import (
     add_override_option,
     add_precision_option,
@@ -27,11 +26,10 @@ from determined_amp.cli.options import (
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError
-from determined_amp.finder.advice import FoundScale, yaml_changes
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import MOST_BATCHES
 from determined_amp.finder.trial import find_in_trial
-from determined_amp.finder.yaml_copy import write_copy
-from determined_amp.local.open_trial import OpenTrial, open_trial
+from determined_amp.local.open_trial import open_trial
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,8 +46,6 @@ def main(arguments: Sequence[str]) -> int:
     config = in_precision(config, chosen_precision(options))
     _check_targets(options)
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
-        if options.write is not None:
-            _check_reads_amp(opened)
         found = find_in_trial(
             str(config.get("name", options.config)),
             opened.trial,
@@ -73,16 +69,13 @@ def _save(found: FoundScale, options: argparse.Namespace) -> None:
 
         save_png(draw(found, None), options.plot)
         print(f"written: {options.plot}")
-    if options.write:
-        write_copy(Path(options.config), options.write, yaml_changes(found))
-        print(f"written: {options.write}")
 
 
 def _check_targets(options: argparse.Namespace) -> None:
     """Raise for a wrong option before the work starts."""
     problems = [
         f"got {target}, whose folder does not exist"
-        for target in (options.json, options.write, options.plot)
+        for target in (options.json, options.plot)
         if target is not None and not target.parent.is_dir()
     ]
     problems += [
@@ -92,29 +85,10 @@ def _check_targets(options: argparse.Namespace) -> None:
     ]
     if options.plot is not None and options.plot.suffix != ".png":
         problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
-    if options.write is not None and options.write.exists():
-        problems.append(f"--write: {options.write} exists; allowed: a new file")
-    if options.write is not None and options.overrides:
-        problems.append(
-            "--write: copies the YAML as it is, and what --config changes would be lost; allowed: "
-            "one of the two"
-        )
     if not 1 <= options.batches <= MOST_BATCHES:
         problems.append(f"--batches: got {options.batches}; allowed: 1 to {MOST_BATCHES}")
     if problems:
         raise ConfigError("command line", problems)
-
-
-def _check_reads_amp(opened: OpenTrial) -> None:
-    if MixedPrecision.of(opened.context) is None:
-        name = type(opened.trial).__name__
-        raise ConfigError(
-            "--write",
-            [
-                f"{name} reads no section hyperparameters.amp, which --write changes; allowed: "
-                "trials that read it"
-            ],
-        )
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -131,9 +105,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--sweep", action="store_true", help="also measure every shown scale in float16"
-    )
-    parser.add_argument(
-        "--write", type=Path, metavar="NEW.yaml", help="write a copy of the YAML with the answer"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture")

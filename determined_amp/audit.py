@@ -1,13 +1,26 @@
-"""The result of an audit: whether it passed, as a table, and as metrics."""
+"""Checks on one real training batch that a run computes in the precision its YAML asks for.
+
+A model that leaves autocast trains in float32 without any sign of it. The audit counts the products
+of the first batch by dtype, forward and backward, and stops the run if the wrong dtype dominates.
+
+A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
+convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
+layers and anything in `torch.inference_mode` are not counted.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from determined import pytorch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
@@ -20,6 +33,54 @@ _REMEDY = (
     "fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the model, and "
     "for code that sets torch.backends; or ask for the precision that it computes in."
 )
+
+# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another keyword.
+_FORMULA = inspect.signature(flop_registry[torch.ops.aten.mm], follow_wrapped=False)
+_RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
+
+
+class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Counts products and casts by dtype. It does not synchronise and changes no result.
+
+    The backward is counted too, because autograd's threads inherit the mode.
+
+    Attributes:
+        flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
+        casts: Tensors converted from one floating dtype to another.
+        cast_bytes: Bytes that these conversions read and wrote.
+    """
+
+    supports_higher_order_operators = True  # torch refuses a batch with flex_attention otherwise
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: Counter[tuple[str, torch.dtype]] = Counter()
+        self.casts = 0
+        self.cast_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = getattr(func, "overloadpacket", func)
+        if operation in flop_registry:
+            flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})
+            self._count_product(operation.__name__, flops, args)
+        elif operation is torch.ops.aten._to_copy:
+            self._count_cast(args[0], result)
+        return result
+
+    def _count_product(self, operation: str, flops: int, args: tuple[Any, ...]) -> None:
+        dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        if dtypes:  # attention also takes statistics, which are wider than its factors
+            self.flops[operation, min(dtypes, key=lambda dtype: dtype.itemsize)] += flops
+
+    def _count_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        floating = source.is_floating_point() and result.is_floating_point()
+        if floating and source.dtype != result.dtype:
+            self.casts += 1
+            self.cast_bytes += source.nbytes + result.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +95,6 @@ class Audit:
         tf32: State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they
             disagree. TF32 products are counted as float32.
         device_has_tf32: Whether the device has TF32 at all.
-        tensor_core_share: Share of GPU time in tensor-core kernels; None if it was not timed.
     """
 
     precision: Precision
@@ -43,7 +103,6 @@ class Audit:
     cast_bytes: int
     tf32: str
     device_has_tf32: bool
-    tensor_core_share: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,14 +142,15 @@ class Audit:
         for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
             share = flops / self.total_flops
             lines.append(f"{operation:{width}}  {_name(dtype):9}{flops / 1e9:>10.4g}{share:>8.1%}")
-        lines += [
-            f"{self.precision.value} asks for {_name(self.dtype)}: {self.share:.1%} of the FLOPs",
-            f"casts: {self.casts}, {self.cast_bytes / 2**20:.4g} MiB read and written",
-            f"TF32 switches: {self.tf32}",
-        ]
-        if self.tensor_core_share is not None:
-            lines.append(f"GPU time in tensor-core kernels: {self.tensor_core_share:.1%}")
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                *lines,
+                f"{self.precision.value} asks for {_name(self.dtype)}: "
+                f"{self.share:.1%} of the FLOPs",
+                f"casts: {self.casts}, {self.cast_bytes / 2**20:.4g} MiB read and written",
+                f"TF32 switches: {self.tf32}",
+            ]
+        )
 
     def metrics(self) -> dict[str, float]:
         """Only the share: numbers that are measured once make no curve."""
@@ -110,6 +170,47 @@ class AuditError(UserError):
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
         super().__init__(f"audit: {audit.failure()}\n{audit.table()}\n{_REMEDY}")
+
+
+def audited(
+    trial: pytorch.PyTorchTrial,
+    precision: Precision,
+    on_done: Callable[[Audit], None],
+    *,
+    has_tf32: bool,
+) -> None:
+    """Audit the next batch that `trial` trains, in any training loop.
+
+    Args:
+        trial: The trial. Its `train_batch` is replaced for the audited batch, then restored.
+        precision: The precision that the YAML asks for.
+        on_done: Called with the audit if it passes. Otherwise `train_batch` raises `AuditError`.
+        has_tf32: Whether the device has TF32.
+    """
+    train_batch = trial.train_batch
+
+    def audited_batch(*args: Any, **kwargs: Any) -> Any:
+        trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
+        with ProductCount() as count:
+            metrics = train_batch(*args, **kwargs)
+        audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+        if not audit.passed:
+            raise AuditError(audit)
+        on_done(audit)
+        return metrics
+
+    trial.train_batch = audited_batch  # type: ignore[method-assign]  # for one call
+
+
+def _tf32() -> str:
+    try:
+        matmul = torch.get_float32_matmul_precision() != "highest"
+        convolution = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # torch's new switches were set, to different values
+        return "mixed"
+    if matmul != convolution:
+        return "mixed"
+    return "on" if matmul else "off"
 
 
 class AuditMetrics(pytorch.MetricReducer):
