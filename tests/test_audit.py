@@ -28,6 +28,7 @@ from determined_amp.cli import audit as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.local.audit import audit_here
 from determined_amp.local.open_trial import open_trial
 from tests import training
 from tests.one_weight import Recipe, run
@@ -119,7 +120,7 @@ def given(arguments: list[str]) -> tuple[Mapping[str, Any], str]:
 
 
 def audit_of(arguments: list[str]) -> Audit:
-    audit, asked = command.audit_here(*given(arguments))
+    audit, asked = audit_here(*given(arguments))
     assert asked is audit.precision
     return audit
 

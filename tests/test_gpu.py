@@ -28,13 +28,13 @@ from determined_amp import __main__ as door
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
-from determined_amp.cli.audit import audit_here
 from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.errors import GuardError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
+from determined_amp.local.audit import audit_here
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
