@@ -29,7 +29,6 @@ from determined import pytorch
 from rich.progress import Progress
 
 from benchmarks import small_trials
-from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
@@ -40,6 +39,7 @@ from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
 from determined_amp.reports.loss_scale_figure import draw_models
 from determined_amp.reports.page import save_png
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]

@@ -10,14 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from determined_amp.amp.mixed_precision import MixedPrecision
-    from determined_amp.amp.unmodified import TrialAsItIs
     from determined_amp.audit.report import AuditError
     from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, OnOverflow, Precision
     from determined_amp.config.errors import GuardError, UserError
     from determined_amp.config.settings import ConfigError
     from determined_amp.finder import find_loss_scale
-    from determined_amp.fitting import fit
+    from determined_amp.trial.fitting import fit
+    from determined_amp.trial.mixed_precision import MixedPrecision
+    from determined_amp.trial.unmodified import TrialAsItIs
 
 __version__ = "0.1.0"
 
@@ -43,13 +43,13 @@ _MODULES = {
     "ConfigError": "config.settings",
     "EvalPrecision": "config.amp_settings",
     "GuardError": "config.errors",
-    "MixedPrecision": "amp.mixed_precision",
+    "MixedPrecision": "trial.mixed_precision",
     "OnOverflow": "config.amp_settings",
     "Precision": "config.amp_settings",
-    "TrialAsItIs": "amp.unmodified",
+    "TrialAsItIs": "trial.unmodified",
     "UserError": "config.errors",
     "find_loss_scale": "finder",
-    "fit": "fitting",
+    "fit": "trial.fitting",
 }
 
 

@@ -24,16 +24,12 @@ from typing import Any
 import determined as det
 from determined import pytorch
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.guard import show_failure
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.dotted import value_at
 from determined_amp.config.errors import GuardError, UserError
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
-from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
@@ -41,6 +37,10 @@ from determined_amp.local.folder import FolderError, RunFolder
 from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by, task_configuration
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.notes import show_failure
+from determined_amp.trial.unmodified import trial_of
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 _METHODS = ("single", *_SEARCHES, "custom")
@@ -86,7 +86,7 @@ def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
 def _parse(info: det.ClusterInfo, trial: str | None) -> experiment.Experiment[Any]:
     """The experiment of this cluster task."""
     return experiment.parse(
-        info.trial._config,
+        task_configuration(info),
         "experiment",
         trial=trial,
         hyperparameters=info.trial.hparams,

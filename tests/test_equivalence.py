@@ -22,10 +22,10 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import AmpSettings, OnOverflow, Precision
 from determined_amp.config.overrides import with_overrides
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import training
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context

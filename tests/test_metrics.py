@@ -28,8 +28,8 @@ from determined_amp.amp.metrics import (
     timed,
 )
 from determined_amp.amp.metrics import gradients_of as gradients_that_are_dense
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp_settings import AmpSettings, Precision
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 
 
@@ -193,15 +193,14 @@ class TestTrainingMetrics:
         assert [gradients.counts for gradients in metrics.all()] == [first, second]
 
     def test_scales_are_those_of_now_and_of_the_newest_step(self) -> None:
-        context: Any = Context()
         scales = (torch.tensor(2.0), torch.tensor(4.0))
-        metrics = TrainingMetrics(context, lambda: scales, scaled=True)
+        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == 1
         assert metrics.latest == Report(None, 4.0, ())
 
     def test_scale_of_zero_has_no_logarithm(self) -> None:
-        context: Any = Context()
-        metrics = TrainingMetrics(context, lambda: (torch.zeros(()),) * 2, scaled=True)
+        scales = (torch.zeros(()),) * 2
+        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == -math.inf
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
@@ -444,8 +443,14 @@ class TestTrainingMetrics:
 
     def test_is_asked_in_training_only(self) -> None:
         context: Any = Context()
-        metrics = TrainingMetrics(context, lambda: (torch.ones(()), torch.ones(())), scaled=False)
-        assert context.registered == [(metrics, {"for_validation": False})]
+        metrics = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False)).metrics
+        metrics.add(torch.tensor(1.0), 8)
+        ((reducer, when),) = context.registered
+        assert when == {"for_validation": False}
+        reported = reducer.cross_slot_reduce([reducer.per_slot_reduce()])
+        assert reported["loss"] == 1
+        reducer.reset()
+        assert "loss" not in report_of(metrics)
 
 
 class TestTimedLoader:

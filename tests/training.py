@@ -19,7 +19,7 @@ import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp import train
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from trials.mlp import MLPTrial
 
 ROOT = Path(__file__).parents[1]

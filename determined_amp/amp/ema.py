@@ -15,7 +15,6 @@ from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.scaler import StepCounts
 
 
@@ -72,7 +71,7 @@ class EMAWeights(pytorch.PyTorchCallback):
     def __init__(
         self,
         model: nn.Module,
-        amp: MixedPrecision,
+        amp: Any,
         decay: float,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from determined import pytorch
 
 from determined_amp.amp.scaler import StepCounts
 
@@ -179,13 +178,15 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [gradient for gradient in found if gradient is not None and not gradient.is_sparse]
 
 
-class TrainingMetrics(pytorch.MetricReducer):
+class TrainingMetrics:
     """Loss, scale, steps, speed and memory of the batches since the last report.
 
     `MetricName` lists what it reports.
 
     Args:
-        context: The trial's context; registers itself there.
+        device: Where the training computes.
+        optimizers: Those of the training; more may come later.
+        slots: The processes of the training.
         scales: Give the current scale, and that of the newest step, (), on the device.
         scaled: Whether a loss scale multiplies the gradients.
 
@@ -197,30 +198,31 @@ class TrainingMetrics(pytorch.MetricReducer):
 
     def __init__(
         self,
-        context: pytorch.PyTorchTrialContext,
+        device: torch.device,
+        optimizers: Sequence[torch.optim.Optimizer],
+        slots: int,
         scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         *,
         scaled: bool,
     ) -> None:
-        self._device = context.device
-        self._optimizers = context.optimizers
-        self._slots: int = context.distributed.size
+        self._device = device
+        self._optimizers = optimizers
+        self._slots = slots
         self._scales = scales
         self._scaled = scaled
-        self._loss_sum = DeviceSum(context.device)
+        self._loss_sum = DeviceSum(device)
         self._of: dict[torch.optim.Optimizer, Gradients] = {}
-        self._first_counts = StepCounts(context.device, can_skip=scaled)
+        self._first_counts = StepCounts(device, can_skip=scaled)
         self._losses = 0
         self._samples = 0
         self._timed_samples = 0
-        self._wait = DataWait(context.device)
-        self._stopwatch = Stopwatch(context.device)
+        self._wait = DataWait(device)
+        self._stopwatch = Stopwatch(device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
         self.latest: Report | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
-        context.wrap_reducer(self, for_validation=False)
 
     @property
     def first_counts(self) -> StepCounts:

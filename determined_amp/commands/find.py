@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.experiment import read_yaml
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
@@ -27,6 +26,7 @@ from determined_amp.finder.frozen import MOST_BATCHES
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.yaml_copy import write_copy
 from determined_amp.local.open_trial import OpenTrial, open_trial
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 def main(arguments: Sequence[str]) -> int:

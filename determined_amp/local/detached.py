@@ -23,7 +23,6 @@ import yaml
 from determined.common import api
 from determined.common.api import bindings, errors
 
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import RunFolder, write_whole
 from determined_amp.local.master import (
@@ -37,6 +36,7 @@ from determined_amp.local.master import (
 from determined_amp.local.outbox import Outbox
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
+from determined_amp.trial.checkpoint import CheckpointError
 
 logger = logging.getLogger(__name__)
 

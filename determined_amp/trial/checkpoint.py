@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from determined import pytorch, util
+from determined import pytorch
 
-from determined_amp.amp.random_state import random_state, restore_random_state, settle_order
-from determined_amp.config.errors import GuardError, UserError
-from determined_amp.config.settings import ConfigError
+from determined_amp.config.errors import UserError
 
 
 class CheckpointError(UserError):
@@ -48,126 +45,6 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
         checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
 
 
-class SafeController(pytorch._PyTorchTrialController):
-    """Determined's training loop, loading checkpoints without running what is in them.
-
-    A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
-    validation lacks the metric of the searcher. A resumed run sees the batches and the random
-    numbers of an undisturbed one.
-    """
-
-    _metric_problem: str | None = None
-    _before_validation: dict[str, Any] | None = None
-
-    def run(self) -> None:
-        # Off a cluster `Trainer` knows of no earlier batches.
-        if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
-            with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
-                self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
-            self.context._steps_completed = self.start_from_batch
-        super().run()
-
-    def _set_data_loaders(self) -> None:
-        super()._set_data_loaders()
-        seed = self.context._trial_seed  # None off a cluster, where a script sets its own
-        seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
-        settle_order(self.training_loader, seed, say=self.is_chief)
-        if not self.context._epoch_len:  # Determined asserts it, at the first batch
-            raise UserError(
-                "the training data loader has no batch: the data is empty, or smaller than the one "
-                "batch that drop_last drops; allowed: more data, or a smaller batch"
-            )
-
-    def _run(self) -> None:
-        try:
-            super()._run()
-        except GuardError as error:
-            if error.state_is_good and not self._checkpoint_is_current():
-                self._checkpoint(already_exiting=True)
-            raise
-
-    def _validate(self) -> dict[str, Any]:
-        if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
-            # A longer run has no validation here, and each one draws from the random state.
-            self._before_validation = random_state(self.context.distributed.local_rank)
-        metrics: dict[str, Any] = super()._validate()
-        if self.is_chief and self.searcher_metric_name:
-            self._check_searcher_metric(metrics)
-        # Only the chief has the metrics, and all ranks must end.
-        problem = self.context.distributed.broadcast(self._metric_problem)
-        if problem is not None:
-            if not self._checkpoint_is_current():
-                self._checkpoint(already_exiting=True)
-            raise ConfigError("experiment", [problem])
-        return metrics
-
-    def _is_due(self) -> bool:
-        """Whether a validation comes here in a run of any length."""
-        assert self.state
-        assert self.context._epoch_len
-        if isinstance(self.validation_period, pytorch.Batch):
-            return self.validation_period.should_stop(self.state.batches_trained)
-        epochs, more = divmod(self.state.batches_trained, self.context._epoch_len)
-        return not more and self.validation_period.should_stop(epochs)
-
-    def _checkpoint(self, already_exiting: bool) -> None:
-        if self._before_validation is not None:
-            restore_random_state(self._before_validation, self.context.distributed.local_rank)
-        self._of_ranks = self.context.distributed.gather(
-            random_state(self.context.distributed.local_rank)
-        )
-        super()._checkpoint(already_exiting)
-
-    def _save(self, path: Path) -> None:
-        save = torch.save
-
-        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
-            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
-                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
-                if self.context.distributed.size > 1:
-                    checkpoint["rng_state_of_ranks"] = self._of_ranks
-            save(checkpoint, *others, **named)
-
-        with patched(torch, "save", save_plain):
-            super()._save(path)
-
-    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
-        """Note what is wrong with it, instead of raising while the other ranks wait."""
-        metric = self.searcher_metric_name
-        numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
-        if metric in numbers:
-            return val_metrics[metric]
-        fault = "is no number" if metric in val_metrics else "the trial does not report"
-        self._metric_problem = (
-            f"searcher.metric: got {metric}, which {fault}; allowed: {', '.join(numbers)}, "
-            "or no metric, and then no checkpoint is the best"
-        )
-        return 0.0
-
-    def _load(self, load_path: Path) -> None:
-        """Restore the trial from a checkpoint folder.
-
-        Raises:
-            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does not fit.
-        """
-        allow_numpy_random_state()
-        check_bytes(load_path)
-        same_trial = bool(self._counts_in(load_path))
-        rank = self.context.distributed.rank
-        with _restoring(load_path), patched(torch, "load", partial(_load_plain, torch.load, rank)):
-            for callback in self.callbacks.values():
-                tell = getattr(callback, "on_checkpoint_of", None)
-                if tell is not None:
-                    tell(same_trial=same_trial)
-            super()._load(load_path)
-
-    def _counts_in(self, load_path: Path) -> dict[str, Any]:
-        """The counts of the loop in a checkpoint of this trial; nothing in that of another one."""
-        with _restoring(load_path):
-            saved = _read_without_code(load_path / "trial_state.pkl")
-        return saved if saved.get("trial_id") == self.trial_id else {}
-
-
 # What torch, pickle and the trial's own `load_state_dict` raise for a state of another kind.
 _NOT_RESTORED = (
     *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
@@ -176,7 +53,7 @@ _NOT_RESTORED = (
 
 
 @contextmanager
-def _restoring(checkpoint: Path) -> Iterator[None]:
+def restoring(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except _NOT_RESTORED as error:
@@ -185,7 +62,7 @@ def _restoring(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def _load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
+def load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
     """Torch's `load` without code. Determined takes what is no dict for nothing to restore."""
     found = load(*given, **named, weights_only=True)
     if not isinstance(found, dict):
@@ -212,22 +89,6 @@ def check_bytes(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {damaged} has changed")
-
-
-def use_safe_controller() -> None:
-    """Let `pytorch.Trainer.fit` of this process run its loop in `SafeController`, from now on.
-
-    A loop that other code has put there stays.
-    """
-    if pytorch._PyTorchTrialController is SafeController.__base__:
-        pytorch._PyTorchTrialController = SafeController  # type: ignore[misc]
-
-
-@contextmanager
-def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) -> Iterator[None]:
-    """Let `pytorch.Trainer.fit` run its loop in `controller`; it offers no parameter for that."""
-    with patched(pytorch, "_PyTorchTrialController", controller):
-        yield
 
 
 def allow_numpy_random_state() -> None:
@@ -260,7 +121,8 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def settle_groups(
     checkpoint: dict[str, Any],
-    context: pytorch.PyTorchTrialContext,
+    optimizers: Sequence[torch.optim.Optimizer],
+    scheduled_by_context: Collection[torch.optim.Optimizer],
     constructed: list[list[dict[str, Any]]],
     before: Mapping[str, Any],
 ) -> None:
@@ -272,16 +134,14 @@ def settle_groups(
 
     Args:
         checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
-        context: The trial's context.
+        optimizers: Those of the trial.
+        scheduled_by_context: Those with a scheduler of `context.wrap_lr_scheduler`.
         constructed: `plain_groups` of every optimizer as this trial made it.
         before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
             which only takes over what such a scheduler moves.
     """
-    moved = {id(getattr(w._scheduler, "optimizer", None)) for w in context.lr_schedulers}
     saved_optimizers = checkpoint.get("optimizers_state_dict", [])
-    for index, (saved, optimizer) in enumerate(
-        zip(saved_optimizers, context.optimizers, strict=False)
-    ):
+    for index, (saved, optimizer) in enumerate(zip(saved_optimizers, optimizers, strict=False)):
         then = _at(before.get("constructed"), index, [])
         # A rate that followed the applied steps is computed again from their count.
         scheduled = _at(before.get("scheduled"), index, False)
@@ -293,7 +153,7 @@ def settle_groups(
                 # A scheduler of the context continues from the checkpoint, and so does what it
                 # has moved.
                 moved_there = key == "lr" or key not in was or _plain(saved_group[key]) != was[key]
-                if schedulable and id(optimizer) in moved and moved_there:
+                if schedulable and optimizer in scheduled_by_context and moved_there:
                     continue
                 unchanged = key in was and was[key] == now.get(key)
                 if not unchanged or (schedulable and scheduled):
@@ -326,25 +186,10 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values are allowed")
 
 
-def _read_without_code(path: Path) -> dict[str, Any]:
+def read_without_code(path: Path) -> dict[str, Any]:
     """What Determined unpickles afterwards; refused if it holds more than plain values."""
     with path.open("rb") as file:
         state: Any = _PlainUnpickler(file).load()
     if not isinstance(state, dict):
         raise TypeError(f"{path.name} holds a {type(state).__name__}, not the state of a loop")
     return state
-
-
-@contextmanager
-def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
-    """Replace an attribute inside this block, where Determined offers no argument for it."""
-    own = vars(owner)
-    was_own, before = name in own, own.get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if was_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -19,18 +19,11 @@ from determined import pytorch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.accumulation import average_at_once, share_gradients_once
-from determined_amp.amp.checkpoint import (
-    PortableCheckpoint,
-    patched,
-    plain_groups,
-    settle_groups,
-    use_safe_controller,
-)
 from determined_amp.amp.compiled import compile_forward
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics, gradients_of, timed
+from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import (
     DeviceSupport,
     described,
@@ -49,6 +42,21 @@ from determined_amp.config.amp_settings import (
 )
 from determined_amp.config.errors import print_uncaught_user_errors
 from determined_amp.config.settings import ConfigError, read_section
+from determined_amp.trial.accumulation import average_at_once, share_gradients_once
+from determined_amp.trial.checkpoint import PortableCheckpoint, plain_groups, settle_groups
+from determined_amp.trial.determined_0_38 import (
+    aggregation_frequency,
+    averages_gradients,
+    current_batch,
+    hyperparameters,
+    scaler_of,
+    schedulers,
+    searcher,
+    use_safe_controller,
+    what_steps,
+)
+from determined_amp.trial.guard import TrialGuard
+from determined_amp.trial.reported import ReportedMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +90,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
         metrics: What is reported.
-        watched: Set it to False before the training to have neither audit nor guard.
+        guard: Ends a run that no longer trains.
 
     Raises:
         ConfigError: if the settings are wrong, or the context already has what must come later.
@@ -97,9 +105,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self.settings = settings or _settings_of(context)
         self.device: torch.device = context.device
         self.fused = self.device.type == "cuda"
-        self.watched = True
         self._context = context
-        self._aggregation_frequency = int(context._aggregation_frequency)
+        self._aggregation_frequency = aggregation_frequency(context)
         prepare_backend(
             self.settings.precision, self.device, set_switches=self.settings.set_backends
         )
@@ -120,7 +127,24 @@ class MixedPrecision(pytorch.PyTorchCallback):
             _Nestable(lambda: self._autocast(dtype)) if dtype else nullcontext()
         )
         self._one = torch.ones((), device=self.device)
-        self.metrics = TrainingMetrics(context, self._scales, scaled=self.settings.scales_the_loss)
+        self.metrics = TrainingMetrics(
+            self.device,
+            context.optimizers,
+            context.distributed.size,
+            self._scales,
+            scaled=self.settings.scales_the_loss,
+        )
+        context.wrap_reducer(ReportedMetrics(self.metrics), for_validation=False)
+        self.guard = Guard(
+            self.settings,
+            self.metrics,
+            self.scaler,
+            models=context.models,
+            optimizers=context.optimizers,
+            slots=context.distributed,
+            replay=self._train_newest_batch_again,
+        )
+        self.guard.batches_per_step = self._aggregation_frequency
         self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
         self._schedules: dict[torch.optim.Optimizer, AppliedStepSchedule] = {}
         self._plateaus: list[PlateauSchedule] = []
@@ -128,7 +152,6 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._prepared: nn.Module | None = None
         self._constructed: list[list[dict[str, Any]]] | None = None
         self._trial: pytorch.PyTorchTrial | None = None
-        self._guard: Guard | None = None
         self._train_batch: Callable[..., Any] | None = None
         self._newest_batch: Any = None
         self._changes_batches: bool | None = None  # not known before the first one
@@ -274,7 +297,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if loss is not None and self.settings.compile.replays_graphs:
             loss = loss.detach().clone()  # kept until the report
         samples = self._batch_length() if samples is None else samples
-        batch_idx, counted = self._context._current_batch_idx, self._counted_batch
+        batch_idx, counted = current_batch(self._context), self._counted_batch
         self._counted_batch = batch_idx
         again = batch_idx is not None and batch_idx == counted
         return self.metrics.add(loss, samples, again=again)
@@ -304,14 +327,22 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if self._trial is None:
             self._time_the_loader(trial)
         self._trial = trial
-        self._guard = Guard(self._context, self, self._train_newest_batch_again)
         return {
             CALLBACK: self,
-            "determined_amp.guard": self._guard,
+            "determined_amp.guard": TrialGuard(self._context, self.guard, self.settings),
             "determined_amp.portable_checkpoint": PortableCheckpoint(),
         }
 
     # What else there is to ask.
+
+    @property
+    def watched(self) -> bool:
+        """Set it to False before the training to have neither audit nor guard."""
+        return self.guard.enabled
+
+    @watched.setter
+    def watched(self, watched: bool) -> None:
+        self.guard.enabled = watched
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
@@ -354,7 +385,8 @@ class MixedPrecision(pytorch.PyTorchCallback):
         """
         self._steps = False
         try:
-            with without_steps(self._context, self.scaler):
+            context = self._context
+            with without_steps(self.scaler, context.optimizers, what_steps(context)):
                 yield
         finally:
             self._steps = True
@@ -391,7 +423,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         self._warm_start = not same_trial
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        batch_idx = self._context._current_batch_idx
+        batch_idx = current_batch(self._context)
         if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
             logger.warning(
                 "this checkpoint is in the middle of a window of %d batches, and does not hold the "
@@ -414,7 +446,9 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
             states[CALLBACK] = states.pop("mixed_precision")  # its first name
         before = {} if self._warm_start else states.get(CALLBACK)
-        settle_groups(checkpoint, self._context, self._constructed, before or {})
+        optimizers = self._context.optimizers
+        moved = _scheduled(self._context)
+        settle_groups(checkpoint, optimizers, moved, self._constructed, before or {})
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():
             if state:
@@ -458,7 +492,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         if self._plateaus:
-            name = _searcher_metric(self._context)
+            name = str(searcher(self._context).get("metric"))
             for plateau in self._plateaus:
                 if name not in metrics:
                     raise _wrong(
@@ -540,8 +574,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
         if self._unmatched and self._prepared is not None:
             keep_in_float32(self._prepared, self._unmatched, self.device.type)  # raises, with names
         ours = {*self._schedules, *(plateau.optimizer for plateau in self._plateaus)}
-        theirs = (getattr(w._scheduler, "optimizer", None) for w in self._context.lr_schedulers)
-        if not ours.isdisjoint(theirs):
+        if not ours.isdisjoint(_scheduled(self._context)):
             raise _wrong(
                 "wrap_lr_scheduler",
                 "an optimizer has a schedule of amp.wrap_lr_scheduler and one of "
@@ -549,8 +582,7 @@ class MixedPrecision(pytorch.PyTorchCallback):
             )
 
     def _check_averaging(self) -> None:
-        configs = self._context._optimizer_configs.values()
-        if not all(config["average_aggregated_gradients"] for config in configs):
+        if not averages_gradients(self._context):
             frequency = self._aggregation_frequency
             raise _wrong(
                 "average_aggregated_gradients",
@@ -650,7 +682,7 @@ def _check_order(context: pytorch.PyTorchTrialContext) -> None:
 def _refuse_scaler(
     context: pytorch.PyTorchTrialContext, ours: torch.amp.GradScaler | None = None
 ) -> None:
-    theirs: Any = context._scaler
+    theirs = scaler_of(context)
     if theirs is not None and theirs is not ours:
         raise _wrong(
             "MixedPrecision",
@@ -662,7 +694,7 @@ def _refuse_scaler(
 def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     info = det.get_cluster_info()
     trial = info.trial if info is not None and info.task_type == "TRIAL" else None
-    hparams = context._hparams
+    hparams = hyperparameters(context)
     if hparams is None and trial is not None:
         hparams = trial.hparams
     if hparams is None:
@@ -687,12 +719,14 @@ def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[torch.optim.Opt
     """The optimizers whose scheduler Determined moves after every step, skipped or not."""
     modes = pytorch.LRScheduler.StepMode
     by_step = (modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP)
-    schedulers = (w._scheduler for w in context.lr_schedulers if w._step_mode in by_step)
-    return frozenset(s.optimizer for s in schedulers if hasattr(s, "optimizer"))
+    moved = (scheduler for scheduler, mode in schedulers(context) if mode in by_step)
+    return frozenset(s.optimizer for s in moved if hasattr(s, "optimizer"))
 
 
-def _searcher_metric(context: pytorch.PyTorchTrialContext) -> str:
-    return str(((context._exp_conf or {}).get("searcher") or {}).get("metric"))
+def _scheduled(context: pytorch.PyTorchTrialContext) -> frozenset[torch.optim.Optimizer]:
+    """The optimizers with a scheduler of `context.wrap_lr_scheduler`."""
+    each = (scheduler for scheduler, _ in schedulers(context))
+    return frozenset(s.optimizer for s in each if hasattr(s, "optimizer"))
 
 
 def _wrong(place: str, problem: str) -> ConfigError:
