@@ -316,7 +316,7 @@ class TestMomentumOfFusedSGD:
         assert all(map(math.isfinite, fused))
 
     def test_would_be_garbage_without_the_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        never = "determined_amp.trial.mixed_precision.fill_momentum"
+        never = "determined_amp.amp.steps.fill_momentum"
         monkeypatch.setattr(never, lambda *_, **named: None)
         first, second = weights_after([math.inf, 1.0], fused=True)
         assert first == 1.0

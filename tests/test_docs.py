@@ -236,7 +236,7 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     context.optimizers.append(optimizer)
     training.drifting = frozenset([optimizer])
     parameter.grad = torch.ones(1)
-    training.of(optimizer).look([parameter])
+    training.of(optimizer).measure([parameter])
     training.of(optimizer).add_norm(torch.ones(()))
     for found_inf in (1.0, 0.0):
         amp.steps(optimizer).count(torch.tensor(found_inf))

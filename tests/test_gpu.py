@@ -154,7 +154,7 @@ def test_batches_of_convolutions_never_wait(precision: Precision) -> None:
 
 
 def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("determined_amp.trial.mixed_precision.TrainingMetrics", ReadsTheLoss)
+    monkeypatch.setattr("determined_amp.amp.loop.TrainingMetrics", ReadsTheLoss)
     with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
 
@@ -289,9 +289,7 @@ def test_fused_sgd_is_the_unfused_one_after_a_first_step_that_overflows(
     plain = momentum_after(gradients, fused=False)
     torch.testing.assert_close(momentum_after(gradients, fused=True), plain, rtol=0, atol=0)
     # Negative control: without the library's zeros its first momentum is what was in memory.
-    monkeypatch.setattr(
-        "determined_amp.trial.mixed_precision.fill_momentum", lambda _, *, can_skip: None
-    )
+    monkeypatch.setattr("determined_amp.amp.steps.fill_momentum", lambda _, *, can_skip: None)
     assert bool(momentum_after(gradients, fused=True)[0].isnan().any())
 
 

@@ -443,7 +443,7 @@ class TrainsAgainWithoutSteps(StrangersTrial):
             self.amp.scaler.state_dict(),
             gradients.counts.state_dict(),
             float(gradients.norm_sum.total()),
-            dict(self.amp.scaler.stepped),
+            dict(self.amp.scaler.outcomes),
         )
 
     def everything(self, batch: Any) -> None:

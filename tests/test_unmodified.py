@@ -834,7 +834,7 @@ class TestFused:
             return next(made.trial.model.parameters()).item()  # type: ignore[no-any-return]
 
         assert last_weight() == -0.25
-        never = "determined_amp.trial.mixed_precision.fill_momentum"
+        never = "determined_amp.amp.steps.fill_momentum"
         monkeypatch.setattr(never, lambda *_, **named: None)
         assert math.isnan(last_weight())  # the negative control
 

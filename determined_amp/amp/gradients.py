@@ -28,7 +28,7 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.scaler import ObservedScaler, parameters_of
+from determined_amp.amp.scaler import LossScaler, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class TrueGradients:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        scaler: ObservedScaler,
+        scaler: LossScaler,
         *,
         device: torch.device,
         slots: int,

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport, TrainingMetrics
-from determined_amp.amp.scaler import ObservedScaler
+from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.slots import Slots
 from determined_amp.config.amp_settings import AmpSettings, OnOverflow
 from determined_amp.config.errors import GuardError
@@ -31,6 +31,9 @@ MIN_STEPS_TO_JUDGE = 10
 
 # So many skips at the start are worth a line in the log.
 _WORTH_A_LINE = 5
+
+# The end of a message where the newest batch shows no cause.
+_FINITE = "The newest batch alone is finite"
 
 # The newest batch, and how to train it at a loss scale without a step; None before the first batch.
 Replay = Callable[[], "tuple[Any, Train] | None"]
@@ -51,13 +54,14 @@ class Guard:
     Attributes:
         enabled: Set it to False to let everything pass.
         batches_per_step: Batches that go backward before an optimizer steps.
+        without_replay: In place of the cause if there is no batch to train again.
     """
 
     def __init__(
         self,
         settings: AmpSettings,
         metrics: TrainingMetrics,
-        scaler: ObservedScaler,
+        scaler: LossScaler,
         *,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
@@ -66,6 +70,7 @@ class Guard:
     ) -> None:
         self.enabled = True
         self.batches_per_step = 1
+        self.without_replay = _FINITE
         self._settings = settings
         self._metrics = metrics
         self._scaler = scaler
@@ -158,9 +163,8 @@ class Guard:
         except Exception as error:  # other slots wait below, and the failure must be reported
             cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
         causes = self._slots.allgather(cause)
-        return next(
-            (f"Cause: {cause}" for cause in causes if cause), "The newest batch alone is finite"
-        )
+        unknown = self.without_replay if replay is None else _FINITE
+        return next((f"Cause: {cause}" for cause in causes if cause), unknown)
 
     def _failures(self, report: Report, metrics: Mapping[str, Any]) -> Iterator[str]:
         """What is wrong with a report, worst first."""

@@ -334,9 +334,10 @@ class _Unmodified(pytorch.PyTorchCallback):
         if ends_step(self._context):
             amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
         self._step_optimizer(optimizer, clip if clip_grads else None, auto_zero_grads, amp.scaler)
-        if amp.scaler.stepped.get(optimizer) is True and optimizer in self._weights:
+        skipped = amp.scaler.outcomes.get(optimizer)
+        if skipped is True and optimizer in self._weights:
             self._let_put_back(optimizer, auto_zero_grads)
-        if optimizer in amp.scaler.stepped:
+        if skipped is not None:
             self._weights.pop(optimizer, None)
 
     @contextmanager
@@ -351,7 +352,7 @@ class _Unmodified(pytorch.PyTorchCallback):
         """End its window; returns `found_inf` of it if there is a loss scale."""
         assert self.amp is not None
         scaler = self.amp.scaler
-        if self._counted_as(optimizer) in scaler.stepped:  # a second step in a batch
+        if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self.amp.finish_steps()
         scaler.has_scaled = True
         return None if self._gradients is None else self._gradients.close(optimizer)
@@ -413,8 +414,8 @@ class _Unmodified(pytorch.PyTorchCallback):
             assert self.amp is not None
             scaler = self.amp.scaler
             counted = self._counted_as(optimizer)
-            scaler.stepping = scaler.updated = False
-            scaler.stepped[counted] = self._own_skipped
+            scaler.stepping = False
+            scaler.has_stepped(counted, self._own_skipped)
             self._weights.pop(counted, None)
 
     def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
