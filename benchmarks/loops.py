@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.turns import BATCHES_PER_TURN, Turns
-from determined_amp.config.experiment import Experiment, parse, read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import Experiment, parse, read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.context import trial_context
 from determined_amp.local.open_trial import throwaway_core_context
 from determined_amp.trial.fitting import fit

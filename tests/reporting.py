@@ -12,11 +12,11 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.dotted import flat, nested
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.runs import Report, Run, Source, State
+from determined_amp.report.runs import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 

@@ -23,12 +23,12 @@ from benchmarks import loss_scale_choice
 from determined_amp import __main__ as door
 from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
 from determined_amp.audit import Audit
-from determined_amp.config import experiment
-from determined_amp.config.amp_settings import AmpSettings, Precision
-from determined_amp.config.dotted import flat
-from determined_amp.config.overrides import with_overrides
-from determined_amp.reports.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
-from determined_amp.reports.precision_findings import POINTS, SPEED
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
+from determined_amp.report.precision_findings import POINTS, SPEED
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import one_weight
 from tests.test_metrics import Context

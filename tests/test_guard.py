@@ -17,8 +17,8 @@ from torch import nn
 
 from determined_amp.amp.guard import RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
-from determined_amp.config.amp_settings import AmpSettings, OnOverflow, Precision
-from determined_amp.config.errors import GuardError
+from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow, Precision
+from determined_amp.experiment.errors import GuardError
 from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.test_metrics import Context

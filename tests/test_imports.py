@@ -19,8 +19,8 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("config", "amp", "audit", "trial", "local", "train"),
-    *("finder", "search", "reports", "commands"),
+    *("experiment", "amp", "audit", "trial", "local", "cluster"),
+    *("finder", "search", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 # What the extras bring.
@@ -63,7 +63,7 @@ PROGRAMS = {
     "the heart": f"import determined_amp.amp, {HEART}",
     "the finder's function": "determined_amp.finder.find_loss_scale",
     "mixed precision": "from determined_amp import MixedPrecision",
-    "the train command": "import determined_amp.train",
+    "the train command": "import determined_amp.cli.train",
     "the verbs of a cluster": "import determined_amp.search.on_cluster",
     "a search": "import optuna",
 }
@@ -96,10 +96,10 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "line"),
     [
-        ("config/a.py", "from determined_amp.amp.guard import Guard", 1),
+        ("experiment/a.py", "from determined_amp.amp.guard import Guard", 1),
         ("amp/a.py", "def f():\n    import determined_amp.local.run", 2),
-        ("train.py", "from determined_amp import MixedPrecision", 1),
-        ("reports/a.py", "from trials.data import images", 1),
+        ("cluster.py", "from determined_amp import MixedPrecision", 1),
+        ("report/a.py", "from trials.data import images", 1),
     ],
 )
 def test_an_import_against_the_direction_is_found(
@@ -123,7 +123,7 @@ def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
     assert "torch" in loaded["the heart"]
     rooms = {name for name in loaded["the heart"] if name.startswith("determined")}
     finder = {"determined_amp.finder"}  # of the program before
-    assert rooms - finder == {"determined_amp", "determined_amp.amp", "determined_amp.config"}
+    assert rooms - finder == {"determined_amp", "determined_amp.amp", "determined_amp.experiment"}
     assert "determined" in loaded["the finder's function"]  # the test would see it
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.commands import find as finder
+from determined_amp.cli import find as finder
+from determined_amp.cli import report as loss_scale
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports import loss_scale_report as loss_scale
-from determined_amp.reports.loss_scale_figure import draw
-from determined_amp.reports.loss_scale_report import make_page
-from determined_amp.reports.loss_scale_text import sentences
-from determined_amp.reports.page import as_svg
+from determined_amp.report.loss_scale_figure import draw
+from determined_amp.report.loss_scale_report import make_page
+from determined_amp.report.loss_scale_text import sentences
+from determined_amp.report.page import as_svg
 from tests.reporting import (
     Rows,
     finding,
@@ -83,7 +83,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_report_of_a_local_search_predicts_on_its_own(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert loss_scale.main(["study"]) == 0
+    assert loss_scale.main(["loss-scale", "study"]) == 0
     said = capsys.readouterr().out
     assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
@@ -111,7 +111,7 @@ def test_finding_replaces_the_run_of_the_finder(
     (workplace / "finding.json").write_text(json.dumps(finding()))
     (workplace / "elsewhere").mkdir()
     arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
-    assert loss_scale.main(arguments) == 0
+    assert loss_scale.main(["loss-scale", *arguments]) == 0
     assert "verdict: use 2^17" in capsys.readouterr().out
     assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
         "loss_scale.html",
@@ -123,7 +123,7 @@ def test_without_the_experiment_only_the_observation_is_drawn(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "experiment.yaml").unlink()
-    assert loss_scale.main(["study"]) == 0
+    assert loss_scale.main(["loss-scale", "study"]) == 0
     said = capsys.readouterr().out
     assert "no prediction: " in said
     assert "experiment.yaml is not a file" in said

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from determined_amp.config.dotted import flat, nested
+from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
-from determined_amp.reports.loss_scale_text import over_loss_scale
-from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.runs import Report, ReportError
+from determined_amp.report.loss_scale_text import over_loss_scale
+from determined_amp.report.run_folders import read_search
+from determined_amp.report.runs import Report, ReportError
 from determined_amp.search.study_file import read_study
 from tests.reporting import SEARCH, Rows, observed, scored, scored_before, write_study
 

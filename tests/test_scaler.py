@@ -14,8 +14,8 @@ from torch import nn
 from determined_amp.amp.mistakes import IN_A_LOOP, IN_A_TRIAL, TRANSITIONS, Mistake, Stage
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.steps import StepCounts
-from determined_amp.config.amp_settings import AmpSettings, Precision
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.experiment.settings import ConfigError
 from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")

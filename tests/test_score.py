@@ -26,8 +26,8 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from determined_amp.amp.patched import patched
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.model import LossBatch, OneProcess

@@ -44,8 +44,8 @@ from determined_amp.amp.scaler import LossScaler, any_gradient, parameters_of
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.amp.slots import OneSlot, Slots
 from determined_amp.amp.steps import StepCounts, gradients_of
-from determined_amp.config.amp_settings import AmpSettings, Compile, EvalPrecision
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings, Compile, EvalPrecision
+from determined_amp.experiment.settings import ConfigError
 
 _NOT_REPLAYED = (
     "Its cause was not looked for: give the newest batch and the loss function, "

@@ -28,7 +28,7 @@ from determined_amp.amp.replay import (
     without_steps,
 )
 from determined_amp.amp.slots import Slots
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.errors import UserError
 from determined_amp.trial.determined_0_38 import (
     SafeController,
     controlled_by,

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from determined_amp.config.amp_settings import Precision, without_scaler
-from determined_amp.config.dotted import put, value_at
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.plan import WITHOUT_EFFECT, has_our_form
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.training import LENGTH_UNITS
+from determined_amp.experiment.amp_settings import Precision, without_scaler
+from determined_amp.experiment.dotted import put, value_at
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.plan import WITHOUT_EFFECT, has_our_form
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.search.trial_kind import TrialKind
 
 EXAMPLE = "experiment_configs/mlp/amp.yaml"

@@ -28,8 +28,9 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.config.errors import NO_RETRY, UserError, exit_status
-from determined_amp.config.experiment import Experiment, parse
+from determined_amp.cluster import start_ranks, task_context, train_on_cluster
+from determined_amp.experiment.errors import NO_RETRY, UserError, exit_status
+from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
@@ -43,7 +44,6 @@ from determined_amp.search.scale_metrics import (
 )
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-from determined_amp.train import start_ranks, task_context, train_on_cluster
 from determined_amp.trial.notes import note_on_master
 from determined_amp.trial.unmodified import trial_of
 

@@ -17,9 +17,9 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.patched import patched
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.experiment import Experiment
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.frozen import MOST_BATCHES, LossScaleError
 from determined_amp.finder.score import Score, score
 from determined_amp.local.context import make_context

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from determined import pytorch
 
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.errors import UserError
 
 
 class CheckpointError(UserError):

@@ -11,8 +11,8 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.guard import Guard, is_not_finite
-from determined_amp.config.amp_settings import AmpSettings
-from determined_amp.config.errors import GuardError
+from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.experiment.errors import GuardError
 from determined_amp.trial.determined_0_38 import searcher, trial_seed
 from determined_amp.trial.notes import note_on_master
 

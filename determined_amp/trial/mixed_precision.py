@@ -27,9 +27,12 @@ from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_
 from determined_amp.amp.replay import own_copy, tensors_of
 from determined_amp.amp.throughput import timed
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.config.amp_settings import AmpSettings, without_unused_scaler
-from determined_amp.config.errors import print_uncaught_user_errors
-from determined_amp.config.settings import ConfigError, read_section
+from determined_amp.experiment.amp_settings import (
+    AmpSettings,
+    without_unused_scaler,
+)
+from determined_amp.experiment.errors import print_uncaught_user_errors
+from determined_amp.experiment.settings import ConfigError, read_section
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.checkpoint import PortableCheckpoint, plain_groups, settle_groups
 from determined_amp.trial.determined_0_38 import (

@@ -31,9 +31,9 @@ from determined_amp.amp.gradients import TrueGradients
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import parameters_of
-from determined_amp.config.amp_settings import AmpSettings
-from determined_amp.config.experiment import Experiment, parse
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.experiment.settings import ConfigError
 from determined_amp.trial.determined_0_38 import (
     ends_step,
     forget_scaler,
