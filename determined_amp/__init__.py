@@ -1,4 +1,4 @@
-"""Native mixed precision for any `PyTorchTrial` of Determined: correct, monitored and verified.
+"""Native mixed precision for any `PyTorchTrial` of Determined, and for any loop of PyTorch.
 
 The names below are the public ones. Each is imported on first use, so `import determined_amp`
 costs nothing and a trial loads only what it uses.
@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from determined_amp.amp.loop import AmpLoop
     from determined_amp.audit.report import AuditError
     from determined_amp.experiment.amp_settings import (
         AmpSettings,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmpLoop",
     "AmpSettings",
     "AuditError",
     "ConfigError",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AmpLoop": "amp.loop",
     "AmpSettings": "experiment.amp_settings",
     "AuditError": "audit.report",
     "ConfigError": "experiment.settings",

@@ -45,7 +45,7 @@ class Stepped:
     def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
         """One more optimizer, with a weight of its own."""
         made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
-        made.register_step_pre_hook(lambda each, *call: self.scaler.check_step(each))
+        made.register_step_pre_hook(lambda *call: self.scaler.check_step())
         return made
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:

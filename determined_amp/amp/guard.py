@@ -90,6 +90,8 @@ class Guard:
 
     def start(self) -> None:
         """Remember how the run begins; synchronises."""
+        if not self.enabled:
+            return
         self._statistics = RunningStatistics(self._models)
         self._statistics.remember()
         several = len(self._optimizers) > 1

@@ -364,6 +364,20 @@ class AmpLoop:
         finally:
             self._replays = False
 
+    def replay(self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
+        """Forward, loss and backward of a batch as in training, without a step.
+
+        Args:
+            batch: The batch; a copy is trained.
+            loss_fn: Runs the forward of a batch and returns the loss.
+        """
+        has_scaled = self.scaler.has_scaled
+        with self.without_steps():
+            with self._training_autocast:
+                loss = loss_fn(own_copy(batch))
+            torch.autograd.backward(self.scaler.scale(loss))
+        self.scaler.has_scaled = has_scaled
+
     # How it does that. A `PyTorchTrial` has other ways for the first four.
 
     def _add_model(self, model: nn.Module) -> None:
@@ -387,10 +401,8 @@ class AmpLoop:
         batch, loss_fn = self._newest
 
         def train(scale: float) -> None:
-            with self.without_steps(), self.scaler.at(scale):
-                with self._training_autocast:
-                    loss = loss_fn(own_copy(batch))
-                torch.autograd.backward(self.scaler.scale(loss))
+            with self.scaler.at(scale):
+                self.replay(batch, loss_fn)
 
         return batch, train
 
@@ -413,7 +425,7 @@ class AmpLoop:
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """Before every step, in every precision, so that fp32 shows a mistake, too."""
         self.metrics.of(optimizer).begin(optimizer)
-        self.scaler.check_step(optimizer)
+        self.scaler.check_step()
 
     def _check_norm(self, max_norm: float, place: str) -> None:
         if not max_norm > 0:

@@ -90,6 +90,8 @@ class LossScaler(torch.amp.GradScaler):
         if self.clips:
             self._enter(optimizer, "clip")
         self._after(optimizer, "step")
+        if not self.has_scaled and any_gradient(optimizer):
+            raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
         if self._enabled and not any_gradient(optimizer):
             # torch refuses it. In float32 it leaves everything as it is, and so it does here.
@@ -138,17 +140,15 @@ class LossScaler(torch.amp.GradScaler):
         """Whether the gradients of an optimizer are unscaled, and it has not stepped yet."""
         return self._stages.get(optimizer) is Stage.UNSCALED
 
-    def check_step(self, optimizer: Optimizer) -> None:
+    def check_step(self) -> None:
         """Called by every optimizer as it begins to step.
 
         Raises:
-            ConfigError: if not the scaler steps it, or no loss was scaled.
+            ConfigError: if it is not the scaler that steps it.
         """
         self._has_moved = True
         if not self.stepping:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
-        if not self.has_scaled and any_gradient(optimizer):
-            raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
 
     def check_end(self) -> None:
         """Called at the end of a batch.

@@ -288,6 +288,8 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         self._remember_constructed()
         assert self._constructed is not None
         states = checkpoint.get("callbacks", {})
+        if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
+            states[CALLBACK] = states.pop("mixed_precision")  # its first name
         before = {} if self._warm_start else states.get(CALLBACK)
         optimizers, moved = self._context.optimizers, _scheduled(self._context)
         settle_groups(checkpoint, optimizers, moved, self._constructed, before or {})
