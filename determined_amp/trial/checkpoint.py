@@ -20,6 +20,7 @@ import torch
 from determined import pytorch
 
 from determined_amp.experiment.errors import UserError
+from determined_amp.trial.random_state import plain_numbers
 
 
 class CheckpointError(UserError):
@@ -30,17 +31,22 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
     """Saves numpy's random state as numbers; `numpy.random.set_state` takes them back.
 
     And the state of schedulers as plain types: that of torch 2.3 holds counters and methods.
+
+    Args:
+        of_ranks: The random state of every rank, if there are several; Determined saves that of
+            the chief.
     """
 
+    NAME = "determined_amp.portable_checkpoint"
+
+    def __init__(self, of_ranks: Sequence[dict[str, Any]] | None = None) -> None:
+        self._of_ranks = of_ranks
+
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        name, keys, position, has_gauss, gauss = checkpoint["rng_state"]["np_rng_state"]
-        checkpoint["rng_state"]["np_rng_state"] = (
-            str(name),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        )
+        state = checkpoint["rng_state"]
+        state["np_rng_state"] = plain_numbers(state["np_rng_state"])
+        if self._of_ranks is not None:
+            checkpoint["rng_state_of_ranks"] = self._of_ranks
         states = checkpoint.get("lr_schedulers_state_dict", [])
         checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
 

@@ -201,16 +201,11 @@ class SafeController(pytorch._PyTorchTrialController):
         super()._checkpoint(already_exiting)
 
     def _save(self, path: Path) -> None:
-        save = torch.save
-
-        def save_plain(checkpoint: Any, *others: Any, **named: Any) -> None:
-            if isinstance(checkpoint, dict) and "rng_state" in checkpoint:
-                PortableCheckpoint().on_checkpoint_save_start(checkpoint)
-                if self.context.distributed.size > 1:
-                    checkpoint["rng_state_of_ranks"] = self._of_ranks
-            save(checkpoint, *others, **named)
-
-        with patched(torch, "save", save_plain):
+        """Save as Determined does, also for a trial that returns no callbacks of ours."""
+        several = self.context.distributed.size > 1
+        portable = PortableCheckpoint(self._of_ranks if several else None)
+        callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
+        with patched(self, "callbacks", callbacks):
             super()._save(path)
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
@@ -248,6 +243,16 @@ class SafeController(pytorch._PyTorchTrialController):
         with restoring(load_path):
             saved = read_without_code(load_path / "trial_state.pkl")
         return saved if saved.get("trial_id") == self.trial_id else {}
+
+
+# What is replaced for the whole process, and why. Everything else is replaced on one object.
+#
+# * `pytorch._PyTorchTrialController`, by every `MixedPrecision`: `Trainer.fit` takes no loop as an
+#   argument, and a trial that a script of its own trains must load, save and end as promised, too.
+# * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
+#   before 2.6 runs the code in a checkpoint without it.
+# * `sys.excepthook`, by every `MixedPrecision`: a script of the trial's own ends with exit status 2
+#   and the one line "no retry can help", which a log policy of the master matches.
 
 
 def use_safe_controller() -> None:

@@ -229,7 +229,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         return {
             CALLBACK: self,
             "determined_amp.guard": TrialGuard(self._context, self.guard, self.settings),
-            "determined_amp.portable_checkpoint": PortableCheckpoint(),
+            PortableCheckpoint.NAME: PortableCheckpoint(),
         }
 
     @property
