@@ -20,8 +20,9 @@ from determined.common import storage
 
 from determined_amp import ConfigError, comparison
 from determined_amp import __main__ as door
-from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.pilots import BATCHES, Pilot
 from determined_amp.report.run_folders import read_search

@@ -20,20 +20,17 @@ from typing import Any
 
 import determined as det
 
+from determined_amp.cli.options import (
+    add_override_option,
+    add_precision_option,
+    add_trial_option,
+    chosen_precision,
+)
 from determined_amp.cluster import parse_task, start_ranks, train_on_cluster
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import (
-    add_precision_option,
-    chosen_precision,
-    in_precision,
-)
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.run import Resume

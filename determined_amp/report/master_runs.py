@@ -218,9 +218,7 @@ def _settings(
         if "experiment" in hyperparameters:  # a search of this repository
             config = compose(config, hyperparameters, Path.cwd())
             hyperparameters = config["hyperparameters"]
-        experiment = parse(
-            config, origin, hyperparameters=hyperparameters, completed_by_master=True
-        )
+        experiment = parse(config, origin, hyperparameters=hyperparameters)
         return of_experiment(experiment)
     except ConfigError as error:
         raise ReportError(
