@@ -82,6 +82,7 @@ class TestMetadata:
         master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
+        assert master.metadata is not None
         machine = master.metadata["amp"].pop("machine")
         assert (machine["slots"], machine["torch"]) == (1, torch.__version__)
         datetime.fromisoformat(master.metadata["amp"].pop("date"))
