@@ -22,6 +22,9 @@ from determined import pytorch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from determined_amp.amp.loop import AmpLoop
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.replay import undisturbed
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
 
@@ -193,13 +196,35 @@ def audited(
         trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
         with ProductCount() as count:
             metrics = train_batch(*args, **kwargs)
-        audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
-        if not audit.passed:
-            raise AuditError(audit)
-        on_done(audit)
+        on_done(_judged(precision, count, has_tf32=has_tf32))
         return metrics
 
     trial.train_batch = audited_batch  # type: ignore[method-assign]  # for one call
+
+
+def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
+    """Audit one batch of a loop of one's own, forward and backward, without a step.
+
+    Parameters, gradients, buffers and random state are restored.
+
+    Args:
+        amp: The loop's; its models are those given to `prepare`.
+        loss_fn: Runs the forward of a batch and returns the loss; called under autocast.
+        batch: A training batch.
+
+    Raises:
+        AuditError: if the batch is not computed in the precision of the settings.
+    """
+    with undisturbed(*amp.models, optimizers=amp.optimizers), ProductCount() as count:
+        amp.replay(batch, loss_fn)
+    return _judged(amp.settings.precision, count, has_tf32=DeviceSupport.of(amp.device).tf32)
+
+
+def _judged(precision: Precision, count: ProductCount, *, has_tf32: bool) -> Audit:
+    audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+    if not audit.passed:
+        raise AuditError(audit)
+    return audit
 
 
 def _tf32() -> str:

@@ -47,7 +47,7 @@ class EMAWeights(pytorch.PyTorchCallback):
         self._averages = {
             name: parameter.clone().detach() for name, parameter in inner.named_parameters()
         }
-        self._counts = amp.metrics.first_counts if optimizer is None else amp.steps(optimizer)
+        self._counts = amp.metrics.first.counts if optimizer is None else amp.steps(optimizer)
         self._attempted = 0
         self._applied = self._counts.applied.clone()
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from determined import pytorch
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by, end_loop
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 def audit_here(
@@ -54,7 +54,7 @@ def _audit(
 
     def stop(audit: Audit) -> None:
         done.append(audit)
-        raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        end_loop()
 
     has_tf32 = DeviceSupport.of(context.device).tf32
     audited(trial, asked, stop, has_tf32=has_tf32)
