@@ -162,19 +162,19 @@ def compare_on_cluster() -> None:
 def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
     """The batches of a run, and ratios to the baseline; `speed` is for the advised precision."""
     try:
-        found = json.loads((folder / "precision.json").read_text())
+        report = json.loads((folder / "precision.json").read_text())
     except FileNotFoundError:  # nothing but fp32 could be trained
         return BATCHES, {"speed": 1.0}
     metrics = {"speed": 1.0}
-    for comparison in found["comparisons"]:
-        if comparison["against"] != found["baseline"]:
+    for comparison in report["comparisons"]:
+        if comparison["against"] != report["baseline"]:
             continue
         for name in ("speed", "memory"):
             if comparison[name] is not None:
                 metrics[f"{name}_{comparison['precision']}"] = comparison[name]["median"]
-        if comparison["precision"] == found["use"] and comparison["speed"] is not None:
+        if comparison["precision"] == report["use"] and comparison["speed"] is not None:
             metrics["speed"] = comparison["speed"]["median"]
-    return max(run["curve"][-1][0] for run in found["runs"] if run["curve"]), metrics
+    return max(run["curve"][-1][0] for run in report["runs"] if run["curve"]), metrics
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ class TestJson:
         assert [found.at(scale).scale_log2 for scale in (-99, 99)] == [-16, 48]
 
     @pytest.mark.parametrize(
-        "broken", [[], {}, {**written(), "window_log2": 3}, {**written(), "modules": [{}]}, None]
+        "broken", [[], {}, {**written(), "predicted": 3}, {**written(), "modules": [{}]}, None]
     )
     def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
         with pytest.raises(LossScaleError, match=r"x.json: is not a finding.*determined_amp find"):

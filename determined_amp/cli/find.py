@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
-        found = find_in_trial(
+        answer = find_in_trial(
             str(config.get("name", options.config)),
             opened.trial,
             opened.context,
@@ -50,20 +50,20 @@ def main(arguments: Sequence[str]) -> int:
             latest_checkpoint=opened.latest_checkpoint,
             sweep=options.sweep,
         )
-    found.show(Console())
-    _save(found, options)
+    answer.show(Console())
+    _save(answer, options)
     return 0
 
 
-def _save(found: FoundScale, options: argparse.Namespace) -> None:
+def _save(answer: FoundScale, options: argparse.Namespace) -> None:
     if options.json:
-        found.write(options.json)
+        answer.write(options.json)
     if options.plot:
         # matplotlib takes seconds to import.
         from determined_amp.report.loss_scale_figure import draw  # noqa: PLC0415
         from determined_amp.report.page import save_png  # noqa: PLC0415
 
-        save_png(draw(found, None), options.plot)
+        save_png(draw(answer, None), options.plot)
         print(f"written: {options.plot}")
 
 

@@ -256,10 +256,10 @@ class Experiment(Generic[H_co]):
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with `changes`; a section in `changes` replaces only the keys it has."""
-    made = copy.deepcopy(dict(config))
+    merged = copy.deepcopy(dict(config))
     for key, value in changes.items():
-        made[key] = {**(made.get(key) or {}), **value} if isinstance(value, Mapping) else value
-    return made
+        merged[key] = {**(merged.get(key) or {}), **value} if isinstance(value, Mapping) else value
+    return merged
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
@@ -423,15 +423,15 @@ def _named_trial(
     option: str | None,
     problems: list[str],
 ) -> _Named | None:
-    entrypoint, ours = config.get("entrypoint"), hyperparameters.get("trial")
+    entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return _Named(option, "--trial")
-    if isinstance(ours, str):
-        return _Named(ours, "hyperparameters.trial")
+    if isinstance(name, str):
+        return _Named(name, "hyperparameters.trial")
     if isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint):
         return _Named(entrypoint, "entrypoint")
     text = (
-        f"{'missing' if ours is None else f'got {ours!r}'}; allowed: module:Class of a "
+        f"{'missing' if name is None else f'got {name!r}'}; allowed: module:Class of a "
         "PyTorchTrial there, as the entrypoint, or as --trial module:Class"
     )
     problems.append(Problem("hyperparameters.trial", text))
