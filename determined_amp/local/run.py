@@ -28,10 +28,8 @@ from determined_amp.amp.checkpoint import (
     patched,
 )
 from determined_amp.amp.unmodified import trial_of
-from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.errors import UserError, limits_of_the_machine
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import (
@@ -277,7 +275,6 @@ def train(
         StopOnSignal(processes).listening() as stop,
     ):
         chief = processes.rank == 0
-        _check_ranks(experiment, processes)
         chosen = choose_folder() if chief else None
         path = processes.broadcast(chosen.path if chosen else None)
         folder = chosen or RunFolder(path)
@@ -309,20 +306,6 @@ def train(
                 policy = CheckpointPolicy.ALL.value
                 fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         return folder
-
-
-def _check_ranks(experiment: Experiment[Any], processes: core.DistributedContext) -> None:
-    """Raise if ranks differ in settings: they would diverge, or wait for each other for ever."""
-    ranks = processes.allgather(flat(experiment.resolved()))
-    names = sorted({name for rank in ranks for name in rank})
-    differing = [
-        f"{name}: {', '.join(repr(rank.get(name)) for rank in ranks)}"
-        for name in names
-        if any(rank.get(name) != ranks[0].get(name) for rank in ranks)
-    ]
-    if differing:
-        said = f"the ranks have different configurations, by rank: {'; '.join(differing)}"
-        raise ConfigError(experiment.name, [said])
 
 
 @contextmanager
