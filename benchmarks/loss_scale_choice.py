@@ -34,7 +34,6 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from benchmarks import small_trials
-from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -47,6 +46,7 @@ from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import STYLE, save_png
 from determined_amp.runs.run import Machine
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]

@@ -12,13 +12,13 @@ from typing import Any
 import determined as det
 from determined import pytorch
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.guard import show_failure
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.errors import GuardError
 from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.fitting import fit
 from determined_amp.local.context import Prepare, set_averaging
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by, task_configuration
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.notes import show_failure
+from determined_amp.trial.unmodified import trial_of
 
 
 def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
@@ -43,7 +43,7 @@ def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
 def parse_task(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
     """The experiment of this cluster task."""
     return parse(
-        info.trial._config,
+        task_configuration(info),
         "experiment",
         trial=trial,
         hyperparameters=info.trial.hparams,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from determined_amp import __main__ as door
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, complete_checkpoints
 from determined_amp.local.run import Resume, _are_finite
 from determined_amp.runs.folder import FolderInUseError, RunFolder, fresh_folder
+from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
 
 

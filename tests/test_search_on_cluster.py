@@ -15,11 +15,11 @@ import torch
 from determined import core, pytorch
 from determined.common import storage
 
-from determined_amp.amp import guard
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
 from determined_amp.search import on_cluster
 from determined_amp.search.search_plan import SearchPlan
+from determined_amp.trial import notes
 from tests import searching
 
 
@@ -75,7 +75,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[Master])
     def note(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
         masters[-1].metadata.update(values)
 
-    for module in (on_cluster, guard):
+    for module in (on_cluster, notes):
         monkeypatch.setattr(module, "note_on_master", note)
 
     def run(verb: str, search: str, *overrides: str, seed: int = 1) -> Master:

@@ -19,8 +19,8 @@ from typing import Any
 from determined import core
 from determined.common import storage
 
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.run_listener import LocalReports
+from determined_amp.trial.checkpoint import CheckpointError
 
 # Errors of the machine, not the trial: no space, a quota, a disk or mount gone or read-only.
 _OF_THE_MACHINE = frozenset(

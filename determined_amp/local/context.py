@@ -13,6 +13,7 @@ from determined import core, pytorch
 
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.settings import ConfigError
+from determined_amp.trial.determined_0_38 import average_by_default
 
 # Called with the context of a trial and its experiment, before the trial is made.
 Prepare = Callable[[pytorch.PyTorchTrialContext, Experiment[Any]], None]
@@ -78,4 +79,4 @@ def make_context(
 
 def set_averaging(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
     """Make Determined average aggregated gradients if the experiment says so."""
-    context._set_default_average_aggregated_gradients(experiment.plan.average_aggregated_gradients)
+    average_by_default(context, experiment.plan.average_aggregated_gradients)

@@ -28,8 +28,6 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.amp.guard import note_on_master
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.cluster import start_ranks, task_context, train_on_cluster
 from determined_amp.experiment.errors import NO_RETRY, UserError, exit_status
 from determined_amp.experiment.experiment import Experiment, parse
@@ -46,6 +44,8 @@ from determined_amp.search.scale_metrics import (
 )
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
+from determined_amp.trial.notes import note_on_master
+from determined_amp.trial.unmodified import trial_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
-from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.unmodified import trial_of
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.frozen import MOST_BATCHES, LossScaleError
 from determined_amp.finder.score import Score, score
 from determined_amp.local.context import make_context
+from determined_amp.trial.unmodified import trial_of
 
 logger = logging.getLogger(__name__)
 
