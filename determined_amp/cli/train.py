@@ -102,7 +102,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
                 raise
             raise FolderError(
                 f"{where}: the run cannot go on: {error}; what it has saved is intact, and "
-                "--resume continues it when this is mended"
+                "fix this, then continue with --resume"
             ) from error
     return 0
 
