@@ -128,7 +128,7 @@ class RunRecorder(RunListener):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record how this block ends, before the other listeners are told: they may fail."""
+        """Record how this block ends, before the other listeners are notified: they may fail."""
         try:
             yield
         except BaseException as error:
@@ -187,7 +187,7 @@ class LocalController(SafeController):
     Args:
         experiment: Has the metric that ranks checkpoints.
         length: Length of the whole run.
-        listeners: Told when the training starts.
+        listeners: Notified when the training starts.
         first_batch: Number of batches that earlier processes trained.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
@@ -284,10 +284,10 @@ def train(
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
         recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
-        told = [recorder, *display, *listeners] if chief else []
+        notified = [recorder, *display, *listeners] if chief else []
         reports = None
         if chief:
-            reports = LocalReports(folder, experiment, told, first_batch)
+            reports = LocalReports(folder, experiment, notified, first_batch)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
@@ -296,12 +296,18 @@ def train(
         )
         logged = logging_to(folder.log if chief else None, console)
         recorded = recorder.recording() if chief else nullcontext()
-        with logged, core_context, _tell(told, folder, stop), recorded, limits_of_the_machine():
+        with (
+            logged,
+            core_context,
+            _notifying(notified, folder, stop),
+            recorded,
+            limits_of_the_machine(),
+        ):
             context = trial_context(core_context, experiment, first_batch)
             if prepare is not None:
                 prepare(context, experiment)
             trial = trial_of(experiment, context)
-            with controlled_by(partial(LocalController, experiment, length, told, first_batch)):
+            with controlled_by(partial(LocalController, experiment, length, notified, first_batch)):
                 start = resume.checkpoint if resume else None
                 # The controller restores the experiment's policy; `Trainer` refuses `best` here.
                 policy = CheckpointPolicy.ALL.value
@@ -310,10 +316,10 @@ def train(
 
 
 @contextmanager
-def _tell(
+def _notifying(
     listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
 ) -> Iterator[None]:
-    """Tell listeners that the run starts and ends; the first to start is the last to end."""
+    """Notify listeners that the run starts and ends; the first to start is the last to end."""
 
     def end(
         listener: RunListener, kind: object, error: BaseException | None, trace: object
