@@ -47,7 +47,6 @@ def parse_task(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
         "experiment",
         trial=trial,
         hyperparameters=info.trial.hparams,
-        completed_by_master=True,
     )
 
 

@@ -14,27 +14,26 @@ import determined as det
 from determined import core
 from rich.console import Console
 
-from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import Experiment, constants, parse, read_yaml
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError, read_section, setting
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
-from determined_amp.local.folder import fresh_folder
 from determined_amp.pilots import (
     BATCHES,
     FINDER_BATCHES,
     REPORTING_PERIOD,
     Pilot,
-    device_support,
     find_the_scale,
     train_a_little,
 )
 from determined_amp.report.precision_report import write_report
 from determined_amp.report.run_folders import REMARKS, read_search
-from determined_amp.report.runs import ReportError
+from determined_amp.report.source import ReportError
+from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.search.compose import compose
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
@@ -331,11 +330,11 @@ def _look(trials: _Trials, looked: _Looked, console: Console) -> None:
             looked.take(train_a_little(trials.look(precision, BATCHES), precision, folder / name))
 
     pilot(Precision.FP32)
-    device = device_support(folder / Precision.FP32.value)
+    machine = read_record(folder / Precision.FP32.value).machine
     with console.status(f"looking: the loss scale of {FINDER_BATCHES} batches"):
         _find(trials, looked, folder)
     for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
-        is_fp32 = precision is Precision.TF32 and not device["tf32"]
+        is_fp32 = precision is Precision.TF32 and not machine.has_tf32
         if not is_fp32 and precision.value not in looked.left_out:
             pilot(precision)
 

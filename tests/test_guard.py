@@ -81,7 +81,13 @@ class TestMetadata:
         master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
-        noted = {"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"}
+        assert master.metadata is not None
+        noted: dict[str, Any] = {
+            **{"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"},
+            **{key: master.metadata["amp"][key] for key in ("date", "machine")},
+        }
+        assert noted["machine"]["slots"] == 1
+        assert noted["machine"]["torch"] == torch.__version__
         assert master.metadata == {"mine": 1, "amp": noted}
         with pytest.raises((GuardError, det.InvalidHP)):
             watched.on_validation_end({"validation_loss": math.nan})

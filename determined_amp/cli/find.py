@@ -17,17 +17,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from determined_amp.experiment.amp_settings import (
+from determined_amp.cli.options import (
+    add_override_option,
     add_precision_option,
+    add_trial_option,
     chosen_precision,
-    in_precision,
 )
 from determined_amp.experiment.experiment import read_yaml
-from determined_amp.experiment.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FoundScale, yaml_changes
 from determined_amp.finder.frozen import MOST_BATCHES

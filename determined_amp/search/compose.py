@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from determined_amp.experiment.amp_settings import Precision, without_scaler
 from determined_amp.experiment.dotted import put, value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.plan import WITHOUT_EFFECT, has_our_form
@@ -57,8 +56,7 @@ def compose(search: Mapping[str, Any], sampled: Mapping[str, Any], context: Path
     composed = {**search}
     if not has_our_form(base["hyperparameters"]):
         composed = _with_determineds_keys(search, base, changes.pop("training", None))
-    kept = _without_unused_scaler(base["hyperparameters"], changes)
-    composed["hyperparameters"] = _merged(kept, changes)
+    composed["hyperparameters"] = _merged(base["hyperparameters"], changes)
     composed["data"] = _merged(base.get("data") or {}, search.get("data") or {})
     if "trial" not in composed["hyperparameters"]:
         composed["entrypoint"] = base.get("entrypoint")
@@ -82,7 +80,12 @@ def _with_determineds_keys(
         ConfigError: if Determined's form has no key for something in `training`.
     """
     composed: dict[str, Any] = copy.deepcopy(dict(search))
-    for name, default, _ in WITHOUT_EFFECT:
+    keys: list[tuple[str, object]] = [(name, default) for name, default, _ in WITHOUT_EFFECT]
+    keys += [
+        ("perform_initial_validation", False),
+        ("optimizations.average_aggregated_gradients", True),
+    ]
+    for name, default in keys:
         value = value_at(base, name)
         if value is not None and value_at(search, name) in (None, default):
             put(composed, name.split("."), value)
@@ -116,18 +119,6 @@ def _check_metric(search: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise ConfigError("search", problems)
-
-
-def _without_unused_scaler(
-    base: Mapping[str, Any], changes: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """`base` without its scaler settings, if `changes` choose a precision without a scaler."""
-    section, changed = base.get("amp"), changes.get("amp")
-    if not (isinstance(section, Mapping) and isinstance(changed, Mapping)):
-        return base
-    if changed.get("precision") in (None, Precision.AMP_FP16.value):
-        return base
-    return {**base, "amp": without_scaler(section)}
 
 
 def _chosen_seed(sampled: Mapping[str, Any]) -> int | None:

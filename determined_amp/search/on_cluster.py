@@ -69,7 +69,7 @@ def _run(given: Sequence[str]) -> int:
         return 2
     _compose(info)
     if kind is not TrialKind.SCORE:  # scoring uses one slot
-        parse(info.trial._config, "search", completed_by_master=True)
+        parse(info.trial._config, "search")
         start_ranks(info, ENTRYPOINT, kind.value)
     return _VERBS[kind](info)
 
@@ -97,7 +97,7 @@ def _check_and_measure(context: pytorch.PyTorchTrialContext, experiment: Experim
 
 
 def _score(info: det.ClusterInfo) -> int:
-    experiment = parse(info.trial._config, "search", completed_by_master=True)
+    experiment = parse(info.trial._config, "search")
     batches = batches_to_score(experiment)
     with _open_trial(info, experiment) as (trial, context):
         report = context._core.train
@@ -109,7 +109,7 @@ def _score(info: det.ClusterInfo) -> int:
 
 
 def _find(info: det.ClusterInfo) -> int:
-    experiment = parse(info.trial._config, "search", completed_by_master=True)
+    experiment = parse(info.trial._config, "search")
     batches = batches_to_use(experiment)
     with _open_trial(info, experiment) as (trial, context):
         found = find_in_trial(experiment.name, trial, context, batches)

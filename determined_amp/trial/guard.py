@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 import determined as det
 from determined import pytorch
 
 from determined_amp.amp.guard import Guard, is_not_finite
+from determined_amp.amp.precision import described_device
 from determined_amp.experiment.amp_settings import AmpSettings
 from determined_amp.experiment.errors import GuardError
 from determined_amp.trial.determined_0_38 import searcher, trial_seed
@@ -51,6 +54,12 @@ class TrialGuard(pytorch.PyTorchCallback):
             init_scale=settings.init_scale if settings.scales_the_loss else None,
             seed=trial_seed(self._context),
             failure=None,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            machine={
+                **described_device(self._context.device),
+                "slots": self._context.distributed.size,
+                "versions": {"python": platform.python_version()},
+            },
         )
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:

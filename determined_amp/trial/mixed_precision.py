@@ -29,7 +29,6 @@ from determined_amp.amp.throughput import timed
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.amp_settings import (
     AmpSettings,
-    without_unused_scaler,
 )
 from determined_amp.experiment.errors import print_uncaught_user_errors
 from determined_amp.experiment.settings import ConfigError, read_section
@@ -496,11 +495,11 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "hyperparameters",
             ["amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, amp_bf16 there"],
         )
-    section = hparams["amp"]
-    # A cluster merges `--config` into the YAML, whose settings of a loss scale stay.
-    if trial is not None and isinstance(section, Mapping):
-        section = without_unused_scaler(section)
-    return read_section(AmpSettings, section, "hyperparameters.amp")
+    settings = read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
+    if settings.ignored:
+        precision = settings.precision.value
+        logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored))
+    return settings
 
 
 def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[Optimizer]:
