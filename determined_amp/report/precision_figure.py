@@ -43,6 +43,7 @@ _MOST_COLUMN_WIDTH = 0.6
 _JITTER = 0.32
 _HEADROOM = 1.15
 _LINE = 150
+_MOST_CURVES = 60
 _SHORT = {
     Equivalence.EQUAL: "equal",
     Equivalence.DIFFERENT: "different",
@@ -71,7 +72,7 @@ def _learning(axes: Axes, findings: Findings) -> None:
     for summary in findings.summaries:
         curves = [run.curve for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
-        for curve in curves:
+        for curve in curves[:_MOST_CURVES]:
             axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.6)
         if curves:
             batches, values = _mean_curve(curves)

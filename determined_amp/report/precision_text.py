@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,9 @@ _CAPTION = (
 )
 
 _METHOD = "Speed is that of the steady reports: the first report of every process is left out."
+
+# A sentence names at most this many seeds.
+_MOST_SEEDS = 10
 
 HEADS = (
     "precision",
@@ -103,7 +107,7 @@ def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
 
 
 def _judged(claim: Claim) -> str:
-    if claim.measured is None:
+    if claim.measured is None or math.isinf(claim.measured[0]):
         return claim.judgement.value
     low, high = claim.measured
     return f"{claim.judgement.value} ({low:.3g} to {high:.3g})"
@@ -139,7 +143,7 @@ def markdown(title: str, findings: Findings, advice: Advice) -> str:
         markdown_table(*claims_table(findings)),
         markdown_table(*table(findings)),
         markdown_table(heads, rows),
-        f"{title}, measured on {setting(findings)}. {_METHOD} The rule: {RULE}. {versions}.",
+        f"{title}. {_METHOD} The rule: {RULE}. Versions: {versions}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -156,7 +160,8 @@ def setting(findings: Findings) -> str:
 def seeds(summary: Summary) -> str:
     """The number of runs, and their seeds, in words."""
     count = len(summary.runs)
-    known = ", ".join(map(str, summary.seeds)) or "unknown"
+    known = ", ".join(map(str, summary.seeds[:_MOST_SEEDS])) or "unknown"
+    known += ", ..." if len(summary.seeds) > _MOST_SEEDS else ""
     plural = "s" * (count != 1)
     failed = f" and {len(summary.failed)} failed" if summary.failed else ""
     return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
