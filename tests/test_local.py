@@ -69,7 +69,7 @@ class TestRunFolder:
         assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
 
     def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
-        """`bf16.yaml` gives neither; its precision has no loss scale, and does not read the second."""
+        """`bf16.yaml` gives neither, and its precision has no use for a loss scale."""
         hyperparameters = yaml.safe_load((folder / "resolved.yaml").read_text())["hyperparameters"]
         assert hyperparameters["amp"]["set_backends"] is True
         assert hyperparameters["amp"]["init_scale"] == 2.0**16
@@ -338,7 +338,7 @@ class TestOutputThatVanishes:
             process.stdout.close()
             assert process.wait(timeout=100) == 0
         assert training.end(run) == ("completed", "", 12)
-        assert "nobody reads the output any more" in (run / "log.txt").read_text()
+        assert "output continues in this log" in (run / "log.txt").read_text()
 
     def test_closed_terminal_changes_nothing(self) -> None:
         with on_stop_signals(lambda number, frame: None):
