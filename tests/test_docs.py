@@ -27,8 +27,8 @@ from determined_amp.experiment import experiment
 from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report.claims import CLAIMS
 from determined_amp.report.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
-from determined_amp.report.precision_findings import POINTS, SPEED
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import one_weight
 from tests.test_metrics import Context
@@ -242,7 +242,7 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         training.add(torch.ones(()), 8)
         training.waited(1.0e-9)
     of_slot = {**training.per_slot_reduce(), **peak_memory_mib(torch.device("cuda"))}
-    audit = Audit(Precision.FP32, {}, 0, 0, "off", False, tensor_core_share=0.0)
+    audit = Audit(Precision.FP32, {}, 0, 0, "off", False)
     return {
         *training.cross_slot_reduce([of_slot]),
         *("validation_loss", "validation_accuracy"),  # of this repository's trials
@@ -303,8 +303,8 @@ class TestPrecisionPage:
         assert flat(changed).keys() == flat(search).keys()
 
     def test_limits_are_those_of_the_code(self) -> None:
-        assert f"{SPEED:.1f}x the speed" in PRECISION
-        assert f"{POINTS} points" in PRECISION
+        for claim in CLAIMS:
+            assert claim in PRECISION
         assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
         assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 

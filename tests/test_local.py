@@ -69,10 +69,10 @@ class TestRunFolder:
         assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
 
     def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
-        """`bf16.yaml` gives neither, and a loss scale would be an error in it."""
+        """`bf16.yaml` gives neither; a loss scale has no effect in it."""
         hyperparameters = yaml.safe_load((folder / "resolved.yaml").read_text())["hyperparameters"]
         assert hyperparameters["amp"]["set_backends"] is True
-        assert "init_scale" not in hyperparameters["amp"]
+        assert hyperparameters["amp"]["init_scale"] == 65536.0
 
     @pytest.mark.parametrize("name", ["bf16", "amp"])
     def test_resolved_config_trains_the_same_again(self, tmp_path: Path, name: str) -> None:
@@ -343,6 +343,19 @@ class TestOutputThatVanishes:
     def test_closed_terminal_changes_nothing(self) -> None:
         with on_stop_signals(lambda number, frame: None):
             os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_speed_in_the_closing_table_is_the_median_of_the_steady_reports() -> None:
+    """The first report has the audit in it, and the last one may have been disturbed."""
+    text = io.StringIO()
+    display = Display("x", Console(file=text, width=100))
+    display.on_start(Mock(path="runs/x"), Mock(answer=None))
+    for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
+        line = {"group": "training", "batches": batches, "samples_per_second": speed}
+        display.on_report(line)
+    display.on_end(None, stopped=False)
+    (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
+    assert row.split()[-2:] == ["150", "│"]
 
 
 def test_name_with_markup_is_shown_as_it_is() -> None:

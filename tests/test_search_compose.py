@@ -164,13 +164,6 @@ class TestComparison:
             assert (found.hparams, found.data) == (sibling.hparams, sibling.data)
             assert found.seed == point["seed"]
 
-    def test_scaler_settings_of_the_comparison_itself_stay_a_mistake(
-        self, config: dict[str, Any]
-    ) -> None:
-        config["hyperparameters"] |= {"seed": 1, "amp": {"precision": "fp32", "init_scale": 8.0}}
-        with pytest.raises(ConfigError, match="precision fp32 does not scale the loss"):
-            check_trial(config, config["hyperparameters"])
-
 
 def test_header_of_the_comparison_gives_its_commands() -> None:
     header = COMPARISON.read_text().split("\nname:")[0]

@@ -17,12 +17,14 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.ht
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from determined_amp.cli.options import add_override_option, add_trial_option, at_least
+from determined_amp.cli.options import at_least, checked_configuration, is_task, parser_of
 from determined_amp.cli.search import start_server
+from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.settings import ConfigError, Problem
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,8 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if the trial cannot be trained, or no two precisions can be compared.
     """
-    on_cluster = os.environ.get("DET_TASK_TYPE") == "TRIAL"
-    options = None if on_cluster else _options(arguments)
+    options = None if is_task() else _options(arguments)
+    config = {} if options is None else checked_configuration(options)
+    if options is not None:
+        _require_batch_size(config, options.config)
     start_server()
     try:
         # Imported after the server starts: both spend seconds importing torch, at the same time.
@@ -44,19 +48,25 @@ def main(arguments: Sequence[str]) -> int:
         if options is None:
             comparison.compare_on_cluster()
         else:
-            comparison.compare(options)
+            comparison.compare(config, options.config, options)
     except KeyboardInterrupt:  # during the runs, the engine handles signals
         raise UserError("stopped before the first run: nothing is compared yet") from None
     return 0
 
 
+def _require_batch_size(config: Mapping[str, Any], source: str) -> None:
+    key = "hyperparameters.global_batch_size"
+    if value_at(config, key) is None:
+        text = (
+            "missing; allowed: the number of samples in a batch, which turns a speed into the time "
+            f"of a batch, for instance by --config {key}=32"
+        )
+        raise ConfigError(source, [Problem(key, text)])
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp compare",
-        description="Train in every precision, by turns, and say which one to use.",
-    )
-    parser.add_argument("config", help="experiment YAML")
-    add_trial_option(parser)
+    description = "Train in every precision, by turns, and say which one to use."
+    parser = parser_of("compare", description, precision=False)
     parser.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N", help="runs of each precision (3)"
     )
@@ -73,5 +83,4 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="for all runs together, if 20 batches each fit (3)",
     )
-    add_override_option(parser)
     return parser.parse_args(arguments)

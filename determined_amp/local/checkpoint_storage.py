@@ -83,10 +83,6 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     ) -> Iterator[tuple[Path, str]]:
         assert metadata is not None
         name = checkpoint_name(metadata["steps_completed"])
-        if (self._folder / name).is_symlink():
-            raise CheckpointError(
-                f"{self._folder / name}: is a symbolic link, and would be replaced; move it away"
-            )
         partial = self._folder / f".{name}.partial"
         assert self._reports is not None
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
@@ -117,8 +113,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        # A resume has passed over later ones than the newest. One whose metadata cannot be read is
-        # kept: nobody knows what it was.
+        # A resume may have passed over later ones than the newest. One whose metadata cannot be
+        # read is kept: what it was is unknown.
         found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
         metadata = {path: known for path, known in found if known is not None}
         saved = [path for path in metadata if path <= newest]
@@ -128,7 +124,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             *[path for path in saved if metadata[path].get("finite", True)][-1:],
         }
         for path in metadata:
-            if path not in keep and not path.is_symlink():  # links are the user's
+            if path not in keep:
                 # Renamed first: a process killed here leaves no half-deleted `batch-*`.
                 doomed = path.rename(path.with_name(f".{path.name}.deleted"))
                 shutil.rmtree(doomed)
