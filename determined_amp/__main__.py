@@ -14,11 +14,12 @@ _COMMANDS = {
     "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
     "audit": ("determined_amp.commands.audit", "show what one training batch is computed in"),
     "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
+    "score": ("determined_amp.commands.score", "measure the steps that a loss scale loses"),
     "compare": (
         "determined_amp.commands.compare",
         "train in every precision, and say which to use",
     ),
-    "search": ("determined_amp.search.command", "run a search or a comparison without a cluster"),
+    "search": ("determined_amp.search.command", "run a search without a cluster"),
     "report": ("determined_amp.reports.any_report", "the one of the next two that fits a source"),
     "report precision": (
         "determined_amp.reports.precision_report",

@@ -13,34 +13,27 @@ entrypoint. Its only option there is `--trial`, for a configuration that does no
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import determined as det
-from determined import pytorch
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.guard import show_failure
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.dotted import value_at
-from determined_amp.config.errors import GuardError, UserError
+from determined_amp.config.errors import UserError
 from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
 from determined_amp.config.settings import ConfigError
-from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
-from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.local.detached import DetachedTrial
 from determined_amp.local.folder import FolderError, RunFolder
 from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
+from determined_amp.search.cluster import train_task, trial_task
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 _METHODS = ("single", *_SEARCHES, "custom")
@@ -55,93 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
     """
-    info = det.get_cluster_info()
-    if info is not None and info.task_type == "TRIAL":
-        trial = _cluster_parser().parse_args(arguments).trial
-        _parse(info, trial)
-        start_ranks(info, "determined_amp", "train", *arguments)
-        return train_on_cluster(info, trial=trial)
+    info = trial_task()
+    if info is not None:
+        train_task(info, _cluster_parser().parse_args(arguments).trial, arguments)
+        return 0
     return _train_on_this_machine(arguments)
-
-
-def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher.
-
-    Call it after the configuration was checked, so that mistakes are reported once and without the
-    launcher's traceback. In a process that a launcher has started, it returns.
-
-    Args:
-        info: Determined's information on the task.
-        module: The module that every rank runs.
-        arguments: Its arguments.
-    """
-    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
-    if single or "RANK" in os.environ:
-        return
-    rank = [sys.executable, "-m", module, *arguments]
-    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
-    os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
-
-
-def _parse(info: det.ClusterInfo, trial: str | None) -> experiment.Experiment[Any]:
-    """The experiment of this cluster task."""
-    return experiment.parse(
-        info.trial._config,
-        "experiment",
-        trial=trial,
-        hyperparameters=info.trial.hparams,
-        completed_by_master=True,
-    )
-
-
-def train_on_cluster(
-    info: det.ClusterInfo, prepare: Prepare | None = None, trial: str | None = None
-) -> int:
-    """Train the trial of this cluster task.
-
-    Args:
-        info: Determined's information on the task, with configuration and hyperparameters.
-        prepare: Called before the trial is made.
-        trial: `module:Class`, if the configuration does not name it.
-
-    Returns:
-        The exit status, 0.
-    """
-    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    config = _parse(info, trial)
-    hparams = dict(config.hyperparameters)
-    frequency = config.aggregation_frequency
-    with task_context(hparams, frequency) as context:
-        set_averaging(context, config)
-        if prepare is not None:
-            prepare(context, config)
-        made = trial_of(config, context)
-        with controlled_by(SafeController):
-            fit(made, context)
-    return 0
-
-
-@contextmanager
-def task_context(
-    hparams: dict[str, Any], aggregation_frequency: int
-) -> Iterator[pytorch.PyTorchTrialContext]:
-    """Determined's context of a task; if the trial no longer trains, it reports why.
-
-    Determined drops the text of an `InvalidHP`. This writes it to the overview and the metadata of
-    the run, and to the last line of its log.
-    """
-    try:
-        with pytorch.init(hparams=hparams, aggregation_frequency=aggregation_frequency) as context:
-            try:
-                yield context
-            except (det.InvalidHP, GuardError) as error:
-                show_failure(context, str(error))
-                raise
-    except SystemExit as left:
-        if isinstance(left.__context__, det.InvalidHP):
-            # To stderr, like Determined's own lines: otherwise they may follow it in the log.
-            print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
-        raise
 
 
 def _train_on_this_machine(arguments: Sequence[str]) -> int:
@@ -225,7 +136,7 @@ def _refuse_search(config: Mapping[str, Any], source: str) -> None:
     if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
         return
     # A trial of a search has one value per hyperparameter, and can be trained.
-    if "experiment" in hyperparameters or any(experiment.ranges(hyperparameters)):
+    if any(experiment.ranges(hyperparameters)):
         raise ConfigError(
             source,
             [

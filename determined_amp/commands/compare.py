@@ -8,8 +8,8 @@ device supports, with an audit, and finds the loss scale. Then it prints its pla
 and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.
 Ctrl-C ends the command with a report on the runs so far.
 
-As a task on a cluster it takes no options. Its arguments are the hyperparameters of
-`hp_search/compare.yaml`.
+It can be the entrypoint of an experiment on a cluster, with the options `--trial`, `--seeds`,
+`--batches` and `--minutes`. The whole comparison is then one task.
 
 It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.html`.
 """
@@ -21,7 +21,12 @@ import os
 from collections.abc import Sequence
 
 from determined_amp.config.errors import UserError
-from determined_amp.config.overrides import add_override_option, add_trial_option, at_least
+from determined_amp.config.overrides import (
+    add_override_option,
+    add_trial_option,
+    at_least,
+    with_overrides,
+)
 from determined_amp.search.command import start_server
 
 
@@ -35,27 +40,33 @@ def main(arguments: Sequence[str]) -> int:
         UserError: if the trial cannot be trained, or no two precisions can be compared.
     """
     on_cluster = os.environ.get("DET_TASK_TYPE") == "TRIAL"
-    options = None if on_cluster else _options(arguments)
+    options = _options(arguments, on_cluster=on_cluster)
     start_server()
     try:
         # Imported after the server starts: both spend seconds importing torch, at the same time.
         from determined_amp.commands import look_and_train  # noqa: PLC0415
+        from determined_amp.config.experiment import read_yaml  # noqa: PLC0415
+        from determined_amp.search.cluster import trial_task  # noqa: PLC0415
 
-        if options is None:
-            look_and_train.compare_on_cluster()
+        info = trial_task()
+        if info is not None:
+            look_and_train.compare_on_cluster(info, options)
         else:
-            look_and_train.compare(options)
+            config = with_overrides(read_yaml(options.config), options.overrides)
+            look_and_train.compare(config, options.config, options)
     except KeyboardInterrupt:  # during the runs, the engine handles signals
         raise UserError("stopped before the first run: nothing is compared yet") from None
     return 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
+def _options(arguments: Sequence[str], *, on_cluster: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp compare",
         description="Train in every precision, by turns, and say which one to use.",
     )
-    parser.add_argument("config", help="experiment YAML")
+    if not on_cluster:
+        parser.add_argument("config", help="experiment YAML")
+        add_override_option(parser)
     add_trial_option(parser)
     parser.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N", help="runs of each precision (3)"
@@ -73,5 +84,4 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="for all runs together, if 20 batches each fit (3)",
     )
-    add_override_option(parser)
     return parser.parse_args(arguments)

@@ -7,6 +7,8 @@
 The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
 YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
 bfloat16 predicts overflow and underflow at every power of two. Passes in float16 verify the choice.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,18 @@ from rich.console import Console
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.config.amp_settings import add_precision_option, chosen_precision, in_precision
 from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import add_override_option, add_trial_option, with_overrides
+from determined_amp.config.overrides import (
+    add_batches_option,
+    add_override_option,
+    add_trial_option,
+    with_overrides,
+)
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FoundScale, yaml_changes
-from determined_amp.finder.frozen import MOST_BATCHES
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.yaml_copy import write_copy
 from determined_amp.local.open_trial import OpenTrial, open_trial
+from determined_amp.search.cluster import find_task, trial_task
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,6 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if an option is wrong, or no loss scale can be found.
     """
+    info = trial_task()
+    if info is not None:
+        options = _cluster_parser().parse_args(arguments)
+        find_task(info, options.trial, options.batches, arguments)
+        return 0
     options = _options(arguments)
     config = with_overrides(read_yaml(options.config), options.overrides)
     config = in_precision(config, chosen_precision(options))
@@ -94,8 +106,6 @@ def _check_targets(options: argparse.Namespace) -> None:
             "--write: copies the YAML as it is, and what --config changes would be lost; allowed: "
             "one of the two"
         )
-    if not 1 <= options.batches <= MOST_BATCHES:
-        problems.append(f"--batches: got {options.batches}; allowed: 1 to {MOST_BATCHES}")
     if problems:
         raise ConfigError("command line", problems)
 
@@ -112,14 +122,22 @@ def _check_reads_amp(opened: OpenTrial) -> None:
         )
 
 
+def _cluster_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp find",
+        description="Find the loss scale of this task's trial.",
+    )
+    add_trial_option(parser)
+    add_batches_option(parser)
+    return parser
+
+
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m determined_amp find", description="Find the initial loss scale in one pass."
     )
     parser.add_argument("config", help="experiment YAML")
-    parser.add_argument(
-        "--batches", type=int, default=4, help="training batches to look at (default: 4)"
-    )
+    add_batches_option(parser)
     add_trial_option(parser)
     parser.add_argument(
         "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"

@@ -16,17 +16,15 @@ from rich.console import Console
 
 from determined_amp.config.amp_settings import Precision, in_precision
 from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import Experiment, constants, parse, read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.settings import ConfigError, read_section, setting
-from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.config.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.config.plan import has_our_form
+from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
 from determined_amp.local.folder import fresh_folder
 from determined_amp.reports.precision_report import write_report
 from determined_amp.reports.run_folders import REMARKS, read_search
 from determined_amp.reports.runs import ReportError
-from determined_amp.search.compose import compose
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.search.pilot import (
     BATCHES,
@@ -37,7 +35,6 @@ from determined_amp.search.pilot import (
     find_the_scale,
     train_a_little,
 )
-from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -55,11 +52,20 @@ class CompareError(UserError):
     """No two precisions can be compared."""
 
 
-def compare(options: argparse.Namespace) -> Path:
+def compare(
+    config: Mapping[str, Any],
+    source: str,
+    options: argparse.Namespace,
+    *,
+    completed_by_master: bool = False,
+) -> Path:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
-        options: `config`, `overrides`, `trial`, `seeds`, `batches`, `minutes`.
+        config: The experiment configuration.
+        source: Where it comes from, for the error message.
+        options: `trial`, `seeds`, `batches`, `minutes`.
+        completed_by_master: See `config.experiment.parse`.
 
     Returns:
         The folder of the comparison. It has a report if two precisions could be trained.
@@ -68,13 +74,15 @@ def compare(options: argparse.Namespace) -> Path:
         UserError: if the trial cannot be trained in fp32.
     """
     console = Console()
-    config = with_overrides(read_yaml(options.config), options.overrides)
     experiment = parse(
-        in_precision(config, Precision.FP32.value), options.config, trial=options.trial
+        in_precision(config, Precision.FP32.value),
+        source,
+        trial=options.trial,
+        completed_by_master=completed_by_master,
     )
     if experiment.global_batch_size is None:
         raise ConfigError(
-            options.config,
+            source,
             [
                 "hyperparameters.global_batch_size: missing; allowed: the number of samples in a "
                 "batch, which turns a speed into the time of a batch, for instance by --config "
@@ -82,10 +90,10 @@ def compare(options: argparse.Namespace) -> Path:
             ],
         )
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
-    trials = _Trials(experiment, config, folder, options.seeds)
+    trials = _Trials(experiment, config, options.seeds)
     looked = _Looked()
     try:
-        _look(trials, looked, console)
+        _look(trials, looked, folder / "pilots", console)
     except KeyboardInterrupt:
         _tell(console, looked)
         raise
@@ -127,37 +135,27 @@ def _page(folder: Path) -> str:
 def _to_go_on(folder: Path) -> tuple[str, ...]:
     """The commands to type for the missing runs."""
     if det.get_cluster_info() is not None:  # the folder is lost with its task
-        return ("det experiment create ... --config hyperparameters.minutes=MORE",)
+        longer = "python3 -m determined_amp compare --minutes MORE"
+        return (f"det experiment create ... --config entrypoint='{longer}'",)
     return (
         f"python -m determined_amp search --resume {folder}",
         f"python -m determined_amp report {folder}",
     )
 
 
-@dataclass(frozen=True)
-class _Hyperparameters:
-    """Hyperparameters of `hp_search/compare.yaml`, in place of command-line options."""
-
-    experiment: str = setting()
-    seeds: int = setting(3, at_least=1)
-    minutes: int = setting(3, at_least=1)
-    batches: int | None = setting(None, at_least=BATCHES)
-
-
-def compare_on_cluster() -> None:
+def compare_on_cluster(info: det.ClusterInfo, options: argparse.Namespace) -> None:
     """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
+
+    Args:
+        info: Determined's information on the task.
+        options: `trial`, `seeds`, `batches`, `minutes`.
 
     Raises:
         UserError: see `compare`.
     """
-    info = det.get_cluster_info()
-    assert info is not None
-    given = constants(info.trial.hparams)
-    read = read_section(_Hyperparameters, given, "hyperparameters")
-    options = argparse.Namespace(config=read.experiment, overrides=[], trial=None)
-    options.seeds, options.minutes, options.batches = read.seeds, read.minutes, read.batches
+    config = {**info.trial._config, "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
-        folder = compare(options)
+        folder = compare(config, "experiment", options, completed_by_master=True)
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
         batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
@@ -242,89 +240,84 @@ class _Looked:
 
 
 class _Trials:
-    """Composes the trials of the comparison from the experiment, and writes its YAML.
+    """Makes the configurations of the runs from the experiment.
 
     Args:
         experiment: The experiment in fp32.
         config: Its configuration before the change to fp32; it may have scaler settings.
-        folder: The folder of the comparison.
         seeds: Number of runs of each precision.
     """
 
-    def __init__(
-        self, experiment: Experiment[Any], config: Mapping[str, Any], folder: Path, seeds: int
-    ) -> None:
+    def __init__(self, experiment: Experiment[Any], config: Mapping[str, Any], seeds: int) -> None:
         self._experiment = experiment
-        self.folder = folder
         self._seeds = [experiment.seed + i for i in range(seeds)]
-        named = {**experiment.config}
-        hyperparameters = {**named.get("hyperparameters", {})}
         section = config.get("hyperparameters", {}).get("amp")
-        hyperparameters["amp"] = dict(section) if isinstance(section, Mapping) else {}
-        self._base = {**named, "hyperparameters": hyperparameters}
-        self._path = folder / "experiment.yaml"
-        self.change_amp({})
+        self._amp = dict(section) if isinstance(section, Mapping) else {}
 
     def change_amp(self, changes: Mapping[str, Any]) -> None:
         """Change the section `amp` of all later trials; None removes a key."""
-        amp = {**self._base["hyperparameters"]["amp"], **changes}
-        self._base["hyperparameters"]["amp"] = {k: v for k, v in amp.items() if v is not None}
-        self._path.write_text(dump_yaml(self._base))
+        self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
 
     def look(self, precision: Precision, batches: int) -> dict[str, Any]:
         """The experiment of a pilot in a precision."""
-        sampled = {
-            "experiment": str(self._path),
-            "seed": self._seeds[0],
-            "amp": {"precision": precision.value},
-            "training": _lengths(self._rounded(batches), self._rounded(REPORTING_PERIOD)),
-        }
-        return compose(self.search([precision], None), sampled, Path.cwd())
+        config = self._config(
+            {"amp": {**self._amp, "precision": precision.value}},
+            self._rounded(batches),
+            self._rounded(REPORTING_PERIOD),
+        )
+        seed = {"experiment_seed": self._seeds[0]}
+        return {**config, "reproducibility": {**config["reproducibility"], **seed}}
 
-    def search(self, precisions: Sequence[Precision], plan: _Plan | None) -> dict[str, Any]:
+    def search(self, precisions: Sequence[Precision], plan: _Plan) -> dict[str, Any]:
         """The search over these precisions and all seeds."""
-        searcher = self._experiment.platform.searcher
-        hyperparameters: dict[str, Any] = {
-            "experiment": str(self._path),
-            "seed": {"type": "categorical", "vals": self._seeds},
-            # A grid begins with its last value: fp32, which the others are compared with.
-            "amp": {
-                "precision": {"type": "categorical", "vals": [p.value for p in precisions[::-1]]}
-            },
+        # A grid begins with its last value: fp32, which the others are compared with.
+        names = [precision.value for precision in precisions[::-1]]
+        ranges = {
+            TRIAL_SEED: {"type": "categorical", "vals": self._seeds},
+            "amp": {**self._amp, "precision": {"type": "categorical", "vals": names}},
         }
-        if plan is not None:
-            hyperparameters["training"] = _lengths(plan.batches, plan.reporting_period)
-        return {
-            "name": f"compare-{self._experiment.name}",
-            "entrypoint": f"python3 -m {ENTRYPOINT} {TrialKind.COMPARE.value}",
-            "hyperparameters": hyperparameters,
-            "searcher": {
-                "name": "grid",
-                "metric": searcher.metric,
-                "smaller_is_better": searcher.smaller_is_better,
-            },
-            "reproducibility": {"experiment_seed": self._experiment.seed},
+        config = self._config(ranges, plan.batches, plan.reporting_period)
+        searcher = {**config["searcher"], "name": "grid"}
+        name = f"compare-{self._experiment.name}"
+        return {**config, "name": name, "searcher": searcher}
+
+    def _config(
+        self, hyperparameters: Mapping[str, Any], batches: int, reporting_period: int
+    ) -> dict[str, Any]:
+        """The experiment with changed hyperparameters and lengths.
+
+        A run has one validation and one checkpoint, at its end.
+        """
+        config, whole = dict(self._experiment.config), {"batches": batches}
+        own = {**config.get("hyperparameters", {}), **hyperparameters}
+        asked = self._experiment.platform.searcher
+        searcher: dict[str, Any] = {
+            "name": "single",
+            "metric": asked.metric,
+            "smaller_is_better": asked.smaller_is_better,
         }
+        if has_our_form(own):
+            own["training"] = {
+                **own["training"],
+                "max_length": whole,
+                "validation_period": whole,
+                "checkpoint_period": whole,
+                "reporting_period": {"batches": reporting_period},
+            }
+        else:
+            searcher["max_length"] = whole
+            config["min_validation_period"] = config["min_checkpoint_period"] = whole
+            config["scheduling_unit"] = reporting_period
+        if "trial" in own:
+            config["entrypoint"] = "python3 -m determined_amp train"
+        return {**config, "hyperparameters": own, "searcher": searcher}
 
     def _rounded(self, batches: int) -> int:
         window = self._experiment.aggregation_frequency
         return -(-batches // window) * window
 
 
-def _lengths(batches: int, reporting_period: int) -> dict[str, Any]:
-    """The lengths of a run with one validation and one checkpoint, at its end."""
-    whole = {"batches": batches}
-    return {
-        "max_length": whole,
-        "validation_period": whole,
-        "checkpoint_period": whole,
-        "reporting_period": {"batches": reporting_period},
-    }
-
-
-def _look(trials: _Trials, looked: _Looked, console: Console) -> None:
-    folder = trials.folder / "pilots"
-
+def _look(trials: _Trials, looked: _Looked, folder: Path, console: Console) -> None:
     def pilot(precision: Precision) -> None:
         name = precision.value
         with console.status(f"looking: {BATCHES} batches in {name}, and their audit"):
@@ -357,7 +350,7 @@ def _find(trials: _Trials, looked: _Looked, folder: Path) -> None:
         if found.finding.verdict is not Verdict.ISLANDS:
             break
     assert looked.scale is not None
-    looked.scale.write(trials.folder / FILE_NAME)
+    looked.scale.write(folder.parent / FILE_NAME)
 
 
 def _plan(looked: _Looked, experiment: Experiment[Any], options: argparse.Namespace) -> _Plan:

@@ -59,7 +59,13 @@ _SECTIONS = frozenset(
 
 # Matches an entrypoint that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
-_RANGES = ("int", "double", "log", "categorical")
+_NUMBERS = ("int", "double", "log")
+_RANGES = (*_NUMBERS, "categorical")
+
+_SCALE = "amp.init_scale"
+
+# The hyperparameter that sets the seed of a trial, in place of one that the platform draws.
+TRIAL_SEED = "trial_seed"
 
 
 class CheckpointPolicy(enum.Enum):
@@ -271,7 +277,8 @@ def parse(
         trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
             entrypoint of that form.
         hyperparameters: The hyperparameters that the searcher chose for this trial; by default
-            those of `config`.
+            those of `config`. An initial loss scale that was drawn from a range is rounded to the
+            nearest power of two: scaling by one is exact.
         completed_by_master: Whether a master has filled in its defaults and merged `--config` into
             the YAML. Then its defaults are not mistakes, and loss scale settings are ignored in a
             precision without a loss scale.
@@ -289,8 +296,13 @@ def parse(
         named = None
     else:
         named = _named_trial(config, raw, trial, problems)
+    if hyperparameters is not None:
+        raw = _with_power_of_two(raw, config)
+    config, raw = _with_trial_seed(config, raw, problems)
     if completed_by_master:
         config, raw = _as_merged(config, raw)
+    if hyperparameters is not None:
+        config = {**config, "hyperparameters": raw}
     parts = _Parts(config, raw, named, completed_by_master)
     found = parts.read(problems)
     if problems or found is None:
@@ -307,6 +319,37 @@ def _as_merged(
     if has_our_form(raw) and is_test(config):
         return for_test(config), {**raw, "training": ONE_BATCH}
     return config, raw
+
+
+def _with_power_of_two(raw: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
+    space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(raw, _SCALE)
+    is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
+    if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
+        return raw
+    return {**raw, "amp": {**raw["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
+
+
+def _with_trial_seed(
+    config: Mapping[str, Any], raw: Mapping[str, Any], problems: list[str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Configuration and hyperparameters with `trial_seed` moved to the seed of the experiment.
+
+    The platform draws a seed for each trial of a search. This hyperparameter sets it instead, so
+    that trials can share one. The trial itself does not get it.
+    """
+    if TRIAL_SEED not in raw:
+        return config, raw
+    others = {key: value for key, value in raw.items() if key != TRIAL_SEED}
+    seed = constants({TRIAL_SEED: raw[TRIAL_SEED]})[TRIAL_SEED]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        problems.append(
+            f"hyperparameters.{TRIAL_SEED}: got {seed!r}; allowed: an integer >= 0 and below 2^32"
+        )
+        return config, others
+    reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
+    changed = {**config, "hyperparameters": others, "reproducibility": reproducibility}
+    return changed, others
 
 
 def constants(given: Mapping[str, Any]) -> dict[str, Any]:

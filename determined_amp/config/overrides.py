@@ -38,6 +38,17 @@ def add_trial_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_batches_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--batches`, the number of batches to measure on."""
+    parser.add_argument(
+        "--batches",
+        type=at_least(1, 1000),
+        default=4,
+        metavar="N",
+        help="training batches to measure on (4)",
+    )
+
+
 def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
     """The `type` of an option that takes an integer from `least` to `most`."""
 

@@ -18,14 +18,14 @@ from determined.common.api import bindings, errors
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.config.dotted import flat
-from determined_amp.config.experiment import parse
+from determined_amp.config.experiment import TRIAL_SEED, parse
 from determined_amp.config.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.local.folder import End
 from determined_amp.local.master import NONSENSE, log_in
 from determined_amp.reports.run_settings import SEED, of_experiment
 from determined_amp.reports.runs import Machine, Report, ReportError, Run, Source, State, ended
-from determined_amp.search.compose import compose
+from determined_amp.search.task import Task, Verb
 
 if TYPE_CHECKING:
     from determined.experimental.client import Checkpoint, Determined, Trial
@@ -67,24 +67,17 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
             _run(origin, config, t, training[t.id], validation[t.id], with_settings=with_settings)
             for t in trials
         )
-        return Source(origin, tuple(runs), config, notes=_unknown(config, trials))
+        return Source(origin, tuple(runs), config, notes=_unknown(trials))
 
 
-def _unknown(config: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, ...]:
+def _unknown(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Sentences for the report on what the master does not tell."""
-    named = {str((trial.hparams or {}).get("experiment")) for trial in trials} - {"None"}
-    told = []
-    if named:
-        told.append(
-            f"the settings of these trials are read from {', '.join(sorted(named))} in this "
-            "folder, which may differ from what was sent to the cluster"
-        )
-    if len(trials) > 1:
-        told.append(
-            "the master does not tell which trials ran side by side on one machine, which changes "
-            "their speeds"
-        )
-    return tuple(told)
+    if len(trials) < 2:
+        return ()
+    return (
+        "the master does not tell which trials ran side by side on one machine, which changes "
+        "their speeds",
+    )
 
 
 def read_finding(number: int) -> FoundScale:
@@ -108,7 +101,7 @@ def read_finding(number: int) -> FoundScale:
 
 
 def fetch_comparison(number: int, folder: Path) -> str | None:
-    """Download the report of an experiment of `hp_search/compare.yaml`, from its checkpoint.
+    """Download the report of an experiment that ran `compare`, from its checkpoint.
 
     Args:
         number: The id of the experiment.
@@ -139,10 +132,9 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
 
 
 def is_compare_command(config: Mapping[str, Any]) -> bool:
-    """Whether an experiment was created from `hp_search/compare.yaml`."""
-    entrypoint = config.get("entrypoint")
-    words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
-    return words[-2:] == ["determined_amp", "compare"]
+    """Whether the entrypoint of an experiment is the command `compare`."""
+    task = Task.of(config)
+    return task is not None and task.verb is Verb.COMPARE
 
 
 @contextmanager
@@ -170,7 +162,7 @@ def _run(
     hparams = trial.hparams or {}
     settings = _settings(origin, config, hparams) if with_settings else {}
     # The seed of a search's trial is known only if the search sets it; else the platform draws it.
-    known = settings.get("searcher.name") == "single" or {"experiment", "seed"} <= hparams.keys()
+    known = settings.get("searcher.name") == "single" or TRIAL_SEED in hparams
     return Run(
         f"{origin}, trial {trial.id}",
         settings,
@@ -215,11 +207,13 @@ def _settings(
 ) -> dict[str, Any]:
     """The configuration of one trial with every default filled in, as in a run folder."""
     try:
-        if "experiment" in hyperparameters:  # a search of this repository
-            config = compose(config, hyperparameters, Path.cwd())
-            hyperparameters = config["hyperparameters"]
+        task = Task.of(config)
         experiment = parse(
-            config, origin, hyperparameters=hyperparameters, completed_by_master=True
+            config,
+            origin,
+            trial=task.trial if task else None,
+            hyperparameters=hyperparameters,
+            completed_by_master=True,
         )
         return of_experiment(experiment)
     except ConfigError as error:

@@ -16,7 +16,7 @@ from determined_amp.config.amp_settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.local.folder import RunFolder, read_metrics
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
-from determined_amp.search.trial_kind import TrialKind
+from determined_amp.search.task import Task, Verb
 from determined_amp.search.workers import Worker
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
@@ -58,7 +58,7 @@ def train_a_little(config: Mapping[str, Any], precision: Precision, folder: Path
         folder: A new run folder.
     """
     began = time.monotonic()
-    result = _run(Job(TrialKind.COMPARE, config, RunFolder(folder).path))
+    result = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder).path))
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
     blocked = result.outcome is Outcome.INTERRUPTED and result.reason
@@ -81,7 +81,7 @@ def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
         folder: A new run folder.
     """
     run_folder = RunFolder(folder)
-    result = _run(Job(TrialKind.FIND, config, run_folder.path))
+    result = _run(Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, run_folder.path))
     if result.outcome is not Outcome.COMPLETE:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
