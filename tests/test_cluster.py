@@ -99,7 +99,7 @@ ASHA = (
 # Long enough to be disturbed: a report every other batch makes even a fast cluster take a while.
 LENGTH = 160
 PERIOD = 20
-DISTURBED = (
+DISTURBED_MLP = (
     *SMALL["trials.mlp:MLPTrial"],
     "hyperparameters.lr_schedule=cosine",
     "hyperparameters.warmup_steps=10",
@@ -109,6 +109,8 @@ DISTURBED = (
     f"hyperparameters.training.checkpoint_period.batches={PERIOD}",
     "hyperparameters.training.reporting_period.batches=2",
 )
+# The others are a stranger's trial as it is: shuffled batches, dropout, and noise of three sources.
+DISTURBED = ("mlp", "shuffled", "shuffled on 2 slots")
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +146,47 @@ def runs(cluster: Cluster) -> dict[Path, Run]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> Run:
-    return long_run(cluster)
+def undisturbed(cluster: Cluster, shuffled: Path) -> dict[str, Run]:
+    """One of each kind that tests disturb and that the cluster has the slots for."""
+    fitting = [kind for kind in DISTURBED if slots_of(kind) <= cluster.slots]
+    return {kind: long_run(kind, cluster, shuffled) for kind in fitting}
 
 
-def long_run(cluster: Cluster) -> Run:
-    """One that lasts long enough to be disturbed."""
-    return cluster.create("experiment_configs/mlp/amp.yaml", *DISTURBED)
+@pytest.fixture(scope="module")
+def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context with a trial that never heard of the library, and the library."""
+    folder = tmp_path_factory.mktemp("shuffled") / "context"
+    shutil.copytree(ROOT / "determined_amp", folder / "determined_amp")
+    shutil.copy(ROOT / "tests" / "strangers.py", folder / "model_def.py")
+    lengths = {"min_validation_period": 40, "min_checkpoint_period": PERIOD}
+    config = {
+        "name": "shuffled",
+        "entrypoint": "python3 -m determined_amp train --trial model_def:Shuffled",
+        "hyperparameters": {"global_batch_size": 10, "amp": {"precision": "amp_bf16"}},
+        "searcher": {
+            "name": "single",
+            "metric": "val_loss",
+            "max_length": {"batches": LENGTH},
+        },
+        **{key: {"batches": batches} for key, batches in lengths.items()},
+        "scheduling_unit": 2,
+        "max_restarts": 2,
+    }
+    (folder / "amp.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def slots_of(kind: str) -> int:
+    """How many slots a disturbed run of this kind asks for."""
+    return 2 if kind.endswith("2 slots") else 1
+
+
+def long_run(kind: str, cluster: Cluster, shuffled: Path) -> Run:
+    """A run that lasts long enough to be disturbed."""
+    slots = f"resources.slots_per_trial={slots_of(kind)}"
+    if kind == "mlp":
+        return cluster.create("experiment_configs/mlp/amp.yaml", *DISTURBED_MLP)
+    return cluster.create(shuffled / "amp.yaml", slots, context=shuffled)
 
 
 @pytest.fixture(scope="module")
@@ -450,51 +486,59 @@ class TestGuard:
         assert last_line(aborted.trial) == f"no retry can help: {failure}"
 
 
+@pytest.mark.parametrize("kind", DISTURBED)
 class TestDisturbedTrial:
     """Whatever stops a trial, it ends with the weights of one that was left alone."""
 
+    @pytest.fixture
+    def alone(self, kind: str, undisturbed: dict[str, Run]) -> Run:
+        if kind not in undisturbed:
+            pytest.skip("needs 2 slots, more than this cluster has")
+        return undisturbed[kind]
+
+    @pytest.fixture
+    def run(self, kind: str, cluster: Cluster, shuffled: Path, alone: Run) -> Run:
+        return long_run(kind, cluster, shuffled)
+
     @staticmethod
-    def assert_same(run: Run, undisturbed: Run, folder: Path) -> None:
+    def assert_same(run: Run, alone: Run, folder: Path) -> None:
         assert run.completed().batches() == LENGTH
         assert [m["batches"] for m in run.metrics("training")] == [
-            m["batches"] for m in undisturbed.completed().metrics("training")
+            m["batches"] for m in alone.completed().metrics("training")
         ]
-        assert run.digest(folder) == undisturbed.digest(folder)
+        assert run.digest(folder) == alone.digest(folder)
 
     @staticmethod
     def wait_for_checkpoint(run: Run) -> None:
         wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
         assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
 
-    def test_paused_and_activated(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
-        run = long_run(cluster)
+    def test_paused_and_activated(self, run: Run, alone: Run, tmp_path: Path) -> None:
         wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         assert run.state() is client.ExperimentState.PAUSED
         assert run.newest_checkpoint_batches() < LENGTH
         run.det("activate")
-        self.assert_same(run, undisturbed, tmp_path)
+        self.assert_same(run, alone, tmp_path)
 
-    def test_killed_and_continued(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
-        run = long_run(cluster)
+    def test_killed_and_continued(self, run: Run, alone: Run, tmp_path: Path) -> None:
         self.wait_for_checkpoint(run)
         run.det("kill")
         assert run.wait() is client.ExperimentState.CANCELED
         run.det("continue")
-        self.assert_same(run, undisturbed, tmp_path)
+        self.assert_same(run, alone, tmp_path)
 
-    def test_container_killed(self, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
+    def test_container_killed(self, run: Run, alone: Run, tmp_path: Path) -> None:
         """Needs the Docker of the agent; the platform starts the trial again by itself."""
         if docker("info") is None:
             pytest.skip("needs the Docker that runs the containers, on this machine")
-        run = long_run(cluster)
         self.wait_for_checkpoint(run)
         container = container_of(run.trial)
         if container is None:
             pytest.skip("the trial's container is not on this machine")
         assert docker("kill", container) is not None
-        self.assert_same(run, undisturbed, tmp_path)
+        self.assert_same(run, alone, tmp_path)
         assert run.restarts() == 1
 
 

@@ -13,7 +13,8 @@ import yaml
 from determined_amp.config import experiment
 from determined_amp.config.amp_settings import SCALER_KEYS, Precision
 
-CONFIGS = Path(__file__).parents[1] / "experiment_configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "experiment_configs"
 
 NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 NAMES = frozenset({"name", "description"})
@@ -145,12 +146,6 @@ class TestEveryFile:
             if isinstance(value, str):
                 assert not NUMBER.fullmatch(value), f"{key}: {value!r} is a number read as text"
 
-    def test_user_errors_are_not_retried(self, path: Path) -> None:
-        """The words `determined_amp.train` says them in cancel the platform's retries."""
-        (policy,) = load(path)["log_policies"]
-        assert policy["action"] == "cancel_retries"
-        assert "no retry can help: " in policy["pattern"]
-
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_file_with_its_defaults_filled_in_is_the_same_experiment(path: Path) -> None:
@@ -160,3 +155,22 @@ def test_every_file_with_its_defaults_filled_in_is_the_same_experiment(path: Pat
     assert (again.plan, again.amp, again.platform) == (given.plan, given.amp, given.platform)
     assert again.resolved() == given.resolved()
     assert flat(load(path)).items() <= flat(given.resolved()).items()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*FILES, *(ROOT / "hp_search").glob("*.yaml"), ROOT / "docs" / "your_trial" / "amp.yaml"],
+)
+@pytest.mark.parametrize(
+    ("line", "fatal"),
+    [
+        ("no retry can help: the loss scale is at its floor", True),
+        ("/usr/bin/python3: No module named determined_amp", True),
+        ("ModuleNotFoundError: No module named 'rich'", False),
+        ("UserWarning: No module named 'triton': kernels are not compiled", False),
+    ],
+)
+def test_only_errors_of_the_library_cancel_retries(path: Path, line: str, fatal: bool) -> None:
+    (policy,) = load(path)["log_policies"]
+    assert policy["action"] == "cancel_retries"
+    assert bool(re.fullmatch(policy["pattern"], line)) is fatal

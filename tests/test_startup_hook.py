@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 HOOK = (ROOT / "startup-hook.sh").read_text()
@@ -48,7 +49,9 @@ PIP = """
 import json, pathlib, sys
 here = pathlib.Path(__file__).parents[1]
 arguments = sys.argv[1:]
-constraints = pathlib.Path(arguments.pop(arguments.index("--constraint") + 1)).read_text()
+constraints = ""
+if "--constraint" in arguments:
+    constraints = pathlib.Path(arguments.pop(arguments.index("--constraint") + 1)).read_text()
 calls = here / "calls.json"
 before = json.loads(calls.read_text()) if calls.exists() else []
 calls.write_text(json.dumps([*before, [arguments, constraints.split()]]))
@@ -239,6 +242,20 @@ def test_a_folder_of_its_name_is_not_the_package(image: Image) -> None:
     image.start()
     [(arguments, _)] = image.pip_calls
     assert packages(arguments) == ["tensorboard"]
+
+
+def test_hook_of_the_docs_prints_nothing_that_cancels_retries(image: Image) -> None:
+    """A traceback of its probe would, once: the container of such a run was never restarted."""
+    hook = (ROOT / "docs" / "your_trial" / "startup-hook.sh").read_text()
+    (image.workdir / "startup-hook.sh").write_text(hook.replace("./determined_amp-*.whl", "wheel"))
+    config = yaml.safe_load((ROOT / "docs" / "your_trial" / "amp.yaml").read_text())
+    (policy,) = config["log_policies"]
+    image.lose("rich")
+    run = image.start()
+    assert trained(run)
+    assert (image.site / "rich.py").exists()
+    assert not [line for line in run.stderr.splitlines() if re.search(policy["pattern"], line)]
+    assert "Traceback" not in run.stderr
 
 
 def failing_pip(image: Image) -> None:
