@@ -20,6 +20,8 @@ BATCHES = 4
 
 _SCORE_METRICS = tuple(field.name for field in dataclasses.fields(Score))
 
+_COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "gradient_error", "overflow")
+
 
 class Verb(enum.Enum):
     """A command of this library that can be the entrypoint of an experiment."""
@@ -67,7 +69,7 @@ class Task:
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
     """The options `--name value` and `--name=value`."""
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in zip(words, [*words[1:], ""], strict=False):
         name, equals, after = word.partition("=")
         if name.startswith("--"):
             yield name, after if equals else value
@@ -99,6 +101,10 @@ def check_score(experiment: Experiment[Any]) -> None:
         problems.append(
             f"searcher.metric: got {searcher.metric}, which no score has; allowed: "
             f"{', '.join(_SCORE_METRICS)}"
+        )
+    if searcher.metric in _COSTS and not searcher.smaller_is_better:
+        problems.append(
+            f"searcher.smaller_is_better: got false; allowed with {searcher.metric}: true"
         )
     if slots > 1:
         problems.append(
