@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from determined_amp.config import experiment
+from determined_amp.experiment import experiment
 from determined_amp.local.folder import read_metrics
 from trials.data import clips
 from trials.data.loading import Sample

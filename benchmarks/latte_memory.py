@@ -35,9 +35,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from determined_amp.amp.precision import prepare_backend
-from determined_amp.config import experiment
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.experiment import Experiment
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.experiment import Experiment
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 

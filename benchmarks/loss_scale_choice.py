@@ -30,16 +30,16 @@ from rich.progress import Progress
 
 from benchmarks import small_trials
 from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
-from determined_amp.reports.loss_scale_figure import draw_models
-from determined_amp.reports.page import save_png
+from determined_amp.report.loss_scale_figure import draw_models
+from determined_amp.report.page import save_png
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.gpu import report as gpu_report
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.reports.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, save_png
+from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, save_png
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

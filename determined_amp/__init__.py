@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from determined_amp.amp.mixed_precision import MixedPrecision
     from determined_amp.amp.unmodified import TrialAsItIs
     from determined_amp.audit.report import AuditError
-    from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, OnOverflow, Precision
-    from determined_amp.config.errors import GuardError, UserError
-    from determined_amp.config.settings import ConfigError
+    from determined_amp.experiment.amp_settings import (
+        AmpSettings,
+        EvalPrecision,
+        OnOverflow,
+        Precision,
+    )
+    from determined_amp.experiment.errors import GuardError, UserError
+    from determined_amp.experiment.settings import ConfigError
     from determined_amp.finder import find_loss_scale
     from determined_amp.fitting import fit
 
@@ -38,16 +43,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AmpSettings": "config.amp_settings",
+    "AmpSettings": "experiment.amp_settings",
     "AuditError": "audit.report",
-    "ConfigError": "config.settings",
-    "EvalPrecision": "config.amp_settings",
-    "GuardError": "config.errors",
+    "ConfigError": "experiment.settings",
+    "EvalPrecision": "experiment.amp_settings",
+    "GuardError": "experiment.errors",
     "MixedPrecision": "amp.mixed_precision",
-    "OnOverflow": "config.amp_settings",
-    "Precision": "config.amp_settings",
+    "OnOverflow": "experiment.amp_settings",
+    "Precision": "experiment.amp_settings",
     "TrialAsItIs": "amp.unmodified",
-    "UserError": "config.errors",
+    "UserError": "experiment.errors",
     "find_loss_scale": "finder",
     "fit": "fitting",
 }

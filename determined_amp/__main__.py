@@ -7,26 +7,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from determined_amp.config.errors import NO_RETRY, UserError, exit_status
+from determined_amp.experiment.errors import NO_RETRY, UserError, exit_status
 
 # By command: the module that has its `main(arguments)`, and its help text.
 _COMMANDS = {
-    "train": ("determined_amp.train", "train an experiment: here, or as a task of a cluster"),
-    "audit": ("determined_amp.commands.audit", "show what one training batch is computed in"),
-    "find": ("determined_amp.commands.find", "find the initial loss scale in one pass"),
-    "score": ("determined_amp.commands.score", "measure the steps that a loss scale loses"),
+    "train": ("determined_amp.cli.train", "train an experiment: here, or as a task of a cluster"),
+    "audit": ("determined_amp.cli.audit", "show what one training batch is computed in"),
+    "find": ("determined_amp.cli.find", "find the initial loss scale in one pass"),
+    "score": ("determined_amp.cli.score", "measure the steps that a loss scale loses"),
     "compare": (
-        "determined_amp.commands.compare",
+        "determined_amp.cli.compare",
         "train in every precision, and say which to use",
     ),
-    "search": ("determined_amp.search.command", "run a search without a cluster"),
-    "report": ("determined_amp.reports.any_report", "the one of the next two that fits a source"),
-    "report precision": (
-        "determined_amp.reports.precision_report",
-        "compare precisions, with a verdict",
-    ),
+    "search": ("determined_amp.cli.search", "run a search without a cluster"),
+    "report": ("determined_amp.cli.report", "the one of the next two that fits a source"),
+    "report precision": ("determined_amp.cli.report", "compare precisions, with a verdict"),
     "report loss-scale": (
-        "determined_amp.reports.loss_scale_report",
+        "determined_amp.cli.report",
         "draw the loss scale, predicted and observed",
     ),
 }
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The import takes seconds. Here, Ctrl-C during it prints no traceback.
         try:
             module = importlib.import_module(_COMMANDS[command][0])
-            return int(module.main(given[words:]))
+            return int(module.main(given[1:]))
         except ModuleNotFoundError as error:
             if error.name not in _OF_EXTRAS:
                 raise

@@ -9,9 +9,9 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.config.experiment import Platform, constants
-from determined_amp.config.plan import Plan, read_plan
-from determined_amp.config.settings import ConfigError, read
+from determined_amp.experiment.experiment import Platform, constants
+from determined_amp.experiment.plan import Plan, read_plan
+from determined_amp.experiment.settings import ConfigError, read
 
 
 def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from determined_amp.search import command
+from determined_amp.cli import search as command
 
 gc.disable()  # until all tests are imported
 

@@ -47,18 +47,18 @@ from hypothesis import strategies as st
 
 from determined_amp import __main__ as door
 from determined_amp.amp.checkpoint import patched
-from determined_amp.config.dotted import flat, value_at
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.search import command as search_command
+from determined_amp.cli import search as search_command
+from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search import workers
 from tests import searching, training
 
 # What commands import when they need it.
 _IMPORTED = (
     *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo", "trials.mlp"),
-    *("determined_amp.train", "determined_amp.commands.find", "determined_amp.search.engine"),
-    "determined_amp.reports.any_report",
+    *("determined_amp.cli.train", "determined_amp.cli.find", "determined_amp.search.engine"),
+    "determined_amp.cli.report",
 )
 
 # Seconds until an example counts as one that hangs; a report takes 25 on a slow machine.

@@ -66,7 +66,7 @@ def stand_ins() -> Iterator[None]:
         patch.setattr(MixedPrecision, "__init__", _as_if_fused(MixedPrecision.__init__))
         # Kernels are timed on CUDA alone.
         on_cuda = partial(_audited_on, torch.device("cuda"))
-        patch.setattr("determined_amp.commands.audit.audited", on_cuda)
+        patch.setattr("determined_amp.cli.audit.audited", on_cuda)
         patch.setattr("determined_amp.audit.batch.profile", _Profile)
         # A convolution's backward in float16 takes a CPU a hundred times as long as in float32.
         patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from determined_amp import train
+from determined_amp.cli import train
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from tests import training
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from determined_amp.reports.precision_findings import Findings, find
-from determined_amp.reports.run_folders import read_folder
-from determined_amp.reports.runs import Source
+from determined_amp.report.precision_findings import Findings, find
+from determined_amp.report.run_folders import read_folder
+from determined_amp.report.runs import Source
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.

@@ -12,27 +12,21 @@ import yaml
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.dotted import flat, nested
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports.runs import Report, Run, Source, State
+from determined_amp.report.runs import Report, Run, Source, State
 from determined_amp.search.study_file import create_study
 from tests.training import ROOT, SMALL
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
-SEARCH: dict[str, Any] = {
-    "name": "small",
-    "hyperparameters": {
-        "experiment": "experiment.yaml",
-        "amp": {"init_scale": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}},
-        "training": {"max_length": {"batches": 4}},
-    },
-    "searcher": {"name": "grid", "metric": "loss_scale_score", "smaller_is_better": True},
-    "reproducibility": {"experiment_seed": 3},
-}
+SEARCH: dict[str, Any] = with_overrides(
+    read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
+    (*SMALL, "name=small", "reproducibility.experiment_seed=3", "searcher.max_concurrent_trials=1"),
+)
 
 
 def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:

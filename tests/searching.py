@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.search import command
+from determined_amp.cli import search as command
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import SearchStudy, read_study
 from tests.training import ROOT

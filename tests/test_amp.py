@@ -16,7 +16,7 @@ from torch import nn
 from determined_amp import ConfigError
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp_settings import AmpSettings, EvalPrecision, Precision
+from determined_amp.experiment.amp_settings import AmpSettings, EvalPrecision, Precision
 from tests.loops import Fitted, fit
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context

@@ -25,10 +25,10 @@ from determined_amp.audit import (
     batch,
     tensor_core_share,
 )
-from determined_amp.commands import audit as command
-from determined_amp.config import experiment
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.overrides import with_overrides
+from determined_amp.cli import audit as command
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import open_trial
 from tests import training
 from tests.one_weight import Recipe, run

@@ -18,15 +18,14 @@ import yaml
 from determined import core
 from determined.common import storage
 
-from determined_amp import ConfigError
+from determined_amp import ConfigError, comparison
 from determined_amp import __main__ as door
-from determined_amp.commands import look_and_train
-from determined_amp.config.amp_settings import Precision, in_precision
-from determined_amp.config.experiment import parse
-from determined_amp.config.training import Length
-from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.runs import State
-from determined_amp.search.pilot import BATCHES, Pilot
+from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.training import Length
+from determined_amp.pilots import BATCHES, Pilot
+from determined_amp.report.run_folders import read_search
+from determined_amp.report.runs import State
 from tests import shapes
 from tests.test_unmodified import run
 
@@ -76,8 +75,8 @@ def compare(trial: str, tmp: Path, *options: str, changed: Any = None) -> Path:
     (tmp / "plain.yaml").write_text(yaml.safe_dump({**experiment(trial), **(changed or {})}))
     with pytest.MonkeyPatch.context() as patch:
         # Other tests run beside this one, and may slow it down as soon as it has been timed.
-        patch.setattr(look_and_train, "_RESERVE", look_and_train._RESERVE * 20)
-        patch.setattr(look_and_train, "_TOO_SLOW", math.inf)
+        patch.setattr(comparison, "_RESERVE", comparison._RESERVE * 20)
+        patch.setattr(comparison, "_TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
         assert door.main(["compare", "plain.yaml", *options]) == 0
@@ -155,7 +154,7 @@ class TestAnswer:
 def test_time_that_is_up_ends_it_with_what_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(look_and_train, "_RESERVE", 0.0)
+    monkeypatch.setattr(comparison, "_RESERVE", 0.0)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path, "--batches", "4000", "--seeds", "1")
     shown = capsys.readouterr()
@@ -175,10 +174,10 @@ def planned(frequency: int, length: int, **given: Any) -> Any:
         "searcher": {**experiment("Images")["searcher"], "max_length": {"batches": length}},
     }
     found = parse(changed, "test", trial="tests.shapes:Images")
-    looked = look_and_train._Looked()
+    looked = comparison._Looked()
     looked.take(Pilot(Precision.FP32, 0.001, 1.0))
     options = Namespace(**{"seeds": 1, "minutes": 1, "batches": None, **given})
-    return look_and_train._plan(looked, found, options)
+    return comparison._plan(looked, found, options)
 
 
 class TestPlan:
@@ -211,7 +210,7 @@ def test_folder_that_cannot_be_made_is_no_traceback(
 def test_ctrl_c_while_it_looks_says_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(look_and_train, "find_the_scale", interrupted)
+    monkeypatch.setattr(comparison, "find_the_scale", interrupted)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
     shown = capsys.readouterr()
@@ -237,14 +236,14 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     moment: str,
     said: str,
 ) -> None:
-    def look(trials: Any, looked: Any, console: Any) -> None:
+    def look(trials: Any, looked: Any, folder: Any, console: Any) -> None:
         for precision in (Precision.FP32, Precision.AMP_BF16):
             looked.take(Pilot(precision, 0.001, 1.0))
 
-    monkeypatch.setattr(look_and_train, "_look", look)
-    monkeypatch.setattr(look_and_train, "run_comparison", lambda *call: False)
-    monkeypatch.setattr(look_and_train, "read_search", lambda folder: None)
-    monkeypatch.setattr(look_and_train, moment, interrupted)
+    monkeypatch.setattr(comparison, "_look", look)
+    monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
+    monkeypatch.setattr(comparison, "read_search", lambda folder: None)
+    monkeypatch.setattr(comparison, moment, interrupted)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
     assert capsys.readouterr().err.startswith(said)
@@ -264,8 +263,9 @@ class OnCluster(core.DummyTrainContext):
 def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hparams = {"experiment": "a.yaml", "seeds": 2, "minutes": {"type": "const", "val": 1}}
-    info = SimpleNamespace(trial=SimpleNamespace(hparams=hparams))
+    hparams = {"learning_rate": {"type": "const", "val": 0.5}}
+    info: Any = SimpleNamespace(trial=SimpleNamespace(hparams=hparams, _config={"name": "a"}))
+    options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
     asked: list[Any] = []
     train, processes = OnCluster(), core.DummyDistributedContext()
     checkpoints = core.DummyCheckpointContext(
@@ -278,16 +278,14 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
         lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
     )
 
-    def compare_before(options: Any) -> Path:
-        asked.append(options)
+    def compare_before(config: Any, *given: Any, **options: Any) -> Path:
+        asked.append((config, *given, options))
         return images
 
-    monkeypatch.setattr(look_and_train, "compare", compare_before)
-    look_and_train.compare_on_cluster()
-    assert vars(asked[0]) == {
-        **{"config": "a.yaml", "overrides": [], "trial": None},
-        **{"seeds": 2, "minutes": 1, "batches": None},
-    }
+    monkeypatch.setattr(comparison, "compare", compare_before)
+    comparison.compare_on_cluster(info, options)
+    config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
+    assert asked == [(config, "experiment", options, {"completed_by_master": True})]
     (saved,) = tmp_path.iterdir()
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
@@ -299,27 +297,20 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
     assert all(train.validation[f"speed_{name}"] == speed for name, speed in speeds.items())
 
 
-def test_hyperparameters_of_the_task_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = SimpleNamespace(trial=SimpleNamespace(hparams={"experiment": "a.yaml", "seeds": 0}))
-    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
-    with pytest.raises(ConfigError, match=r"hyperparameters\.seeds: got 0"):
-        look_and_train.compare_on_cluster()
-
-
 @pytest.mark.parametrize(
     ("length", "batches"),
     [(Length(batches=40), 40), (Length(epochs=3), 48), (None, 2200), (Length(epochs=900), 2200)],
 )
 def test_plan_is_no_longer_than_the_experiment(length: Length | None, batches: int) -> None:
     """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
-    looked = look_and_train._Looked()
+    looked = comparison._Looked()
     for precision in (Precision.FP32, Precision.AMP_BF16):
         looked.take(Pilot(precision, 0.01, 1.0, epoch_batches=16))
     experiment: Any = SimpleNamespace(
         aggregation_frequency=1, training=SimpleNamespace(max_length=length)
     )
     options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
-    plan = look_and_train._plan(looked, experiment, options)
+    plan = comparison._plan(looked, experiment, options)
     assert plan.batches == batches
     assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
 

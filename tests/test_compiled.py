@@ -22,8 +22,8 @@ from determined_amp.amp.compiled import CompileError, as_written, compile_forwar
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.audit import ProductCount
-from determined_amp.config.amp_settings import AmpSettings, Compile
-from determined_amp.config.settings import ConfigError, plain, read_section
+from determined_amp.experiment.amp_settings import AmpSettings, Compile
+from determined_amp.experiment.settings import ConfigError, plain, read_section
 from tests import test_unmodified, training
 from tests.loops import content
 from tests.test_latte import run_tiny

@@ -128,7 +128,7 @@ def test_the_context_holds_all_code_and_configs_and_nothing_else(files: dict[str
         for folder in ("experiment_configs", "hp_search")
         for path in ROOT.glob(f"{folder}/**/*.yaml")
     }
-    assert {"determined_amp/train.py", "startup-hook.sh"} <= files.keys()
+    assert {"determined_amp/cli/train.py", "startup-hook.sh"} <= files.keys()
     assert configs
     assert code | configs <= files.keys()
 

@@ -16,12 +16,12 @@ import yaml
 from determined import pytorch
 from determined._execution import _make_test_experiment_config
 
-from determined_amp.config import experiment
-from determined_amp.config.amp_settings import SCALER_KEYS, AmpSettings, Precision
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.plan import WITHOUT_EFFECT
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.training import Length
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import SCALER_KEYS, AmpSettings, Precision
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.plan import WITHOUT_EFFECT
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.training import Length
 from trials.mlp import MLPHparams
 
 _YAML = Path(__file__).parent.parent / "experiment_configs" / "mlp" / "amp.yaml"

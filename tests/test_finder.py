@@ -23,9 +23,9 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from determined_amp import __main__ as door
-from determined_amp.commands import find as finder
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.cli import find as finder
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, yaml_changes
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
 from determined_amp.finder.histogram import OVERFLOW_LOG2

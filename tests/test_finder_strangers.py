@@ -18,8 +18,8 @@ from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
 from determined_amp import __main__ as door
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.replay import own_copy
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
 from determined_amp.finder.score import score_batches

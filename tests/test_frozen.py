@@ -18,8 +18,8 @@ from torch import nn
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
 from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.replay import float16_as
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.frozen import (
     FrozenBatch,
     Gradients,

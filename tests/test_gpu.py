@@ -32,11 +32,11 @@ from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.audit import Audit, tensor_core_share
-from determined_amp.commands.audit import audit_here
-from determined_amp.config.amp_settings import AmpSettings, Precision
-from determined_amp.config.errors import GuardError
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.cli.audit import audit_here
+from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.experiment.errors import GuardError
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
 from determined_amp.local.checkpoint_storage import complete_checkpoints

@@ -18,8 +18,8 @@ from torch import nn
 from determined_amp.amp.guard import Guard, RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp_settings import AmpSettings, OnOverflow, Precision
-from determined_amp.config.errors import GuardError
+from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow, Precision
+from determined_amp.experiment.errors import GuardError
 from tests.test_metrics import Context
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)

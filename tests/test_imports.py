@@ -15,8 +15,8 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("config", "audit", "amp", "fitting", "local", "train"),
-    *("finder", "search", "reports", "commands"),
+    *("experiment", "audit", "amp", "fitting", "local", "finder", "search"),
+    *("cluster", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 # What the extras bring.
@@ -53,8 +53,8 @@ PROGRAMS = {
     "the finder's package": "import determined_amp.finder",
     "the finder's function": "determined_amp.finder.find_loss_scale",
     "mixed precision": "from determined_amp import MixedPrecision",
-    "the train command": "import determined_amp.train",
-    "the verbs of a cluster": "import determined_amp.search.on_cluster",
+    "the train command": "import determined_amp.cli.train",
+    "the verbs of a cluster": "import determined_amp.cluster",
     "a search": "import optuna",
 }
 
@@ -82,10 +82,10 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "line"),
     [
-        ("config/a.py", "from determined_amp.amp.guard import Guard", 1),
+        ("experiment/a.py", "from determined_amp.amp.guard import Guard", 1),
         ("amp/a.py", "def f():\n    import determined_amp.local.run", 2),
-        ("train.py", "from determined_amp import MixedPrecision", 1),
-        ("reports/a.py", "from trials.data import images", 1),
+        ("cluster.py", "from determined_amp import MixedPrecision", 1),
+        ("report/a.py", "from trials.data import images", 1),
     ],
 )
 def test_an_import_against_the_direction_is_found(

@@ -10,10 +10,10 @@ import torch
 import yaml
 from torch.nn import functional
 
-from determined_amp import train
-from determined_amp.config.experiment import parse
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.settings import ConfigError
+from determined_amp.cli import train
+from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.settings import ConfigError
 from tests.training import ROOT, checkpoint, metrics
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample

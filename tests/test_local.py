@@ -19,10 +19,11 @@ import yaml
 from determined import core
 from rich.console import Console
 
-from determined_amp import UserError, train
+from determined_amp import UserError
 from determined_amp import __main__ as door
 from determined_amp.amp.precision import described
-from determined_amp.config import experiment
+from determined_amp.cli import train
+from determined_amp.experiment import experiment
 from determined_amp.local.display import Display
 from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal, on_stop_signals

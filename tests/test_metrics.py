@@ -29,7 +29,7 @@ from determined_amp.amp.metrics import (
 )
 from determined_amp.amp.metrics import gradients_of as gradients_that_are_dense
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.amp_settings import AmpSettings, Precision
+from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from tests.fake_cuda import Syncs
 
 

@@ -26,9 +26,9 @@ from torch.utils.data import TensorDataset
 from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.unmodified import trial_of
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.experiment import parse, read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.experiment import parse, read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
 from trials.data import loading
 

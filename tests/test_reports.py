@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.commands import find as finder
+from determined_amp.cli import find as finder
+from determined_amp.cli import report as loss_scale
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.reports import loss_scale_report as loss_scale
-from determined_amp.reports.loss_scale_figure import draw
-from determined_amp.reports.loss_scale_report import make_page
-from determined_amp.reports.loss_scale_text import sentences
-from determined_amp.reports.page import as_svg
+from determined_amp.report.loss_scale_figure import draw
+from determined_amp.report.loss_scale_report import make_page
+from determined_amp.report.loss_scale_text import sentences
+from determined_amp.report.page import as_svg
 from tests.reporting import (
+    SEARCH,
     Rows,
     finding,
     found_scale,
@@ -83,7 +85,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_report_of_a_local_search_predicts_on_its_own(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert loss_scale.main(["study"]) == 0
+    assert loss_scale.main(["loss-scale", "study"]) == 0
     said = capsys.readouterr().out
     assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
@@ -107,11 +109,10 @@ def test_report_of_a_local_search_predicts_on_its_own(
 def test_finding_replaces_the_run_of_the_finder(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workplace / "experiment.yaml").unlink()
     (workplace / "finding.json").write_text(json.dumps(finding()))
     (workplace / "elsewhere").mkdir()
     arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
-    assert loss_scale.main(arguments) == 0
+    assert loss_scale.main(["loss-scale", *arguments]) == 0
     assert "verdict: use 2^17" in capsys.readouterr().out
     assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
         "loss_scale.html",
@@ -119,14 +120,16 @@ def test_finding_replaces_the_run_of_the_finder(
     ]
 
 
-def test_without_the_experiment_only_the_observation_is_drawn(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+def test_without_the_trial_only_the_observation_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workplace / "experiment.yaml").unlink()
-    assert loss_scale.main(["study"]) == 0
+    monkeypatch.chdir(tmp_path)
+    elsewhere = with_overrides(SEARCH, ["hyperparameters.trial=nowhere:Trial"])
+    write_study(tmp_path / "study", TRIALS, elsewhere)
+    assert loss_scale.main(["loss-scale", "study"]) == 0
     said = capsys.readouterr().out
     assert "no prediction: " in said
-    assert "experiment.yaml is not a file" in said
+    assert "nowhere:Trial" in said
     assert "--finding" in said
     assert "samples passed" not in said
 
@@ -181,8 +184,9 @@ def test_finder_refuses_a_folder_before_it_works(
     assert door.main(["find", "experiment.yaml", "--plot", "found.foo"]) == 2
     assert "--plot: got found.foo; allowed: a name in .png" in capsys.readouterr().err
     for batches in ("0", "1000000000"):
-        assert door.main(["find", "experiment.yaml", "--batches", batches]) == 2
-        assert f"--batches: got {batches}; allowed: 1 to 1000" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            door.main(["find", "experiment.yaml", "--batches", batches])
+        assert f"--batches: got {batches}; allowed: an integer >= 1" in capsys.readouterr().err
 
 
 class TestPage:

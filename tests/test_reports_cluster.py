@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 from determined.experimental import client
 
+from determined_amp.cli import report as any_report
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.local.master import MasterError
-from determined_amp.reports import any_report, loss_scale_report, precision_report, report_command
-from determined_amp.reports.loss_scale_text import over_loss_scale
-from determined_amp.reports.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.reports.runs import ReportError, Source, State
+from determined_amp.report import sources
+from determined_amp.report.loss_scale_text import over_loss_scale
+from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
+from determined_amp.report.runs import ReportError, Source, State
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
-HPARAMS = {"experiment": "experiment.yaml", "training": {"max_length": {"batches": 4}}}
+HPARAMS = {"training": {"max_length": {"batches": 4}}}
 
 
 def trial(number: int, scale: float) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.Monkey
 
 SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
-ON_CLUSTER = "python3 -m determined_amp.search.on_cluster"
+FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"
 TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
 
 
@@ -194,8 +195,8 @@ class TestKind:
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "said"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
-            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, "report precision 7"),
+            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
+            (TRAIN, "grid", PRECISIONS, "report precision 7"),
             (COMPARE, "single", {}, "report precision 7"),
             (TRAIN, "single", {}, "report precision 7 OTHERS"),
         ],
@@ -205,14 +206,14 @@ class TestKind:
     ) -> None:
         become(entrypoint, searcher, space)
         with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
-            loss_scale_report.main(["7"])
+            any_report.main(["loss-scale", "7"])
 
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "said"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
-            (f"{ON_CLUSTER} score", "grid", SCALES, "report loss-scale 7"),
-            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, "report loss-scale 7"),
+            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
+            (SCORE, "grid", SCALES, "report loss-scale 7"),
+            (TRAIN, "adaptive_asha", SCALES, "report loss-scale 7"),
             (TRAIN, "grid", SCALES, "report loss-scale 7"),
         ],
     )
@@ -221,19 +222,19 @@ class TestKind:
     ) -> None:
         become(entrypoint, searcher, space)
         with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
-            precision_report.main(["7"])
+            any_report.main(["precision", "7"])
 
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "expected"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, loss_scale_report),
-            (f"{ON_CLUSTER} score", "grid", SCALES, loss_scale_report),
-            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, loss_scale_report),
-            (TRAIN, "grid", SCALES, loss_scale_report),
-            (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, precision_report),
-            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, precision_report),
-            (COMPARE, "single", {}, precision_report),
-            (TRAIN, "single", {}, precision_report),
+            (FIND, "single", {}, "loss-scale"),
+            (SCORE, "grid", SCALES, "loss-scale"),
+            (TRAIN, "adaptive_asha", SCALES, "loss-scale"),
+            (TRAIN, "grid", SCALES, "loss-scale"),
+            (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, "precision"),
+            (TRAIN, "grid", PRECISIONS, "precision"),
+            (COMPARE, "single", {}, "precision"),
+            (TRAIN, "single", {}, "precision"),
         ],
     )
     def test_is_that_of_the_report_that_is_written(
@@ -241,26 +242,26 @@ class TestKind:
         entrypoint: str,
         searcher: str,
         space: Any,
-        expected: Any,
+        expected: str,
         become: Become,
     ) -> None:
         become(entrypoint, searcher, space)
-        written: list[Any] = []
+        written: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            for made in (loss_scale_report, precision_report):
-                patch.setattr(made, "main", lambda given, made=made: written.append(made))
+            for name, (make_parser, _) in any_report._REPORTS.items():
+                write = (make_parser, lambda options, name=name: written.append(name))
+                patch.setitem(any_report._REPORTS, name, write)
             any_report.main(["7"])
         assert written == [expected]
 
     def test_run_folder_is_no_search_over_the_loss_scale(self) -> None:
         said = "runs/x: is a single run, no search.*report precision runs/x OTHERS"
         with pytest.raises(ReportError, match=said):
-            report_command.refuse_precisions("runs/x", Source("runs/x", ()))
+            sources.refuse_precisions("runs/x", Source("runs/x", ()))
 
 
 def test_what_a_master_does_not_tell_is_said(master: Master) -> None:
-    files, side = read_experiment(7).notes
-    assert "read from experiment.yaml in this folder" in files
+    (side,) = read_experiment(7).notes
     assert "side by side" in side
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"validation": [], "training": []}

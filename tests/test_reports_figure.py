@@ -16,11 +16,11 @@ from matplotlib.patches import Rectangle
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Window
-from determined_amp.reports import loss_scale_panels as panels
-from determined_amp.reports import page
-from determined_amp.reports.loss_scale_figure import draw, draw_models
-from determined_amp.reports.loss_scale_panels import Point
-from determined_amp.reports.page import as_svg
+from determined_amp.report import loss_scale_panels as panels
+from determined_amp.report import page
+from determined_amp.report.loss_scale_figure import draw, draw_models
+from determined_amp.report.loss_scale_panels import Point
+from determined_amp.report.page import as_svg
 from tests.reporting import Rows, finding, found_scale, observed, scored, scored_before
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
-from determined_amp.reports import precision_report as precision
-from determined_amp.reports.page import as_svg
-from determined_amp.reports.precision_figure import COLORS, draw
-from determined_amp.reports.run_folders import read_folder
+from determined_amp.cli import report as precision
+from determined_amp.report.page import as_svg
+from determined_amp.report.precision_figure import COLORS, draw
+from determined_amp.report.run_folders import read_folder
 from tests.precisions import CPU, LOST, RESOLVED, found, write_run, write_seeds
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small
@@ -47,7 +47,7 @@ class TestRealRuns:
     def test_are_compared(
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert precision.main([*sources(trained), "--output", str(tmp_path)]) == 0
+        assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
         said = capsys.readouterr().out
         assert sorted(path.name for path in tmp_path.iterdir()) == FILES
         assert (tmp_path / "precision.png").read_bytes().startswith(PNG)
@@ -67,7 +67,7 @@ class TestRealRuns:
         assert "validation_accuracy" in said
 
     def test_give_the_numbers_that_they_reported(self, trained: Path, tmp_path: Path) -> None:
-        assert precision.main([*sources(trained), "--output", str(tmp_path)]) == 0
+        assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
         found = json.loads((tmp_path / "precision.json").read_text())
         assert [s["precision"] for s in found["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
         lines = [
@@ -119,7 +119,7 @@ class TestRealRuns:
 class TestCommand:
     def test_writes_beside_the_first_source(self, tmp_path: Path) -> None:
         folders = [str(write_run(tmp_path / p, p, 1)) for p in ("fp32", "amp_fp16")]
-        assert precision.main(folders) == 0
+        assert precision.main(["precision", *folders]) == 0
         assert sorted(p.name for p in (tmp_path / "fp32").glob("precision.*")) == FILES
         assert not list((tmp_path / "amp_fp16").glob("precision.*"))
 
@@ -158,7 +158,7 @@ class TestCommand:
         self, capsys: pytest.CaptureFixture[str], margin: str
     ) -> None:
         with pytest.raises(SystemExit):
-            precision.main(["a", f"--margin={margin}"])
+            precision.main(["precision", "a", f"--margin={margin}"])
         assert f"got {margin}; allowed: a number above 0" in capsys.readouterr().err
 
     def test_json_of_failed_runs_has_no_nan(self, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ class TestCommand:
             write_run(tmp_path / "b", "amp_bf16", 1, last_batch=60, end=LOST),
             write_run(tmp_path / "c", "amp_bf16", 2, loss=float("nan")),
         ]
-        assert precision.main(list(map(str, folders))) == 0
+        assert precision.main(["precision", *map(str, folders)]) == 0
         text = (tmp_path / "a/precision.json").read_text()
         assert json.loads(text)["precisions"][1]["failed"] == 2
         assert "NaN" not in text
@@ -179,7 +179,7 @@ class TestCommand:
         for folder in folders:
             path = folder / "resolved.yaml"
             path.write_text(path.read_text().replace("trials.mlp:MLPTrial", "a:<b>"))
-        assert precision.main(list(map(str, folders))) == 0
+        assert precision.main(["precision", *map(str, folders)]) == 0
         document = (tmp_path / "fp32/precision.html").read_text()
         assert "a:&lt;b&gt;" in document
         assert "<b>" not in document

@@ -1,4 +1,4 @@
-"""`determined_amp.reports.precision_report` on the trials of a master, here a small HTTP server."""
+"""`determined_amp.report.precision_report` on the trials of a master, here a small HTTP server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.reports import precision_report as precision
-from determined_amp.reports.master_runs import read_experiment
-from determined_amp.reports.precision_findings import find
-from determined_amp.reports.run_folders import read_folder
-from determined_amp.reports.runs import ReportError, Source, State
+from determined_amp.cli import report as precision
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report.master_runs import read_experiment
+from determined_amp.report.precision_findings import find
+from determined_amp.report.run_folders import read_folder
+from determined_amp.report.runs import ReportError, Source, State
 from tests.precisions import TRAINED
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small
@@ -109,9 +109,15 @@ def test_seeds_that_a_search_gives_are_known(
     training = "hyperparameters.training={max_length: {batches: 100}}"
     master.config = with_overrides(read_yaml("hp_search/compare_precisions.yaml"), (training,))
     hparams = master.config["hyperparameters"]
-    constant = {key: hparams[key] for key in ("experiment", "training")}
     master.trials = [
-        {**sent, "hparams": {**constant, "seed": seed, "amp": {"precision": precision}}}
+        {
+            **sent,
+            "hparams": {
+                **hparams,
+                "trial_seed": seed,
+                "amp": {**hparams["amp"], "precision": precision},
+            },
+        }
         for sent, (precision, seed) in zip(
             master.trials, itertools.product(("fp32", "amp_bf16"), (5, 6)), strict=True
         )
@@ -200,9 +206,14 @@ def test_search_is_the_experiment_with_what_was_sampled(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    length = {"max_length": {"batches": 100}}
-    sampled = {"experiment": "experiment_configs/mlp/amp.yaml", "training": length}
-    master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled}
+    sampled = with_overrides(
+        {"hyperparameters": master.trials[2]["hparams"]},
+        (
+            "hyperparameters.amp={precision: amp_fp16, init_scale: 64.0}",
+            "hyperparameters.training.max_length.batches=100",
+        ),
+    )
+    master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled["hyperparameters"]}
     run = read().runs[2]
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.training.max_length.batches"] == 100
@@ -212,7 +223,7 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"training": [], "validation": []}
     with pytest.raises(
-        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp.train"
+        ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp train"
     ):
         read()
 
@@ -235,6 +246,6 @@ def test_report_of_a_master_goes_into_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert precision.main(["7"]) == 0
+    assert precision.main(["precision", "7"]) == 0
     assert "use amp_bf16 here: it is 2.00 times as fast" in capsys.readouterr().out
     assert (tmp_path / "runs/experiment-7/precision.html").exists()

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.config.amp_settings import SCALER_KEYS
-from determined_amp.reports.precision_findings import Findings, advise, find
-from determined_amp.reports.precision_text import answer, sentences, table
-from determined_amp.reports.run_folders import read_folder, read_search
-from determined_amp.reports.runs import ReportError, State
+from determined_amp.experiment.amp_settings import SCALER_KEYS
+from determined_amp.report.precision_findings import Findings, advise, find
+from determined_amp.report.precision_text import answer, sentences, table
+from determined_amp.report.run_folders import read_folder, read_search
+from determined_amp.report.runs import ReportError, State
 from determined_amp.search.study_file import load_study
 from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study
@@ -387,7 +387,7 @@ def test_what_is_no_run_folder_is_a_sentence(
     else:
         (folder / name).write_text(content)
     with pytest.raises(
-        ReportError, match=r"is not a run folder .*allowed: what .*determined_amp.train"
+        ReportError, match=r"is not a run folder .*allowed: what .*determined_amp train"
     ):
         read_folder(folder)
 

@@ -1,4 +1,4 @@
-"""Verdicts of `determined_amp.reports.precision_report` on numbers whose answer is known."""
+"""Verdicts of `determined_amp.report.precision_report` on numbers whose answer is known."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from statistics import variance
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from determined_amp.config.amp_settings import Precision
-from determined_amp.reports.precision_comparison import Equivalence, Interval, Ratio, paired, welch
-from determined_amp.reports.precision_findings import Findings, Judgement, advise, claims, find
-from determined_amp.reports.precision_text import sentences
-from determined_amp.reports.run_folders import read_folder
-from determined_amp.reports.runs import ReportError, Source
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.report.precision_comparison import Equivalence, Interval, Ratio, paired, welch
+from determined_amp.report.precision_findings import Findings, Judgement, advise, claims, find
+from determined_amp.report.precision_text import sentences
+from determined_amp.report.run_folders import read_folder
+from determined_amp.report.runs import ReportError, Source
 from tests.precisions import CPU, LOST, found, write_run, write_seeds
 
 BASE = (0.90, 0.91, 0.92)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from determined_amp.config.dotted import flat, nested
+from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
-from determined_amp.reports.loss_scale_text import over_loss_scale
-from determined_amp.reports.run_folders import read_search
-from determined_amp.reports.runs import Report, ReportError
+from determined_amp.report.loss_scale_text import over_loss_scale
+from determined_amp.report.run_folders import read_search
+from determined_amp.report.runs import Report, ReportError
 from determined_amp.search.study_file import read_study
 from tests.reporting import SEARCH, Rows, observed, scored, scored_before, write_study
 
@@ -25,7 +25,7 @@ def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
     assert [run.scale_log2 for run in search.runs] == [16.0, 10.0]
     assert [run.batches for run in search.runs] == [4, 4]
     assert search.runs[0].hparams["amp.init_scale"] == 70000.0
-    assert search.runs[0].hparams["experiment"] == "experiment.yaml"
+    assert search.runs[0].hparams["trial"] == "trials.mlp:MLPTrial"
     assert search.runs[0].overflow is False
     assert search.runs[1].overflow is None
     assert [run.seed for run in search.runs] == [3, 3]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from determined_amp.config.experiment import parse, read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import parse, read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from determined_amp.amp.scaler import ObservedScaler, StepCounts
-from determined_amp.config.amp_settings import AmpSettings, Precision
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.experiment.settings import ConfigError
 from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.settings import ConfigError
 from tests.fake_cuda import LACKING, Syncs, fake_cuda
 
 CPU = torch.device("cpu")

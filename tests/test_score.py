@@ -26,8 +26,8 @@ from benchmarks.small_trials import (
     TinyLoss,
 )
 from determined_amp.amp.checkpoint import patched
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.model import LossBatch, OneProcess
@@ -125,7 +125,7 @@ class TestTerms:
         assert self.of(4, half).gradient_error == 0.25
         assert self.of(4, half, all_of_it).gradient_error == 0.625
         found = self.of(4, half, all_of_it, other_slots=[0.25])
-        assert found == Score(16.0, 0.0, 0.0, 0.4375, 2.5, 0.0, 0.0)
+        assert found == Score(4, 0.0, 0.0, 0.4375, 2.5, 0.0, 0.0)
 
     @pytest.mark.parametrize("start", [127, 30.25, 16, 0.5, -2, -20, -99.75])
     def test_skipped_steps_are_counted_wherever_overflow_ends(

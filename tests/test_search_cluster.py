@@ -16,10 +16,10 @@ from determined import core, pytorch
 from determined.common import storage
 
 from determined_amp import __main__ as door
+from determined_amp import cluster
 from determined_amp.amp import guard
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
-from determined_amp.search import cluster
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from determined_amp import __main__ as door
-from determined_amp.search import command
+from determined_amp.cli import search as command
 from tests import searching
 
 GRID, COMPARISON = "loss_scale_grid.yaml", "compare_precisions.yaml"
@@ -89,7 +89,7 @@ def test_ctrl_c_does_not_reach_the_server_while_it_imports(tmp_path: Path) -> No
     program = (
         "import signal\n"
         "from multiprocessing import forkserver\n"
-        "from determined_amp.search import command\n"
+        "from determined_amp.cli import search as command\n"
         "command.PRELOADED[:] = ['takes_long']\n"
         "command.start_server()\n"
         "server = forkserver._forkserver._forkserver_pid\n"

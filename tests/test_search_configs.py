@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from determined_amp.config import experiment
+from determined_amp.experiment import experiment
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.task import Task, Verb
 from tests.test_configs import CONFIGS, NAMES, ROOT, difference, flat, load

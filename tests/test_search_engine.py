@@ -19,8 +19,9 @@ from optuna.exceptions import StorageInternalError
 from rich.console import Console
 
 from determined_amp import __main__ as door
-from determined_amp.reports.run_folders import read_search
-from determined_amp.search import command, engine
+from determined_amp.cli import search as command
+from determined_amp.report.run_folders import read_search
+from determined_amp.search import engine
 from determined_amp.search.engine import SearchError, _kind
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.study_file import SearchStudy, StudyError, read_study

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.training import Length
-from determined_amp.search import command
+from determined_amp.cli import search as command
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.training import Length
 from determined_amp.search.run_trial import check_trial
+from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import read_study
 from tests import searching
 

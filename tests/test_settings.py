@@ -1,4 +1,4 @@
-"""`determined_amp.config.settings`: every mistake in a section is named, and nothing is guessed."""
+"""`experiment.settings`: every mistake in a section is named, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.config.errors import UserError
-from determined_amp.config.settings import ConfigError, read, setting
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.settings import ConfigError, read, setting
 
 
 class Colour(enum.Enum):

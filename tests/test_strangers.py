@@ -19,13 +19,12 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp import __main__ as door
-from determined_amp import train
-from determined_amp.commands import audit
-from determined_amp.config import experiment
-from determined_amp.config.factory import load_factory
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.training import Length
+from determined_amp.cli import audit, train
+from determined_amp.experiment import experiment
+from determined_amp.experiment.factory import load_factory
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.folder import read_metrics

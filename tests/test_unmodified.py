@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 from determined_amp import AmpSettings, AuditError, ConfigError, GuardError, MixedPrecision
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.unmodified import _autocast_is_on, fuse, make_with_amp
-from determined_amp.config.settings import read_section
+from determined_amp.experiment.settings import read_section
 from tests import habits
 from tests.loops import Fitted, Reports, content, fit, loader
 from tests.test_amp import FUSED_ON_CPU

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from determined_amp import ConfigError
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.yaml_text import dump_yaml, load_yaml, read_text
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.yaml_text import dump_yaml, load_yaml, read_text
 
 SCALARS = st.one_of(
     st.none(),

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from determined_amp import train
 from determined_amp.amp.checkpoint import patched
+from determined_amp.cli import train
 from trials.mlp import MLPTrial
 
 ROOT = Path(__file__).parents[1]

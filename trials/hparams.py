@@ -11,8 +11,8 @@ from determined import pytorch
 from typing_extensions import Self
 
 from determined_amp import AmpSettings, ConfigError
-from determined_amp.config.settings import read_section, setting
-from determined_amp.config.training import Length, TrainingSettings
+from determined_amp.experiment.settings import read_section, setting
+from determined_amp.experiment.training import Length, TrainingSettings
 from trials.schedule import LRSchedule, warmup_then
 
 # A checkpoint may follow each of these, and checkpoints hold no accumulated gradients.

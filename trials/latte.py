@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from determined_amp import MixedPrecision
 from determined_amp.amp.ema import EMAWeights
-from determined_amp.config.settings import setting
+from determined_amp.experiment.settings import setting
 from trials.data import loading
 from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising

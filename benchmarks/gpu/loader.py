@@ -16,7 +16,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from benchmarks.gpu import loops
 from benchmarks.gpu.box import Box, problem_of, stretch
 from benchmarks.photos import photo, write_photos
-from determined_amp.config.experiment import Experiment
+from determined_amp.experiment.experiment import Experiment
 from trials.data import images, loading
 
 # Distinct photos, and copies of each. The time goes into decoding, not into the disk.

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.gpu.goals import RECORD, RECORD_DEVICE, by_round
-from determined_amp.reports.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION
+from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION
 
 COLOURS = {"fp32": MUTED, "tf32": GREEN, "amp_fp16": VERMILION, "amp_bf16": BLUE}
 

@@ -21,8 +21,8 @@ import torch
 from determined import pytorch, util
 
 from determined_amp.amp.random_state import random_state, restore_random_state, settle_order
-from determined_amp.config.errors import GuardError, UserError
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.errors import GuardError, UserError
+from determined_amp.experiment.settings import ConfigError
 
 
 class CheckpointError(UserError):

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.errors import UserError
 
 
 class IslandError(UserError):

@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport
-from determined_amp.config.amp_settings import OnOverflow
-from determined_amp.config.errors import GuardError
+from determined_amp.experiment.amp_settings import OnOverflow
+from determined_amp.experiment.errors import GuardError
 
 if TYPE_CHECKING:
     from determined_amp.amp.mixed_precision import MixedPrecision

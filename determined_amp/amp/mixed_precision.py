@@ -41,14 +41,14 @@ from determined_amp.amp.replay import own_copy, tensors_of, without_steps
 from determined_amp.amp.scaler import ObservedScaler, StepCounts, any_gradient, fill_momentum
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.config.amp_settings import (
+from determined_amp.experiment.amp_settings import (
     AmpSettings,
     Compile,
     EvalPrecision,
     without_unused_scaler,
 )
-from determined_amp.config.errors import print_uncaught_user_errors
-from determined_amp.config.settings import ConfigError, read_section
+from determined_amp.experiment.errors import print_uncaught_user_errors
+from determined_amp.experiment.settings import ConfigError, read_section
 
 logger = logging.getLogger(__name__)
 

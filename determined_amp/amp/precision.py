@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
-from determined_amp.config.amp_settings import AmpSettings
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.experiment.settings import ConfigError
 
 _TWICE = "steps an optimizer twice; allowed: with amp.finish_steps() between two steps of a batch"
 

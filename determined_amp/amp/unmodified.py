@@ -32,9 +32,9 @@ from determined_amp.amp.gradients import TrueGradients
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.scaler import parameters_of
-from determined_amp.config.amp_settings import AmpSettings
-from determined_amp.config.experiment import Experiment, parse
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.experiment.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from determined_amp.audit.count import ProductCount
 from determined_amp.audit.kernels import tensor_core_share
 from determined_amp.audit.report import Audit, AuditError
-from determined_amp.config.amp_settings import Precision
+from determined_amp.experiment.amp_settings import Precision
 
 
 def audited(

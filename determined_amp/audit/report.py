@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from determined import pytorch
 
-from determined_amp.config.amp_settings import Precision
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.errors import UserError
 
 logger = logging.getLogger(__name__)
 

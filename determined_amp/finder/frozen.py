@@ -28,7 +28,7 @@ from determined_amp.amp.replay import (
     undisturbed,
     without_steps,
 )
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.errors import UserError
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ import torch
 from determined import pytorch
 
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.config.errors import UserError
+from determined_amp.experiment.errors import UserError
 from determined_amp.finder.frozen import (
     FrozenBatch,
     Gradients,

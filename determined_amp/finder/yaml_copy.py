@@ -8,7 +8,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from determined_amp.config.settings import ConfigError
+from determined_amp.experiment.settings import ConfigError
 
 
 def write_copy(source: Path, target: Path, changes: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.audit.report import AuditMetricName
-from determined_amp.config.training import LENGTH_UNITS
+from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import Experiment
-from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.yaml_text import dump_yaml
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from determined.common import api
 from determined.common.api import authentication, certs, errors
 
 from determined_amp.amp.checkpoint import patched
-from determined_amp.config.errors import UserError, one_line
+from determined_amp.experiment.errors import UserError, one_line
 
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10

@@ -27,11 +27,11 @@ from determined_amp.amp.checkpoint import (
     patched,
 )
 from determined_amp.amp.unmodified import trial_of
-from determined_amp.config.dotted import flat
-from determined_amp.config.errors import UserError, limits_of_the_machine
-from determined_amp.config.experiment import CheckpointPolicy, Experiment
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.training import Length
+from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.errors import UserError, limits_of_the_machine
+from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,

@@ -9,7 +9,7 @@ from typing import Any
 
 from determined import core
 
-from determined_amp.config.experiment import Experiment
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
 

@@ -15,11 +15,11 @@ from typing import Any
 import optuna
 from rich.console import Console
 
-from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import read_yaml
-from determined_amp.config.overrides import with_overrides
-from determined_amp.config.settings import ConfigError
-from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.local.folder import FolderError, fresh_folder, lock
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial

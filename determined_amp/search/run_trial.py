@@ -19,8 +19,8 @@ import determined as det
 import torch
 from rich.console import Console
 
-from determined_amp.config.errors import UserError
-from determined_amp.config.experiment import Experiment, parse
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score
 from determined_amp.finder.trial import find_in_trial

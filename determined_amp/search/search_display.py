@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.config.dotted import flat
-from determined_amp.config.yaml_text import dump_yaml
+from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.score import worth_of_best
 from determined_amp.local.display import progress_bar
 from determined_amp.search.search_plan import SearchPlan

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.config.experiment import Experiment
-from determined_amp.config.settings import ConfigError, read, setting
-from determined_amp.config.training import LENGTH_UNITS
+from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.settings import ConfigError, read, setting
+from determined_amp.experiment.training import LENGTH_UNITS
 
 
 class Method(enum.Enum):

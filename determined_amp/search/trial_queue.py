@@ -15,7 +15,7 @@ import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
-from determined_amp.config.experiment import read_yaml
+from determined_amp.experiment.experiment import read_yaml
 from determined_amp.local.folder import RunFolder
 from determined_amp.search.asha import AshaPruner
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation

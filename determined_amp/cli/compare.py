@@ -1,0 +1,87 @@
+"""The command `compare`: train a trial in every precision, and say which one to use.
+
+    python -m determined_amp compare CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
+                                  [--seeds 3] [--batches N] [--minutes 3]
+
+The trial needs no change. First the command trains a few batches in every precision that the
+device supports, with an audit, and finds the loss scale. Then it prints its plan with a time limit,
+and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.
+Ctrl-C ends the command with a report on the runs so far.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial`, `--seeds`,
+`--batches` and `--minutes`. The whole comparison is then one task.
+
+It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.html`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from determined_amp.cli.search import start_server
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.overrides import (
+    add_override_option,
+    add_trial_option,
+    at_least,
+    with_overrides,
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare the precisions of a trial.
+
+    Returns:
+        The exit status, 0: there is an answer, or a signal stopped the comparison.
+
+    Raises:
+        UserError: if the trial cannot be trained, or no two precisions can be compared.
+    """
+    on_cluster = os.environ.get("DET_TASK_TYPE") == "TRIAL"
+    options = _options(arguments, on_cluster=on_cluster)
+    start_server()
+    try:
+        # Imported after the server starts: both spend seconds importing torch, at the same time.
+        from determined_amp import comparison  # noqa: PLC0415
+        from determined_amp.cluster import trial_task  # noqa: PLC0415
+        from determined_amp.experiment.experiment import read_yaml  # noqa: PLC0415
+
+        info = trial_task()
+        if info is not None:
+            comparison.compare_on_cluster(info, options)
+        else:
+            config = with_overrides(read_yaml(options.config), options.overrides)
+            comparison.compare(config, options.config, options)
+    except KeyboardInterrupt:  # during the runs, the engine handles signals
+        raise UserError("stopped before the first run: nothing is compared yet") from None
+    return 0
+
+
+def _options(arguments: Sequence[str], *, on_cluster: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp compare",
+        description="Train in every precision, by turns, and say which one to use.",
+    )
+    if not on_cluster:
+        parser.add_argument("config", help="experiment YAML")
+        add_override_option(parser)
+    add_trial_option(parser)
+    parser.add_argument(
+        "--seeds", type=at_least(1), default=3, metavar="N", help="runs of each precision (3)"
+    )
+    parser.add_argument(
+        "--batches",
+        type=at_least(20),
+        metavar="N",
+        help="length of a run; default: what fits into --minutes",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="for all runs together, if 20 batches each fit (3)",
+    )
+    return parser.parse_args(arguments)

@@ -1,0 +1,106 @@
+"""The command `search`: run a search without a cluster, from the same YAML as on a cluster.
+
+    python -m determined_amp search SEARCH.yaml [--workers N] [--config KEY=VALUE ...]
+    python -m determined_amp search --resume FOLDER [--workers N]
+
+It writes `runs/NAME/TIME/`: the configuration, an Optuna study in `study.db`, and a run folder per
+trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resume` continues every
+trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even
+while it runs.
+
+Grid points, ranges and their scales, nesting, brackets, rungs, and the replacement of invalid
+trials follow the platform. These things differ:
+
+* A comparison trains seed by seed; the platform trains precision by precision.
+* Random numbers come from the same distributions, but the values differ. So do the seeds of trials
+  that train. A scored trial has the seed of the search, here and on the platform.
+* `max_concurrent_trials` and `slots_per_trial` have no effect. `--workers` sets the number of
+  concurrent trials, and every trial is one process. Early stopping compares a trial with earlier
+  ones, so the number of workers affects its decisions, as it does on a cluster.
+* The brackets of `adaptive_asha` are filled one after the other.
+* The platform replaces any number of invalid trials. Here the limit is the number of trials in the
+  search.
+* Three trials in a row that fail for the same reason end the search. One precision that always
+  fails does not end a comparison, because the precisions alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+
+from determined_amp.experiment.overrides import add_override_option, at_least
+
+# Each worker is a process with its own torch. A larger machine may have one per processor.
+_MOST_WORKERS = 16
+
+# The server that forks the workers imports these. The first optimizer needs `_dynamo`, the first
+# report tensorboard, the default data scikit-learn.
+PRELOADED = [
+    "determined_amp.search.workers",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a search or continue one.
+
+    Returns:
+        The exit status, 0: the search completed, or a signal stopped it.
+
+    Raises:
+        UserError: if the search cannot start, or cannot continue.
+    """
+    options = _options(arguments)
+    start_server()
+    # Imported after the server starts: both spend seconds importing torch, at the same time.
+    from determined_amp.search.engine import run_search  # noqa: PLC0415
+
+    return run_search(options.search, options.resume, options.overrides, options.workers)
+
+
+def start_server() -> None:
+    """Start the server that forks the workers; it imports torch in the background.
+
+    Importing torch and its dependencies takes 8 s; a process forked after that starts in 0.3 s. The
+    server starts no threads and does not initialise CUDA, so its forks can do both. But importing
+    Determined makes torch look for GPUs. By default torch asks CUDA, and then no fork could use a
+    GPU. With the environment variable it asks the driver instead.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    # The server itself ignores SIGINT only after its imports. This way it does so from the start.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp search", description="Run a search on this machine."
+    )
+    parser.add_argument("search", nargs="?", help="search YAML")
+    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="continue this search")
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=at_least(1, max(_MOST_WORKERS, os.cpu_count() or 1)),
+        default=1,
+        help="number of concurrent trials",
+    )
+    add_override_option(parser)
+    options = parser.parse_args(arguments)
+    if bool(options.search) == bool(options.resume):
+        parser.error("give either a search YAML, or --resume FOLDER")
+    if options.resume and options.overrides:
+        parser.error("--resume continues the search unchanged: leave --config out")
+    return options

@@ -1,0 +1,194 @@
+"""The command `train`: train one experiment on this machine, or as a task of a cluster.
+
+    python -m determined_amp train CONFIG.yaml [--trial module:Class] [--precision amp_bf16]
+                                   [--config KEY=VALUE ...] [--run-folder FOLDER]
+    python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
+    python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
+    torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
+
+It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a cluster it is the
+entrypoint. Its only option there is `--trial`, for a configuration that does not name the trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import determined as det
+
+from determined_amp.cluster import train_task, trial_task
+from determined_amp.experiment import experiment
+from determined_amp.experiment.amp_settings import (
+    add_precision_option,
+    chosen_precision,
+    in_precision,
+)
+from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.overrides import (
+    add_override_option,
+    add_trial_option,
+    with_overrides,
+)
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
+from determined_amp.local.detached import DetachedTrial
+from determined_amp.local.folder import FolderError, RunFolder
+from determined_amp.local.master import MasterAwayError, log_in
+from determined_amp.local.run import Resume
+from determined_amp.local.run import train as train_here
+
+_SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
+_METHODS = ("single", *_SEARCHES, "custom")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train.
+
+    Returns:
+        The exit status, 0: the training completed, or a signal stopped it.
+
+    Raises:
+        UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
+    """
+    info = trial_task()
+    if info is not None:
+        train_task(info, _cluster_parser().parse_args(arguments).trial, arguments)
+        return 0
+    return _train_on_this_machine(arguments)
+
+
+def _train_on_this_machine(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    path = options.config or os.path.join(options.resume, "config.yaml")
+    raw = with_overrides(experiment.read_yaml(path), options.overrides)
+    raw = in_precision(raw, chosen_precision(options))
+    _refuse_search(raw, path)
+    config = experiment.parse(raw, path, trial=options.trial)
+    resume = Resume.latest(Path(options.resume)) if options.resume else None
+    chief = os.environ.get("RANK", "0") == "0"
+    shown_at = options.report_to if chief else None
+    listeners = [_shown_on_master(shown_at, config.config, resume)] if shown_at else []
+
+    def choose_folder() -> RunFolder:
+        folder = named_folder()
+        held.enter_context(folder.locked())
+        return folder
+
+    def named_folder() -> RunFolder:
+        if options.resume:
+            return RunFolder(Path(options.resume))
+        if not options.run_folder:
+            return RunFolder.new(Path("runs"), config.name)
+        folder = RunFolder(Path(options.run_folder))
+        if complete_checkpoints(folder.checkpoints):
+            raise ConfigError(
+                "--run-folder",
+                [
+                    f"{options.run_folder} holds a run already; allowed: another folder, or "
+                    f"--resume {options.run_folder}"
+                ],
+            )
+        return folder
+
+    with ExitStack() as held:
+        try:
+            train_here(config, choose_folder, resume, listeners=listeners)
+        except SystemExit as left:  # InvalidHP exits with 0, so that a search goes on
+            if not isinstance(left.__context__, det.InvalidHP):
+                raise
+            raise UserError(str(left.__context__)) from left
+        except OSError as error:
+            where = options.resume or options.run_folder or "runs"
+            if not (is_of_the_machine(error) or _is_inside(error.filename, where)):
+                raise
+            raise FolderError(
+                f"{where}: the run cannot go on: {error}; what it has saved is intact, and "
+                "--resume continues it when this is mended"
+            ) from error
+    return 0
+
+
+def _shown_on_master(
+    address: str, config: Mapping[str, Any], resume: Resume | None
+) -> DetachedTrial:
+    """The experiment on the master; a resume does not wait for a master that is away."""
+    try:
+        session = log_in(address)
+    except MasterAwayError:
+        if resume is None:
+            raise
+        session = None
+    return DetachedTrial(address, config, session, required=resume is None)
+
+
+def _is_inside(file: object, folder: str) -> bool:
+    return isinstance(file, (str, os.PathLike)) and Path(file).absolute().is_relative_to(
+        Path(folder).absolute()
+    )
+
+
+def _refuse_search(config: Mapping[str, Any], source: str) -> None:
+    """Raise if this configures a search, or names an unknown search method."""
+    method = value_at(config, "searcher.name")
+    if method is not None and method not in _METHODS:
+        raise ConfigError(
+            source, [f"searcher.name: got {method!r}; allowed: {', '.join(_METHODS)}"]
+        )
+    hyperparameters = config.get("hyperparameters")
+    if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
+        return
+    # A trial of a search has one value per hyperparameter, and can be trained.
+    if any(experiment.ranges(hyperparameters)):
+        raise ConfigError(
+            source,
+            [
+                f"searcher.name: got {method}, and there are ranges to search; allowed: python -m "
+                f"determined_amp search {source}; or searcher.name: single and one value for "
+                "every hyperparameter"
+            ],
+        )
+
+
+def _cluster_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp train",
+        description="Train the trial of this task, as its configuration says.",
+    )
+    add_trial_option(parser)
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp train", description="Train one experiment on this machine."
+    )
+    parser.add_argument("config", nargs="?", help="experiment YAML")
+    parser.add_argument(
+        "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
+    )
+    parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
+    parser.add_argument(
+        "--report-to",
+        metavar="MASTER_URL",
+        help="show the run on a Determined cluster, too; log in there with `det user login`",
+    )
+    add_trial_option(parser)
+    add_precision_option(parser)
+    add_override_option(parser)
+    return parser
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not (options.config or options.resume):
+        parser.error("give an experiment YAML, or --resume RUN_FOLDER")
+    if options.resume and options.run_folder:
+        parser.error("--resume continues in its own folder: leave --run-folder out")
+    return options

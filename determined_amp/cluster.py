@@ -1,0 +1,182 @@
+"""The commands `train`, `score` and `find` as the task of a trial on a Determined cluster.
+
+The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has them.
+
+score    Measures on a few frozen batches how many optimizer steps the trial's loss scale loses;
+         nothing is trained. All trials use the seed of the experiment, so they have the same
+         parameters and batches. Of several that lose none, the platform may name any as the best.
+find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
+         The checkpoint holds everything in `loss_scale.json`, which
+         `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
+         `loss_scale` has the overflow share and the flushed share for every power of two from 2^1
+         up. The WebUI plots them over "batches", which here means log2 of the scale.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import determined as det
+from determined import core, pytorch
+from rich.console import Console
+
+from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.guard import note_on_master, show_failure
+from determined_amp.amp.unmodified import trial_of
+from determined_amp.experiment.errors import GuardError
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.score import score
+from determined_amp.finder.trial import find_in_trial
+from determined_amp.finder.verdict import Finding
+from determined_amp.fitting import fit
+from determined_amp.local.context import set_averaging
+from determined_amp.search.task import check_score
+
+
+def trial_task() -> det.ClusterInfo | None:
+    """Determined's information on the trial that this process runs; None outside of a cluster."""
+    info = det.get_cluster_info()
+    return info if info is not None and info.task_type == "TRIAL" else None
+
+
+def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
+    """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it.
+
+    Args:
+        info: Determined's information on the task.
+        trial: `module:Class`, if the configuration does not name it.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    return parse(
+        info.trial._config,
+        "experiment",
+        trial=trial,
+        hyperparameters=info.trial.hparams,
+        completed_by_master=True,
+    )
+
+
+def train_task(info: det.ClusterInfo, trial: str | None, arguments: Sequence[str]) -> None:
+    """Train the trial of this task; `arguments` are those of the command."""
+    experiment = task_experiment(info, trial)
+    start_ranks(info, "train", *arguments)
+    if TRIAL_SEED in info.trial.hparams:
+        info.trial.trial_seed = experiment.seed
+    with _context(experiment) as context:
+        made = trial_of(experiment, context)
+        with controlled_by(SafeController):
+            fit(made, context)
+
+
+def score_task(info: det.ClusterInfo, trial: str | None, batches: int) -> None:
+    """Score the loss scale of the trial of this task on its first `batches` batches."""
+    experiment = task_experiment(info, trial)
+    check_score(experiment)
+    with _measured_trial(info, experiment) as (made, context):
+        report = context._core.train
+        report.set_status(f"scoring on {batches} batches")
+        metrics = score(made, context, batches)
+        report.report_validation_metrics(steps_completed=batches, metrics=metrics)
+        report.report_progress(1.0)
+
+
+def find_task(
+    info: det.ClusterInfo, trial: str | None, batches: int, arguments: Sequence[str]
+) -> None:
+    """Find the loss scale of the trial of this task; `arguments` are those of the command."""
+    experiment = task_experiment(info, trial)
+    start_ranks(info, "find", *arguments)
+    with _measured_trial(info, experiment) as (made, context):
+        found = find_in_trial(experiment.name, made, context, batches)
+        if context.distributed.rank == 0:
+            answer = found.finding.answer_log2
+            note_on_master(context, init_scale=None if answer is None else 2.0**answer)
+            _report_finding(context._core.train, found.finding, batches)
+            with context._core.checkpoint.store_path({"steps_completed": batches}) as (folder, _):
+                found.write(folder / FILE_NAME)
+            context._core.train.report_progress(1.0)
+            found.show(Console(width=100))  # last, because the log also contains the reports
+
+
+def start_ranks(info: det.ClusterInfo, *command: str) -> None:
+    """In a task of several slots, replace this process by Determined's launcher.
+
+    Call it after the configuration was checked, so that mistakes are reported once and without the
+    launcher's traceback. In a process that a launcher has started, it returns.
+
+    Args:
+        info: Determined's information on the task.
+        command: The command that every rank runs, and its arguments.
+    """
+    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
+    if single or "RANK" in os.environ:
+        return
+    rank = [sys.executable, "-m", "determined_amp", *command]
+    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
+    os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
+
+
+@contextmanager
+def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContext]:
+    """Determined's context of a task; if the trial no longer trains, it reports why.
+
+    Determined drops the text of an `InvalidHP`. This writes it to the overview and the metadata of
+    the run, and to the last line of its log.
+    """
+    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
+    hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
+    try:
+        with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+            set_averaging(context, experiment)
+            try:
+                yield context
+            except (det.InvalidHP, GuardError) as error:
+                show_failure(context, str(error))
+                raise
+    except SystemExit as left:
+        if isinstance(left.__context__, det.InvalidHP):
+            # To stderr, like Determined's own lines: otherwise they may follow it in the log.
+            print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
+        raise
+
+
+@contextmanager
+def _measured_trial(
+    info: det.ClusterInfo, experiment: Experiment[Any]
+) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
+    """The trial and its context, made with the experiment's seed instead of the trial's seed."""
+    info.trial.trial_seed = experiment.seed
+    with _context(experiment) as context:
+        noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
+        if experiment.amp is not None:
+            noted["precision"] = experiment.amp.precision.value
+            noted["init_scale"] = experiment.amp.init_scale
+        note_on_master(context, **noted)
+        yield trial_of(experiment, context), context
+
+
+def _report_finding(train: core.TrainContext, finding: Finding, batches: int) -> None:
+    for scale in range(1, finding.shown_scales()[-1] + 1):
+        predicted = finding.at(scale)
+        shares = {
+            "overflow_share": predicted.overflow_share,
+            "flushed_share": predicted.flushed_share,
+        }
+        train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
+    metrics = {
+        "window_low_log2": finding.low_log2,
+        "window_top_log2": finding.top_log2,
+        "window_bits": finding.window_bits,
+        "expected_skips_at_default": finding.expected_skips(16),
+    }
+    if finding.answer_log2 is not None:
+        metrics["init_scale_log2"] = finding.answer_log2
+    train.report_validation_metrics(steps_completed=batches, metrics=metrics)

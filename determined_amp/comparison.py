@@ -1,0 +1,404 @@
+"""The steps of the command `compare`: short pilots, a plan, the runs, the answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import determined as det
+from determined import core
+from rich.console import Console
+
+from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.experiment.plan import has_our_form
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
+from determined_amp.finder.verdict import Verdict
+from determined_amp.local.folder import fresh_folder
+from determined_amp.pilots import (
+    BATCHES,
+    FINDER_BATCHES,
+    REPORTING_PERIOD,
+    Pilot,
+    device_support,
+    find_the_scale,
+    train_a_little,
+)
+from determined_amp.report.precision_report import write_report
+from determined_amp.report.run_folders import REMARKS, read_search
+from determined_amp.report.runs import ReportError
+from determined_amp.search.engine import GRACE, run_comparison
+
+# Number of reports per run. The first report of a process has no steady speed.
+_REPORTS = 8
+
+# A precision is left out if its batches take more than this many times as long as in fp32.
+_TOO_SLOW = 5.0
+
+# Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
+_RESERVE, _REPORT_SECONDS = 1.3, 10.0
+
+_FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
+
+
+class CompareError(UserError):
+    """No two precisions can be compared."""
+
+
+def compare(
+    config: Mapping[str, Any],
+    source: str,
+    options: argparse.Namespace,
+    *,
+    completed_by_master: bool = False,
+) -> Path:
+    """Compare the precisions of a trial, and print which one to use.
+
+    Args:
+        config: The experiment configuration.
+        source: Where it comes from, for the error message.
+        options: `trial`, `seeds`, `batches`, `minutes`.
+        completed_by_master: See `config.experiment.parse`.
+
+    Returns:
+        The folder of the comparison. It has a report if two precisions could be trained.
+
+    Raises:
+        UserError: if the trial cannot be trained in fp32.
+    """
+    console = Console()
+    experiment = parse(
+        in_precision(config, Precision.FP32.value),
+        source,
+        trial=options.trial,
+        completed_by_master=completed_by_master,
+    )
+    if experiment.global_batch_size is None:
+        raise ConfigError(
+            source,
+            [
+                "hyperparameters.global_batch_size: missing; allowed: the number of samples in a "
+                "batch, which turns a speed into the time of a batch, for instance by --config "
+                "hyperparameters.global_batch_size=32"
+            ],
+        )
+    folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
+    trials = _Trials(experiment, config, options.seeds)
+    looked = _Looked()
+    try:
+        _look(trials, looked, folder / "pilots", console)
+    except KeyboardInterrupt:
+        _tell(console, looked)
+        raise
+    plan = _plan(looked, experiment, options)
+    _tell(console, looked)
+    if len(looked.pilots) < 2:
+        _say(console, "\nuse fp32 here: nothing else can be trained, or not in a reasonable time")
+        return folder
+    _announce(console, looked, plan, options.seeds)
+    (folder / REMARKS).write_text(json.dumps(looked.remarks(), indent=2) + "\n")
+    stopped = run_comparison(folder, trials.search(list(looked.pilots), plan), plan.time_limit)
+    try:
+        written = write_report([read_search(folder)], folder)
+    except KeyboardInterrupt:
+        raise CompareError(
+            f"stopped before the report was written; python -m determined_amp report {folder} "
+            "writes it"
+        ) from None
+    except ReportError as error:
+        if not stopped:
+            raise
+        more = " ".join(_to_go_on(folder)[:1])
+        raise CompareError(f"stopped before there was anything to compare; {more}") from error
+    if stopped:
+        steps = "".join(f"  {step}\n" for step in _to_go_on(folder))
+        _say(console, f"stopped early: this is what is known so far. For more:\n{steps}")
+    _say(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
+    return folder
+
+
+def _page(folder: Path) -> str:
+    """Where to find the page and its text version."""
+    info = det.get_cluster_info()
+    if info is not None:
+        return f"python -m determined_amp report {info.trial.experiment_id}"
+    return f"{folder / 'precision.html'}\nthe same as text: {folder / 'precision.md'}"
+
+
+def _to_go_on(folder: Path) -> tuple[str, ...]:
+    """The commands to type for the missing runs."""
+    if det.get_cluster_info() is not None:  # the folder is lost with its task
+        longer = "python3 -m determined_amp compare --minutes MORE"
+        return (f"det experiment create ... --config entrypoint='{longer}'",)
+    return (
+        f"python -m determined_amp search --resume {folder}",
+        f"python -m determined_amp report {folder}",
+    )
+
+
+def compare_on_cluster(info: det.ClusterInfo, options: argparse.Namespace) -> None:
+    """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
+
+    Args:
+        info: Determined's information on the task.
+        options: `trial`, `seeds`, `batches`, `minutes`.
+
+    Raises:
+        UserError: see `compare`.
+    """
+    config = {**info.trial._config, "hyperparameters": constants(info.trial.hparams)}
+    with core.init() as core_context:
+        folder = compare(config, "experiment", options, completed_by_master=True)
+        files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
+        batches, metrics = _as_metrics(folder)
+        core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
+        with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
+            for path in files:
+                shutil.copy(path, stored / path.name)
+        core_context.train.report_progress(1.0)
+
+
+def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
+    """The batches of a run, and ratios to the baseline; `speed` is for the advised precision."""
+    try:
+        found = json.loads((folder / "precision.json").read_text())
+    except FileNotFoundError:  # nothing but fp32 could be trained
+        return BATCHES, {"speed": 1.0}
+    metrics = {"speed": 1.0}
+    for comparison in found["comparisons"]:
+        if comparison["against"] != found["baseline"]:
+            continue
+        for name in ("speed", "memory"):
+            if comparison[name] is not None:
+                metrics[f"{name}_{comparison['precision']}"] = comparison[name]["median"]
+        if comparison["precision"] == found["use"] and comparison["speed"] is not None:
+            metrics["speed"] = comparison["speed"]["median"]
+    return max(run["curve"][-1][0] for run in found["runs"] if run["curve"]), metrics
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The planned runs.
+
+    Args:
+        batches: Length of each run, in batches.
+        reporting_period: Interval of its reports, in batches.
+        seconds: Estimated time of all runs.
+    """
+
+    batches: int
+    reporting_period: int
+    seconds: float
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds after which the runs are stopped."""
+        return self.seconds * _RESERVE
+
+    @property
+    def announced(self) -> float:
+        """Upper limit of the total time, including the report, in seconds."""
+        return self.time_limit + GRACE + _REPORT_SECONDS
+
+
+class _Looked:
+    """The results of the pilots."""
+
+    def __init__(self) -> None:
+        self.pilots: dict[Precision, Pilot] = {}
+        self.left_out: dict[str, str] = {}
+        self.scale: FoundScale | None = None
+
+    def take(self, pilot: Pilot) -> None:
+        """Keep a pilot, or leave its precision out and record why."""
+        base = self.pilots.get(Precision.FP32)
+        name = pilot.precision.value
+        if pilot.failure is not None:
+            if pilot.precision is Precision.FP32:
+                raise CompareError(f"the trial cannot be trained in fp32: {pilot.failure}")
+            self.left_out[name] = pilot.failure
+        elif base and pilot.seconds_per_batch > _TOO_SLOW * base.seconds_per_batch:
+            times = pilot.seconds_per_batch / base.seconds_per_batch
+            self.left_out[name] = f"a batch takes {times:.0f} times as long as in fp32"
+        else:
+            self.pilots[pilot.precision] = pilot
+
+    def remarks(self) -> dict[str, list[str]]:
+        """Sentences for the report: precisions left out, and the loss scale."""
+        left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
+        if self.scale is None:
+            return {"left_out": left_out, "notes": []}
+        told = sentences(self.scale)
+        return {"left_out": left_out, "notes": [f"float16 loss scale: {said}" for said in told]}
+
+
+class _Trials:
+    """Makes the configurations of the runs from the experiment.
+
+    Args:
+        experiment: The experiment in fp32.
+        config: Its configuration before the change to fp32; it may have scaler settings.
+        seeds: Number of runs of each precision.
+    """
+
+    def __init__(self, experiment: Experiment[Any], config: Mapping[str, Any], seeds: int) -> None:
+        self._experiment = experiment
+        self._seeds = [experiment.seed + i for i in range(seeds)]
+        section = config.get("hyperparameters", {}).get("amp")
+        self._amp = dict(section) if isinstance(section, Mapping) else {}
+
+    def change_amp(self, changes: Mapping[str, Any]) -> None:
+        """Change the section `amp` of all later trials; None removes a key."""
+        self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
+
+    def look(self, precision: Precision, batches: int) -> dict[str, Any]:
+        """The experiment of a pilot in a precision."""
+        config = self._config(
+            {"amp": {**self._amp, "precision": precision.value}},
+            self._rounded(batches),
+            self._rounded(REPORTING_PERIOD),
+        )
+        seed = {"experiment_seed": self._seeds[0]}
+        return {**config, "reproducibility": {**config["reproducibility"], **seed}}
+
+    def search(self, precisions: Sequence[Precision], plan: _Plan) -> dict[str, Any]:
+        """The search over these precisions and all seeds."""
+        # A grid begins with its last value: fp32, which the others are compared with.
+        names = [precision.value for precision in precisions[::-1]]
+        ranges = {
+            TRIAL_SEED: {"type": "categorical", "vals": self._seeds},
+            "amp": {**self._amp, "precision": {"type": "categorical", "vals": names}},
+        }
+        config = self._config(ranges, plan.batches, plan.reporting_period)
+        searcher = {**config["searcher"], "name": "grid"}
+        name = f"compare-{self._experiment.name}"
+        return {**config, "name": name, "searcher": searcher}
+
+    def _config(
+        self, hyperparameters: Mapping[str, Any], batches: int, reporting_period: int
+    ) -> dict[str, Any]:
+        """The experiment with changed hyperparameters and lengths.
+
+        A run has one validation and one checkpoint, at its end.
+        """
+        config, whole = dict(self._experiment.config), {"batches": batches}
+        own = {**config.get("hyperparameters", {}), **hyperparameters}
+        asked = self._experiment.platform.searcher
+        searcher: dict[str, Any] = {
+            "name": "single",
+            "metric": asked.metric,
+            "smaller_is_better": asked.smaller_is_better,
+        }
+        if has_our_form(own):
+            own["training"] = {
+                **own["training"],
+                "max_length": whole,
+                "validation_period": whole,
+                "checkpoint_period": whole,
+                "reporting_period": {"batches": reporting_period},
+            }
+        else:
+            searcher["max_length"] = whole
+            config["min_validation_period"] = config["min_checkpoint_period"] = whole
+            config["scheduling_unit"] = reporting_period
+        if "trial" in own:
+            config["entrypoint"] = "python3 -m determined_amp train"
+        return {**config, "hyperparameters": own, "searcher": searcher}
+
+    def _rounded(self, batches: int) -> int:
+        window = self._experiment.aggregation_frequency
+        return -(-batches // window) * window
+
+
+def _look(trials: _Trials, looked: _Looked, folder: Path, console: Console) -> None:
+    def pilot(precision: Precision) -> None:
+        name = precision.value
+        with console.status(f"looking: {BATCHES} batches in {name}, and their audit"):
+            looked.take(train_a_little(trials.look(precision, BATCHES), precision, folder / name))
+
+    pilot(Precision.FP32)
+    device = device_support(folder / Precision.FP32.value)
+    with console.status(f"looking: the loss scale of {FINDER_BATCHES} batches"):
+        _find(trials, looked, folder)
+    for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
+        is_fp32 = precision is Precision.TF32 and not device["tf32"]
+        if not is_fp32 and precision.value not in looked.left_out:
+            pilot(precision)
+
+
+def _find(trials: _Trials, looked: _Looked, folder: Path) -> None:
+    """Find the loss scale. If modules need float32, keep them in it and find the scale again."""
+    for attempt in range(3):
+        config = trials.look(Precision.AMP_FP16, FINDER_BATCHES)
+        found = find_the_scale(config, folder / f"loss-scale-{attempt}")
+        if isinstance(found, str):
+            looked.left_out[Precision.AMP_FP16.value] = found
+            return
+        looked.scale = found
+        if found.finding.verdict in _FLOAT16_HOPELESS:
+            cause = found.finding.cause or "float16 loses gradients at every loss scale"
+            looked.left_out[Precision.AMP_FP16.value] = cause
+            break
+        trials.change_amp(yaml_changes(found))
+        if found.finding.verdict is not Verdict.ISLANDS:
+            break
+    assert looked.scale is not None
+    looked.scale.write(folder.parent / FILE_NAME)
+
+
+def _plan(looked: _Looked, experiment: Experiment[Any], options: argparse.Namespace) -> _Plan:
+    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in looked.pilots.values())
+    overhead = options.seeds * sum(pilot.overhead for pilot in looked.pilots.values())
+    window = experiment.aggregation_frequency
+    if options.batches is None:
+        wanted = (60.0 * options.minutes / _RESERVE - overhead) / max(per_batch, 1e-9)
+        own = experiment.training.max_length
+        epoch = looked.pilots[Precision.FP32].epoch_batches
+        if own is not None and (own.batches or epoch):
+            wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
+        wanted = max(wanted, BATCHES)  # shorter runs report no speed
+    else:
+        wanted = options.batches
+    period = max(int(wanted) // _REPORTS // window, 1) * window
+    whole = max(int(wanted) // period, 1) * period
+    batches = whole if options.batches is None else options.batches
+    return _Plan(batches, period, overhead + batches * per_batch)
+
+
+def _tell(console: Console, looked: _Looked) -> None:
+    """Print the results of the pilots."""
+    base = looked.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
+    for precision, pilot in looked.pilots.items():
+        times = base / pilot.seconds_per_batch
+        milliseconds = 1000 * pilot.seconds_per_batch
+        against = (
+            "" if precision is Precision.FP32 else f", about {times:.2f} times as fast as fp32"
+        )
+        _say(console, f"  {precision.value:9} {milliseconds:8.1f} ms a batch{against}")
+    for name, why in looked.left_out.items():
+        _say(console, f"  {name:9} left out: {why}")
+
+
+def _announce(console: Console, looked: _Looked, plan: _Plan, seeds: int) -> None:
+    names = ", ".join(precision.value for precision in looked.pilots)
+    _say(
+        console,
+        f"plan: {names} by turns, {seeds} seed{'s' * (seeds != 1)} of {plan.batches} batches each: "
+        f"about {_minutes(plan.seconds)}, at most {_minutes(plan.announced)}",
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"

@@ -1,0 +1,298 @@
+"""Reads a section of an experiment YAML into a frozen dataclass, and names every mistake in it.
+
+A settings class is a frozen dataclass whose fields are declared with `setting`. `read` checks types
+and bounds, and asks the class for contradictions between fields. It guesses nothing: an unknown
+key, a string instead of a number and a float instead of an integer are mistakes.
+
+There is one exception: a float field accepts an integer, because a cluster passes hyperparameters
+as JSON, where 65536.0 becomes 65536.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from determined_amp.experiment.errors import UserError
+
+T = TypeVar("T")
+
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+
+# The largest and the smallest positive number of float32.
+_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-149
+
+# Metadata key that marks a field as declared by `setting`.
+_DECLARED = "declared by setting"
+
+
+@typing.runtime_checkable
+class _CanContradict(typing.Protocol):
+    def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
+
+
+class ConfigError(UserError, ValueError):
+    """All mistakes in one configuration, one per line; the first line has the first mistake.
+
+    Args:
+        source: A file, the name of an experiment, or a command-line option.
+        problems: A sentence per mistake: where it is, what was given, what is allowed.
+    """
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        first, *others = self.problems
+        several = f" (1 of {len(self.problems)} problems)" if others else ""
+        lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
+        super().__init__("\n".join(lines))
+
+
+def setting(
+    default: object = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a settings class; without a default the key is required."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
+    metadata[_DECLARED] = True
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def is_settings_class(cls: object) -> bool:
+    """Whether `cls` is a dataclass, and `setting` declares all of its fields."""
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        return False
+    return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
+
+
+def read(
+    cls: type[T], raw: object, path: str, problems: list[str], *, strict: bool = True
+) -> T | None:
+    """Build `cls` from the mapping `raw`, and append its mistakes to `problems`.
+
+    Args:
+        cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
+            an `enum.Enum`, another settings class, or one of these `| None`. It may define
+            `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs, and
+            `section_of(text: str)`, which returns the section that a text stands for, or None.
+        raw: The section, as read from YAML or JSON.
+        path: Dotted name of the section, for messages; empty for the whole configuration.
+        problems: A sentence per mistake is appended.
+        strict: Whether an unknown key is a mistake. It is False for Determined's own sections,
+            which have more keys than we read; null then counts as no key.
+
+    Returns:
+        The settings, or None if the section has a mistake.
+    """
+    section_of = getattr(cls, "section_of", None)
+    if isinstance(raw, str) and section_of is not None:
+        raw = section_of(raw) or raw
+    if not isinstance(raw, Mapping):
+        problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
+        return None
+    if not strict:
+        raw = {key: value for key, value in raw.items() if value is not None}
+    before = len(problems)
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in raw:
+        if strict and key not in fields:
+            problems.append(f"{_join(path, key)}: unknown key; {_suggestion(str(key), fields)}")
+    values: dict[str, object] = {}
+    for name, field in fields.items():
+        if name in raw:
+            place = _join(path, name)
+            values[name] = _value(hints[name], raw[name], place, field, problems, strict=strict)
+        elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
+            # Read an empty section to report the keys that are missing in it.
+            values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
+        elif field.default is dataclasses.MISSING:
+            allowed = _allowed(hints[name], field)
+            problems.append(f"{_join(path, name)}: missing; allowed: {allowed}")
+    if len(problems) > before:
+        return None
+    make: Callable[..., T] = cls
+    made = make(**values)
+    given = frozenset(name for name in fields if raw.get(name) is not None)
+    if isinstance(made, _CanContradict):
+        problems.extend(f"{_join(path, key)}: {text}" for key, text in made.contradictions(given))
+    return made if len(problems) == before else None
+
+
+def read_section(cls: type[T], raw: object, path: str) -> T:
+    """Build `cls` from one section of a configuration.
+
+    Args:
+        cls: See `read`.
+        raw: The section.
+        path: Dotted name of the section, for messages.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    problems: list[str] = []
+    made = read(cls, raw, path, problems)
+    if made is None:
+        raise ConfigError("experiment configuration", problems)
+    return made
+
+
+def plain(value: Any) -> Any:
+    """Settings as plain YAML types: the inverse of `read`.
+
+    Settings that contradict others are left out, because `read` would refuse them.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(value, _CanContradict):
+            given = frozenset(name for name, held in values.items() if held is not None)
+            for key, _ in value.contradictions(given):
+                values.pop(key, None)
+        return {name: plain(held) for name, held in values.items()}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _value(
+    hint: Any,
+    raw: object,
+    path: str,
+    field: dataclasses.Field[Any],
+    problems: list[str],
+    *,
+    strict: bool,
+) -> object:
+    kind, optional = _unwrap_optional(hint)
+    if raw is None and optional:
+        return None
+    if dataclasses.is_dataclass(kind):
+        return read(typing.cast("type[object]", kind), raw, path, problems, strict=strict)
+    value = _converted(kind, raw)
+    if value is None or not _within(value, field):
+        hint_text = _hint_for(kind, raw)
+        problems.append(f"{path}: got {_shown(raw)}; allowed: {_allowed(hint, field)}{hint_text}")
+    return value
+
+
+def _converted(kind: Any, raw: object) -> object:
+    """`raw` as a value of type `kind`, or None if it is not one."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        # A member's value may be a bool, and Python's bools equal numbers.
+        same = (m for m in kind if m.value == raw and isinstance(raw, type(m.value)))
+        return next(same, None)
+    if kind in (int, float) and isinstance(raw, bool):
+        return None
+    if kind is float:
+        return _float32(raw) if isinstance(raw, (int, float)) else None
+    if kind is int:
+        return raw if isinstance(raw, int) and abs(raw) < 2**63 else None
+    if kind in (bool, str):
+        return raw if isinstance(raw, kind) else None
+    if typing.get_origin(kind) is tuple:
+        listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
+        return tuple(typing.cast("list[str]", raw)) if listed else None
+    raise TypeError(f"settings cannot hold {kind!r}")
+
+
+def _float32(number: float) -> float | None:
+    """The number, or None if it is outside the range of float32, in which it is used."""
+    try:
+        in_float64 = float(number)
+    except OverflowError:  # an integer too large for a float
+        return None
+    held = abs(in_float64) <= _LARGEST and (in_float64 == 0 or abs(in_float64) >= _SMALLEST)
+    return in_float64 if held else None  # None for NaN, too: it compares as false
+
+
+def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    assert len(kinds) == 1, f"a setting is one type or None, not {hint}"
+    return kinds[0], True
+
+
+def _within(value: Any, field: dataclasses.Field[Any]) -> bool:
+    return all(_BOUNDS[name][1](value, bound) for name, bound in _bounds(field))
+
+
+def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
+    return [(name, bound) for name, bound in field.metadata.items() if name in _BOUNDS]
+
+
+def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
+    kind, optional = _unwrap_optional(hint)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        values = (member.value for member in kind)
+        text = ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    elif dataclasses.is_dataclass(kind):
+        text = "a mapping of keys to values"
+    elif typing.get_origin(kind) is tuple:
+        text = "a list of strings"
+    else:
+        text = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
+    bounds = " and ".join(
+        f"{_BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
+        for name, bound in _bounds(field)
+    )
+    return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
+
+
+def _hint_for(kind: Any, raw: object) -> str:
+    if isinstance(raw, Mapping) and "type" in raw:
+        return " (this is a search space: run it as a search, or give one value to train with)"
+    if isinstance(raw, int) and kind is int and _converted(int, raw) is None:
+        return "" if isinstance(raw, bool) else " (64 bits)"
+    if isinstance(raw, (int, float)) and kind is float and abs(raw) < math.inf:
+        return "" if _float32(raw) is not None else f" (float32: {_SMALLEST:.2g} to {_LARGEST:.2g})"
+    if kind in (int, float) and isinstance(raw, str):
+        try:
+            number = float(raw)
+        except ValueError:
+            return ""
+        if math.isfinite(number) and (kind is float or number.is_integer()):
+            literal = _as_yaml_float(number) if kind is float else f"{number:.0f}"
+            return f" (YAML 1.1 reads {raw} as a string: write {literal})"
+    return ""
+
+
+def _as_yaml_float(number: float) -> str:
+    """`number` as a literal that every YAML reader reads as a float: 1.0e-4, not 1e-4."""
+    mantissa, _, exponent = repr(number).partition("e")
+    return f"{float(mantissa)}" + (f"e{exponent}" if exponent else "")
+
+
+def _suggestion(key: str, fields: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, list(fields), n=1)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(fields)}"
+
+
+def _shown(raw: object) -> str:
+    text = repr(raw)
+    return text if len(text) <= 60 else text[:57] + "..."

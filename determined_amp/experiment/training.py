@@ -1,0 +1,79 @@
+"""The section `hyperparameters.training`: the length of a trial, and its periods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from determined import pytorch
+
+from determined_amp.experiment.settings import setting
+
+LENGTH_UNITS = ("batches", "epochs")
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number of batches or epochs, in Determined's own notation: `{batches: 100}`.
+
+    It may also be text: `100 batches`. A cluster merges `--config` into the YAML. A section could
+    then have both units, but text replaces the whole section.
+
+    Args:
+        batches: Calls of `train_batch`.
+        epochs: Passes over the training data.
+    """
+
+    batches: int | None = setting(None, at_least=1)
+    epochs: int | None = setting(None, at_least=1)
+
+    @staticmethod
+    def section_of(text: str) -> Mapping[str, int] | None:
+        """`100 batches` as `{batches: 100}`; None for any other text."""
+        count, _, unit = text.partition(" ")
+        is_length = count.isascii() and count.isdecimal() and unit in LENGTH_UNITS
+        return {unit: int(count)} if is_length else None
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        units = sum(unit is not None for unit in (self.batches, self.epochs))
+        if units != 1:
+            yield (
+                "batches",
+                f"got {units} units; allowed: one of batches and epochs, or a text instead of the "
+                "section, such as '2 epochs'",
+            )
+
+    def unit(self) -> pytorch.TrainUnit:
+        if self.epochs is not None:
+            return pytorch.Epoch(self.epochs)
+        assert self.batches is not None
+        return pytorch.Batch(self.batches)
+
+    def in_batches(self, batches_per_epoch: int) -> int:
+        return self.batches or (self.epochs or 0) * batches_per_epoch
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Length and periods of a run; script entrypoints pass them to `Trainer.fit`.
+
+    Args:
+        max_length: Length of the whole run. The section `hyperparameters.training` requires it.
+            Without a length a trial can be audited, but not trained.
+        validation_period: Interval of validations. One always follows the last batch; without a
+            period it is the only one.
+        checkpoint_period: Interval of checkpoints. The same rule applies.
+        reporting_period: Interval of reports of training metrics.
+        cudnn_benchmark: Whether cuDNN times its convolution algorithms once, for inputs of fixed
+            shape. None leaves torch's switch unchanged.
+    """
+
+    max_length: Length | None = setting(None)
+    validation_period: Length | None = setting(None)
+    checkpoint_period: Length | None = setting(None)
+    reporting_period: Length = setting(Length(batches=100))
+    cudnn_benchmark: bool | None = setting(None)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if self.max_length is None:
+            yield "max_length", "missing; allowed: {batches: N} or {epochs: N}"

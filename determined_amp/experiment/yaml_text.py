@@ -1,0 +1,102 @@
+"""YAML by the platform's rules, for all commands, with or without a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from determined_amp.experiment.errors import one_line
+from determined_amp.experiment.settings import ConfigError
+
+# YAML and JSON can express both. But no path or database takes a NUL, and UTF-8 has no surrogates.
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def load_yaml(text: str, source: str) -> Any:
+    """Read YAML by the rules of `det experiment create`.
+
+    Determined reads YAML 1.2: `1e-4` is a number, `032` is 32, `yes` and `1:30` are text, and a key
+    that occurs twice is an error. PyYAML reads YAML 1.1, which differs in each of these.
+
+    Args:
+        text: The YAML.
+        source: Its file or key, for the error message.
+
+    Raises:
+        ConfigError: if it is not YAML, or contains something that a configuration cannot: a date,
+            a key that is not text, a section within itself.
+    """
+    # Imported late, because it takes a moment and `search` starts its server first.
+    from determined.common import util  # noqa: PLC0415
+
+    try:
+        value = util.yaml_safe_load(text)
+        problems = list(_unusual(value, ""))
+    except RecursionError as error:
+        raise ConfigError(source, ["is not YAML of a configuration: nested too deep"]) from error
+    except Exception as error:  # the loader raises whatever its constructors do
+        raise ConfigError(source, [f"is not YAML: {_problem(error)}"]) from error
+    if problems:
+        raise ConfigError(source, problems)
+    return value
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which also quotes text that is a number only in YAML 1.2."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$|[-+]?(0o)?[0-9_]+$"),
+    list("-+.0123456789"),
+)
+
+
+def dump_yaml(value: Any) -> str:
+    """Text that `load_yaml` reads as the same value; keys keep their order."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False))
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a text file, read as UTF-8 in every locale.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from error
+    except ValueError as error:  # not UTF-8, or a path with a NUL
+        raise ConfigError(str(path), [f"cannot be read as UTF-8 text: {error}"]) from error
+
+
+def _problem(error: Exception) -> str:
+    """The problem and its position, without the loader's advice for programmers."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if not problem:
+        return one_line(error)
+    where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+    return f"{one_line(problem)}{where}"
+
+
+def _unusual(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(key, str) and not _NO_TEXT.search(key):
+                yield from _unusual(inner, f"{path}.{key}" if path else key)
+            else:
+                yield f"{path or 'top level'}: got the key {key!r}; allowed: text, in quotes"
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _unusual(inner, f"{path}[{index}]")
+    elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
+        what = "a NUL" if found[0] == "\0" else "half of a character"
+        yield f"{path}: got {value!r}, with {what}; allowed: text"
+    elif not isinstance(value, _PLAIN):
+        yield f"{path}: got a {type(value).__name__}; allowed: text in quotes, or a number"

@@ -1,0 +1,151 @@
+"""The loss-scale figures: panels one below the other, or models side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
+from determined_amp.report import loss_scale_panels as panels
+from determined_amp.report.loss_scale_panels import Point
+from determined_amp.report.page import STYLE
+from determined_amp.report.runs import Run, Source
+
+_WIDTH = 9.0
+_MARGIN_BITS = 4
+
+
+class _Panel(NamedTuple):
+    """A panel of the figure; its height is in inches."""
+
+    height: float
+    draw: Callable[[Axes], None]
+    is_over_scales: bool = True
+
+
+def draw(found: FoundScale | None, search: Source | None) -> Figure:
+    """Draw prediction and observations of one experiment; panels without data are left out.
+
+    Args:
+        found: The prediction of the finder.
+        search: The runs of a search.
+    """
+    finding = found.finding if found else None
+    with matplotlib.rc_context(STYLE):
+        drawn = list(_panels(found, search))
+        heights = [panel.height for panel in drawn]
+        figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
+        axes = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)[:, 0]
+        limits = _limits(finding, search.runs if search else ())
+        for panel, ax in zip(drawn, axes, strict=True):
+            panel.draw(ax)
+            if panel.is_over_scales:
+                if finding is not None:
+                    panels.mark_scales(ax, finding, label=ax is axes[0])
+                ax.set_xlim(*limits)
+        over_scales = [ax for panel, ax in zip(drawn, axes, strict=True) if panel.is_over_scales]
+        if over_scales:
+            over_scales[-1].set_xlabel("log₂ of the initial loss scale")
+        return figure
+
+
+def _panels(found: FoundScale | None, search: Source | None) -> Iterator[_Panel]:
+    finding = found.finding if found else None
+    runs = search.runs if search else ()
+    flushed = [
+        Point(run.scale_log2, run.metrics["flushed_share"])
+        for run in runs
+        if "flushed_share" in run.metrics and not run.overflow
+    ]
+    overflowed = [run.scale_log2 for run in runs if run.overflow]
+    if finding is not None or flushed or overflowed:
+        yield _Panel(2.7, lambda axes: panels.shares(axes, finding, flushed, overflowed))
+    points = [] if search is None else points_of(search)
+    if search is not None and points:
+        yield _Panel(2.3, partial(_draw_metric, found, search, points))
+    skips = [
+        Point(run.scale_log2, run.skipped_steps) for run in runs if run.skipped_steps is not None
+    ]
+    if skips:
+        yield _Panel(1.2, lambda axes: panels.skips(axes, skips, finding))
+    if finding is not None:
+        count = sum(bool(module.values_by_log2) for module in finding.modules)
+        draw_modules = partial(panels.modules, finding=finding)
+        yield _Panel(min(1.1 + 0.2 * count, 5.5), draw_modules, is_over_scales=False)
+
+
+def _draw_metric(
+    found: FoundScale | None, search: Source, points: Sequence[Point], axes: Axes
+) -> None:
+    alone = not search.also_searched
+    title = search.metric.replace("_", " ").capitalize()
+    if search.counts_lost_steps and search.metric == "loss_scale_score":
+        title += ": log₂(1 + optimizer steps lost)"
+        if found is not None:
+            panels.predicted_scores(axes, found, _limits(found.finding, search.runs))
+            title += " (line: predicted; dots: measured)"
+    # All scored trials have the same seed, so there is no spread over seeds.
+    seeds = alone and not any(run.is_scored for run in search.runs)
+    panels.metric(axes, points, search.metric, found.finding if found else None, band=seeds)
+    panels.mark_best(axes, points[0])
+    axes.set_title(
+        title if alone else f"{title} (differ also in {', '.join(search.also_searched)})"
+    )
+
+
+def points_of(search: Source) -> list[Point]:
+    """The searcher's metric of every trial that reported it, best first."""
+    longest = max(run.batches for run in search.runs)
+    return [
+        Point(
+            run.scale_log2,
+            run.metrics[search.metric],
+            None if run.is_scored else run.seed,
+            run.batches == longest,
+        )
+        for run in search.ranked()
+    ]
+
+
+def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]:
+    scales = [run.scale_log2 for run in rows]
+    if finding is not None:
+        scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
+        scales += [DEFAULT_LOG2, *(seen.scale_log2 for seen in finding.verified)]
+    return min(scales) - 1, max(scales) + 1
+
+
+def draw_models(models: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw validation loss and skipped steps by scale, with a thin line per seed.
+
+    Args:
+        models: The models from `benchmarks.loss_scale_choice`, each with `name`, `window_log2`,
+            `comparison` and `trainings`.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.0 * len(models), 4.4), layout="constrained")
+        axes = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=[2, 1])
+        for column, model in enumerate(models):
+            _draw_model(axes[0, column], axes[1, column], model)
+        return figure
+
+
+def _draw_model(loss: Axes, skips: Axes, model: Mapping[str, Any]) -> None:
+    comparison, trainings = model["comparison"], model["trainings"]
+    low, top = model["window_log2"]
+    window = Window(low, top, comparison["choice_log2"])
+    losses = [Point(t["scale_log2"], t["validation_loss"], t["seed"]) for t in trainings]
+    panels.metric(loss, losses, "validation_loss", window)
+    skipped = [Point(t["scale_log2"], t["skipped_steps"]) for t in trainings]
+    panels.skips(skips, skipped, window)
+    for axes in (loss, skips):
+        panels.mark_scales(axes, window, label=axes is loss)
+        axes.set_xlim(min(p.scale_log2 for p in losses) - 1, max(p.scale_log2 for p in losses) + 1)
+    loss.set_title(f"{model['name']}: {comparison['verdict']}", pad=18)
+    skips.set_xlabel("log₂ of the initial loss scale")

@@ -1,0 +1,340 @@
+"""The panels of the loss-scale figures.
+
+In all of them lines are predicted and dots are measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
+
+from determined_amp.finder.advice import FoundScale
+from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
+from determined_amp.finder.score import score_of, steps_lost
+from determined_amp.finder.verdict import (
+    DEFAULT_LOG2,
+    FLUSHED_LIMIT,
+    Finding,
+    ModuleGradients,
+    Window,
+)
+from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, PAPER, VERMILION
+
+# log2 of the smallest normal number of float16.
+NORMAL_LOG2 = -14
+
+# log2 of a scale beyond the range of float32.
+_FAR = 200
+_SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
+
+# How many module names fit.
+_MOST_NAMES = 28
+
+# One colour, nearly transparent at first: small shares fade into a light or a dark background.
+_HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number measured in one training.
+
+    Args:
+        scale_log2: log2 of the training's initial loss scale.
+        value: The number.
+        seed: A line joins the points with the same seed; a point without a seed stands alone.
+        whole: Whether the training ran to its end.
+    """
+
+    scale_log2: float
+    value: float
+    seed: int | None = None
+    whole: bool = True
+
+
+def power(log2: float) -> str:
+    """2 to the power `log2`, such as 2¹⁶."""
+    return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
+
+
+def mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
+    """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
+    low, top, choice = window.low_log2, window.top_log2, window.choice_log2
+    if low <= top:
+        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
+    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, zorder=0)
+    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+    if choice is not None:
+        axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1)
+    if not label:
+        return
+    above = axes.get_xaxis_transform()
+    safe = f"safe window {power(low)} to {power(top)}" if low <= top else "no safe window"
+    axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
+    axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
+    if choice == DEFAULT_LOG2:
+        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.87)
+        return
+    if choice is not None:
+        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.87)
+    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.77)
+
+
+def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> None:
+    axes.annotate(
+        text,
+        (scale, height),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        color=color,
+        path_effects=HALO,
+    )
+
+
+def shares(
+    axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
+) -> None:
+    """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow.
+
+    Args:
+        axes: Where to draw.
+        finding: Gives the predicted lines, and the finder's own measurements.
+        flushed: Measured shares of trials without overflow.
+        overflowed: log2 of the scales of the trials that overflowed.
+    """
+    if finding is not None:
+        scales = [p.scale_log2 for p in finding.predicted]
+        lost = [p.flushed_share for p in finding.predicted]
+        over = [p.overflow_share for p in finding.predicted]
+        axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
+        axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
+        _name_line(axes, scales, lost, "flushed to 0")
+        seen = [m for m in finding.verified if not m.overflow]
+        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in seen)]
+        overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
+        axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
+    _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
+    if overflowed:
+        axes.plot(
+            overflowed,
+            [0.94] * len(overflowed),
+            transform=axes.get_xaxis_transform(),
+            color=VERMILION,
+            marker="x",
+            markersize=5,
+            linestyle="none",
+            label="overflow, measured (a step is skipped)",
+        )
+    axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+    axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(-2e-5, 2.5)
+    axes.set_ylabel("share of gradient values")
+    axes.set_title(
+        "Gradients that float16 loses (lines: predicted; dots, crosses: measured)", pad=18
+    )
+
+
+def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
+    """Write the name beside the falling line, at its last point well above the limit."""
+    high = [i for i, value in enumerate(values) if value >= 4 * FLUSHED_LIMIT]
+    if high:
+        i = high[-1]
+        axes.annotate(
+            text, (scales[i], values[i]), xytext=(6, 4), textcoords="offset points", color=BLUE
+        )
+
+
+def _percent(share: float, _: int | None = None) -> str:
+    return f"{share * 100:g} %"
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
+    if points:
+        axes.plot(
+            *zip(*points, strict=True),
+            color=color,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.6,
+            linestyle="none",
+            label=label,
+        )
+
+
+def metric(
+    axes: Axes, points: Sequence[Point], name: str, window: Window | None, *, band: bool = True
+) -> None:
+    """Draw a validation metric by scale: a thin line per seed, their mean and their spread.
+
+    Args:
+        axes: Where to draw.
+        points: Measured values.
+        name: Name of the metric.
+        window: The scales whose points give the spread over seeds.
+        band: Whether to draw that spread. False if points differ in more than scale and seed.
+    """
+    seeds = _by_seed(points)
+    for points_of_seed in seeds.values():
+        line = sorted(points_of_seed, key=lambda point: point.scale_log2)
+        x, y = [p.scale_log2 for p in line], [p.value for p in line]
+        axes.plot(x, y, color=BLUE, linewidth=0.7, alpha=0.5)
+    for whole in (True, False):
+        ended = [(p.scale_log2, p.value) for p in points if p.whole is whole]
+        if ended:
+            axes.plot(
+                *zip(*ended, strict=True),
+                color=BLUE,
+                marker="o",
+                markersize=3.5,
+                markerfacecolor=BLUE if whole else "none",
+                linestyle="none",
+                alpha=0.7,
+            )
+    if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
+        means = _means(points)
+        axes.plot(list(means), list(means.values()), color=INK, linewidth=1.6)
+    found = seed_band(points, window) if band else None
+    if found is not None:
+        centre, spread = found
+        axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
+        axes.axhline(centre, color=AMBER, linewidth=0.8)
+    values = [point.value for point in points]
+    if min(values) > 0 and max(values) > 10 * min(values) and name != "loss_scale_score":
+        axes.set_yscale("log")
+    axes.set_ylabel(name.replace("_", " "))
+
+
+def predicted_score(found: FoundScale, scale_log2: float) -> float:
+    """The score of a scale as the finder predicts it, see `finder.score`."""
+    skipped = found.finding.expected_skips(scale_log2)
+    share = found.finding.at(scale_log2 - skipped).flushed_share
+    return score_of(steps_lost(skipped, share, found.run.growth_interval))
+
+
+def predicted_scores(axes: Axes, found: FoundScale, limits: tuple[float, float]) -> None:
+    """Draw the predicted score of every power of two between the limits, log2 of scales."""
+    scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
+    scores = [predicted_score(found, scale) for scale in scales]
+    axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
+
+
+def mark_best(axes: Axes, best: Point) -> None:
+    """Draw a ring around the best point, and label it with its scale."""
+    axes.plot(
+        [best.scale_log2],
+        [best.value],
+        color=INK,
+        marker="o",
+        markersize=9,
+        markerfacecolor="none",
+        linestyle="none",
+    )
+    axes.annotate(
+        f"best {power(best.scale_log2)}",
+        (best.scale_log2, best.value),
+        xytext=(0, 13),
+        textcoords="offset points",
+        ha="center",
+        color=INK,
+        path_effects=HALO,
+    )
+
+
+def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
+    found: dict[object, list[Point]] = {}
+    for i, point in enumerate(points):
+        found.setdefault(("alone", i) if point.seed is None else point.seed, []).append(point)
+    return found
+
+
+def _means(points: Sequence[Point]) -> dict[float, float]:
+    scales = sorted({point.scale_log2 for point in points})
+    return {s: mean(p.value for p in points if p.scale_log2 == s) for s in scales}
+
+
+def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
+    """Mean and standard deviation of the seeds' means inside the safe window.
+
+    None without a window, or with fewer than three seeds in it.
+    """
+    if window is None:
+        return None
+    inside = [p for p in points if p.whole and p.scale_log2 in window]
+    of_seeds = [mean(p.value for p in line) for line in _by_seed(inside).values()]
+    return (mean(of_seeds), stdev(of_seeds)) if len(of_seeds) >= 3 else None
+
+
+def skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
+    """Draw skipped optimizer steps by scale: those expected at the start, and those counted."""
+    if window is not None and points:
+        ends = [p.scale_log2 for p in points]
+        scales = np.arange(math.floor(min(ends)), math.ceil(max(ends)) + 1)
+        expected = [window.expected_skips(float(scale)) for scale in scales]
+        axes.plot(scales, expected, color=VERMILION, linewidth=1.4)
+    _dots(axes, [(p.scale_log2, p.value) for p in points], VERMILION, "skipped steps")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylim(bottom=-0.6)
+    axes.set_ylabel("skipped steps")
+
+
+def modules(axes: Axes, finding: Finding) -> None:
+    """Draw where each module's gradients lie in float16, at the chosen scale.
+
+    Each row is a module, in the order of the forward. A dark cell holds many of its values.
+    """
+    scale = finding.choice_log2 or 0
+    rows = [m for m in reversed(finding.modules) if m.values_by_log2]
+    powers = [q + scale for m in rows for q in m.values_by_log2]
+    left, right = min([*powers, FLUSH_LOG2 - 6]), max([*powers, OVERFLOW_LOG2 + 5]) + 1
+    heat = np.ma.masked_equal(np.array([_density(m, scale, left, right) for m in rows]), 0.0)
+    axes.pcolormesh(
+        np.arange(left, right + 1),
+        np.arange(len(rows) + 1) - 0.5,
+        heat,
+        cmap=_HEAT,
+        vmin=0.0,
+        rasterized=len(rows) > _MOST_NAMES,
+    )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left, right)
+    _name_rows(axes, rows)
+    above = axes.get_xaxis_transform()
+    regions = (
+        (left, FLUSH_LOG2, VERMILION, "flushed to 0"),
+        (FLUSH_LOG2, NORMAL_LOG2, AMBER, "loses bits"),
+        (NORMAL_LOG2, OVERFLOW_LOG2, "none", "full precision"),
+        (OVERFLOW_LOG2, right, VERMILION, "overflow"),
+    )
+    for start, end, color, text in regions:
+        axes.axvspan(start, end, color=color, alpha=0.10, linewidth=0, zorder=0)
+        centre = (start + end) / 2
+        ink = GREEN if color == "none" else color
+        axes.text(centre, 1.02, text, transform=above, color=ink, ha="center", va="bottom")
+    for border in (FLUSH_LOG2, NORMAL_LOG2, OVERFLOW_LOG2):
+        axes.axvline(border, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"log₂ of |gradient| · {power(scale)}, 16-bit values of the backward")
+    axes.set_title("Gradients of each module in float16", pad=18)
+
+
+def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list[float]:
+    most = max(module.values_by_log2.values())
+    return [module.values_by_log2.get(power - scale, 0) / most for power in range(left, right)]
+
+
+def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
+    """Label the rows; if not all names fit, label only every n-th row."""
+    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
+    axes.set_yticks(list(shown), [rows[i].name for i in shown])
+    axes.tick_params(axis="y", length=0)

@@ -1,0 +1,403 @@
+"""The findings of a comparison: whether runs can be compared, the numbers, claims and advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
+from determined_amp.report.precision_comparison import (
+    MIN_EFFECT,
+    Comparison,
+    Equivalence,
+    Ratio,
+    Summary,
+    comparisons,
+    difference,
+    speed_ratio,
+    summaries,
+)
+from determined_amp.report.run_settings import (
+    ACCURACY,
+    AMP,
+    METRIC,
+    PRECISION,
+    SEED,
+    SMALLER_IS_BETTER,
+)
+from determined_amp.report.runs import Machine, ReportError, Run, Source, State
+
+_ACCURACY_MARGIN = 0.003
+_RELATIVE_MARGIN = 0.01
+
+# Settings in which compared runs may differ. Names and search method do not affect the training.
+_MAY_DIFFER = frozenset(
+    {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
+)
+_NAMED_RUNS = 2
+
+# The states of the runs that count: a stopped or running run says nothing about its precision.
+_COUNT = (State.FINISHED, State.FAILED)
+
+# The claims of the literature about AMP for ResNet-50.
+SPEED, MEMORY, POINTS = 2.0, 0.5, 0.3
+
+RULE = (
+    "the fastest of those that are not worse, lost no run and are faster than the baseline in "
+    f"every pair of runs, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The comparison of some runs.
+
+    Args:
+        metric: The compared validation metric.
+        smaller_is_better: Direction of the metric.
+        margin: Difference of the metric that does not matter.
+        baseline: The precision that the others are compared with.
+        runs: The finished and the failed runs.
+        summaries: A summary per precision, in the order of `Precision`.
+        comparisons: Comparisons, those with the baseline first.
+        left_out: A sentence for each run that does not count.
+        notes: Further sentences from the sources.
+    """
+
+    metric: str
+    smaller_is_better: bool
+    margin: float
+    baseline: Precision
+    runs: tuple[Run, ...]
+    summaries: tuple[Summary, ...]
+    comparisons: tuple[Comparison, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of all finished runs; dates may differ."""
+        return next(run for run in self.runs if run.state is State.FINISHED).machine
+
+    @property
+    def dates(self) -> tuple[str, ...]:
+        """The first and the last day on which a run began, or one day; empty if unknown."""
+        days = sorted({run.machine.date[:10] for run in self.runs if run.machine.date})
+        return tuple(dict.fromkeys(days[:1] + days[-1:]))
+
+    @property
+    def drift(self) -> Ratio | None:
+        """The drift of the machine: the speed of tf32 over fp32 on a device without TF32."""
+        base = [s for s in self.summaries if s.precision is Precision.FP32]
+        same = [s for s in self.summaries if s.is_only_fp32]
+        return speed_ratio(same[0], base[0]) if base and same else None
+
+    @property
+    def with_baseline(self) -> tuple[Comparison, ...]:
+        return tuple(c for c in self.comparisons if c.base.precision is self.baseline)
+
+
+def find(
+    sources: Sequence[Source],
+    metric: str | None = None,
+    margin: float | None = None,
+    *,
+    smaller_is_better: bool | None = None,
+) -> Findings:
+    """Compare all runs of some sources.
+
+    Args:
+        sources: The sources.
+        metric: Validation metric; by default the accuracy if all report it, else the searcher's.
+        margin: Difference of the metric that does not matter; by default 0.003 for an accuracy (0.3
+            if it is in percent), and 1 % of the baseline's mean for another metric.
+        smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
+            else the direction that the name implies.
+
+    Raises:
+        ReportError: if the runs cannot be compared, or do not report the metric.
+    """
+    everything = [run for source in sources for run in source.runs]
+    known = [run for run in everything if run.settings]
+    runs = tuple(run for run in known if run.state in _COUNT)
+    left_out = [f"{run.short_name}: {run.reason}" for run in known if run.state not in _COUNT]
+    left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
+    left_out += [reason for source in sources for reason in source.left_out]
+    if not runs:
+        seen = "; left out: " + "; ".join(left_out) if left_out else ""
+        raise ReportError(f"no run has finished{seen}; allowed: finished runs of two precisions")
+    check_comparable(runs)
+    finished = [run for run in runs if run.state is State.FINISHED]
+    metric = _metric(finished, metric)
+    found = summaries(runs, metric)
+    if smaller_is_better is None:
+        smaller_is_better = _smaller_is_better(finished[0], metric)
+    base = baseline(runs)
+    margin = _margin(found, base, metric) if margin is None else margin
+    compared = comparisons(found, base, smaller_is_better=smaller_is_better, margin=margin)
+    return Findings(
+        metric=metric,
+        smaller_is_better=smaller_is_better,
+        margin=margin,
+        baseline=base,
+        runs=runs,
+        summaries=tuple(found),
+        comparisons=tuple(compared),
+        left_out=tuple(left_out),
+        notes=tuple(note for source in sources for note in source.notes),
+    )
+
+
+def _metric(finished: Sequence[Run], wanted: str | None) -> str:
+    reported = [set(run.metrics) for run in finished]
+    common = set.intersection(*reported) - {"epochs"}
+    chosen = wanted or (ACCURACY if ACCURACY in common else _searched(finished[0]))
+    if chosen not in common:
+        raise ReportError(
+            f"--metric: {chosen} is not in the last validation of every finished run; allowed: "
+            f"{', '.join(sorted(common)) or 'nothing, they have no metric in common'}"
+        )
+    return chosen
+
+
+def _smaller_is_better(run: Run, metric: str) -> bool:
+    """The searcher's direction for its own metric; for others, the one that the name implies."""
+    if metric == _searched(run):
+        return bool(run.settings[SMALLER_IS_BETTER])
+    if not is_accuracy(metric) and "loss" not in metric:
+        raise ReportError(
+            f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: "
+            "--better larger or --better smaller with it"
+        )
+    return not is_accuracy(metric)
+
+
+def _searched(run: Run) -> str:
+    return str(run.settings[METRIC])
+
+
+def is_accuracy(metric: str) -> bool:
+    """Whether a metric is an accuracy, by its name."""
+    return "accuracy" in metric
+
+
+def _margin(found: Sequence[Summary], base: Precision, metric: str) -> float:
+    (mean,) = (summary.mean for summary in found if summary.precision is base)
+    assert mean is not None  # every finished run has the metric
+    if is_accuracy(metric):
+        in_percent = max(value for summary in found for value in summary.values()) > 1.0
+        return _ACCURACY_MARGIN * (100 if in_percent else 1)
+    return _RELATIVE_MARGIN * abs(mean)
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Check that these runs can be compared.
+
+    Args:
+        runs: Finished and failed runs.
+
+    Raises:
+        ReportError: if the runs differ in settings, devices or versions that must be the same (the
+            message names them all), or if there are fewer than two precisions, no finished
+            baseline, or two finished runs with the same precision and seed.
+    """
+    problems = [*_differences(runs), *_duplicates(runs)]
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise ReportError(
+            f"these runs cannot be compared: {len(problems)} problem{'s' * (len(problems) > 1)}\n"
+            f"{listed}\nallowed: runs that differ in precision, scaler settings, seed and name only"
+        )
+    for problem in _missing(runs):
+        raise ReportError(
+            f"{problem}; allowed: at least two precisions, and of fp32 or tf32 a finished run: "
+            "give more sources, or train them with `python -m determined_amp compare CONFIG`"
+        )
+
+
+def baseline(runs: Sequence[Run]) -> Precision:
+    """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
+    finished = {run.precision for run in runs if run.state is State.FINISHED}
+    return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
+
+
+def _differences(runs: Sequence[Run]) -> Iterator[str]:
+    """A sentence per setting, device or version in which the runs differ."""
+    for key in sorted({key for run in runs for key in run.settings} - _MAY_DIFFER):
+        yield from _difference(key, [(run, run.settings.get(key, "not set")) for run in runs])
+    # A failed run may have ended before its log named its machine.
+    finished = [run for run in runs if run.state is State.FINISHED]
+    yield from _difference("device", [(run, run.machine.device) for run in finished])
+    yield from _difference("torch", [(run, run.machine.torch) for run in finished])
+
+
+def _difference(what: str, values: Sequence[tuple[Run, Any]]) -> Iterator[str]:
+    by_value: dict[str, list[str]] = {}
+    for run, value in values:
+        by_value.setdefault(str(value), []).append(run.short_name)
+    if len(by_value) > 1:
+        told = (f"{value} in {_some(names)}" for value, names in by_value.items())
+        yield f"{what}: {'; '.join(told)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMED_RUNS
+    return ", ".join(names[:_NAMED_RUNS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
+    by_seed: dict[tuple[Precision, int], list[str]] = {}
+    for run in runs:
+        if run.state is State.FINISHED and run.seed is not None:
+            by_seed.setdefault((run.precision, run.seed), []).append(run.name)
+    for (precision, seed), names in by_seed.items():
+        if len(names) > 1:
+            yield (
+                f"{precision.value} has finished {len(names)} times with seed {seed}: "
+                f"{', '.join(names)}; give one of them"
+            )
+
+
+def _missing(runs: Sequence[Run]) -> Iterator[str]:
+    if not any(run.state is State.FINISHED for run in runs):
+        reasons = dict.fromkeys(run.reason for run in runs)
+        yield f"no run has finished: {'; '.join(reasons)}"
+    if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
+        given = sorted({run.precision.value for run in runs})
+        same = ", which is fp32 on this device," if any(run.is_only_fp32 for run in runs) else ""
+        yield f"all runs are {' and '.join(given)}{same} and there is nothing to compare"
+    if not any(run.state is State.FINISHED and run.precision is baseline(runs) for run in runs):
+        yield "there is no baseline"
+
+
+class Judgement(Enum):
+    """The judgement of a claim."""
+
+    HOLDS = "yes"
+    FAILS = "no"
+    UNKNOWN = "cannot be told"
+    UNMEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim and its judgement.
+
+    Args:
+        text: The claim.
+        judgement: Whether it holds.
+        measured: The measurement, or why there is none, in words.
+    """
+
+    text: str
+    judgement: Judgement
+    measured: str
+
+
+def claims(comparison: Comparison) -> tuple[Claim, ...]:
+    """The three claims for one AMP precision against a baseline."""
+    return _speed(comparison), _memory(comparison), _accuracy(comparison)
+
+
+def _speed(comparison: Comparison) -> Claim:
+    text, ratio = f"{SPEED:.1f}x the speed", comparison.speed
+    if ratio is None:
+        shared = any(r.shares_device for r in (*comparison.ours.runs, *comparison.base.runs))
+        why = "several ran at a time" if shared else "no report but the first has a speed"
+        return Claim(text, Judgement.UNMEASURED, why)
+    judgement = _judged(ratio.low >= SPEED, ratio.high < SPEED)
+    return Claim(text, judgement, f"{ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}")
+
+
+def _memory(comparison: Comparison) -> Claim:
+    text, ratio = "half the memory", comparison.memory
+    if ratio is None:
+        on_gpu = comparison.ours.machine.on_gpu
+        why = "no report has it" if on_gpu else "a CPU's is that of the process and its libraries"
+        return Claim(text, Judgement.UNMEASURED, why)
+    judgement = _judged(ratio.high <= MEMORY, ratio.low > MEMORY)
+    return Claim(text, judgement, f"{ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}")
+
+
+def _accuracy(comparison: Comparison) -> Claim:
+    text = f"within {POINTS} points of accuracy"
+    ours, base = comparison.ours, comparison.base
+    everything = len(ours.runs) + len(base.runs)
+    if len(ours.values(ACCURACY)) + len(base.values(ACCURACY)) < everything:
+        return Claim(text, Judgement.UNMEASURED, f"the runs do not report {ACCURACY}")
+    if max(*ours.values(ACCURACY), *base.values(ACCURACY)) > 1.0:
+        return Claim(text, Judgement.UNMEASURED, f"{ACCURACY} is not a share of 1")
+    found = difference(ours, base, ACCURACY)
+    within = found.verdict(POINTS / 100) is Equivalence.EQUAL
+    different = found.verdict(POINTS / 100) is Equivalence.DIFFERENT
+    outside = different and (found.low > POINTS / 100 or found.high < -POINTS / 100)
+    measured = f"{100 * found.mean:+.2f} points"
+    if found.std and found.half_width is not None:
+        measured += f", 95 % interval {100 * found.low:+.2f} to {100 * found.high:+.2f}"
+    return Claim(text, _judged(within, outside), measured)
+
+
+def _judged(holds: bool, fails: bool) -> Judgement:
+    if holds:
+        return Judgement.HOLDS
+    return Judgement.FAILS if fails else Judgement.UNKNOWN
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The precision to use.
+
+    Args:
+        precision: The precision to use.
+        why: The reason, in words.
+    """
+
+    precision: Precision
+    why: str
+
+
+def advise(findings: Findings) -> Advice:
+    """Apply `RULE`; `Comparison.is_not_worse` says what "not worse" means."""
+    good = [c for c in findings.with_baseline if c.is_not_worse and not c.ours.failed]
+    faster = [(c.speed.median, c) for c in good if c.speed and c.speed.is_larger]
+    if not faster:
+        return Advice(findings.baseline, "; ".join(_against(findings)))
+    times, best = max(faster, key=lambda pair: pair[0])
+    why = f"it is {times:.2f} times as fast as {best.base.name}"
+    if best.verdict is Equivalence.UNKNOWN:
+        seeds = best.difference.seeds
+        why += (
+            f", but whether its {best.metric} is the same cannot be told with {seeds} "
+            f"seed{'s' * (seeds != 1)}: train more before you rely on it"
+        )
+    elif best.verdict is Equivalence.EQUAL:
+        why += f" with equal {best.metric}"
+    else:
+        why += f" with better {best.metric}"
+    return Advice(best.ours.precision, why)
+
+
+def _against(findings: Findings) -> list[str]:
+    """The reasons against each precision that is not the baseline."""
+    reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
+    return reasons + [f"{c.ours.name} {_fault(c)}" for c in findings.with_baseline]
+
+
+def _fault(comparison: Comparison) -> str:
+    if comparison.ours.failed:
+        return "lost a run"
+    if not comparison.is_not_worse:
+        if comparison.verdict is Equivalence.DIFFERENT:
+            return f"has a worse {comparison.metric}"
+        seeds = comparison.difference.seeds
+        return (
+            f"has a worse mean {comparison.metric}, and {seeds} seed{'s' * (seeds != 1)} cannot "
+            "tell whether that is chance"
+        )
+    if comparison.speed is None:
+        return "has no measured speed"
+    if comparison.speed.is_smaller:
+        return f"is slower ({comparison.speed.median:.2f} times the speed)"
+    return "is not faster by more than the spread"

@@ -1,0 +1,339 @@
+"""A comparison in words: the answer, sentences and two tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from determined_amp.amp.metrics import MetricName
+from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
+from determined_amp.finder.advice import yaml_lines
+from determined_amp.report.precision_comparison import (
+    WAITS_FOR_DATA,
+    Comparison,
+    Equivalence,
+    Interval,
+    Ratio,
+    Summary,
+)
+from determined_amp.report.precision_findings import RULE, Advice, Findings, claims
+from determined_amp.report.run_settings import AMP, BATCH_SIZE
+from determined_amp.report.runs import Run, Spread
+
+HEADS = (
+    "precision",
+    "runs",
+    "{metric}",
+    "samples/s",
+    "speed",
+    "peak MiB, {memory}",
+    "applied steps",
+    "skipped",
+    "loss scale",
+    "waits for data",
+    "audit",
+    "training s",
+)
+
+
+def answer(advice: Advice) -> str:
+    """The sentence that names the precision to use, and the reason."""
+    return f"use {advice.precision.value} here: {advice.why}"
+
+
+def lines_to_paste(findings: Findings, advice: Advice) -> str:
+    """Lines to paste into an experiment YAML."""
+    changes: dict[str, Any] = {"precision": advice.precision.value}
+    settings = next(r for r in findings.runs if r.precision is advice.precision).settings
+    if advice.precision.autocast_dtype and settings.get(f"{AMP}.fp32_modules"):
+        changes["fp32_modules"] = list(settings[f"{AMP}.fp32_modules"])
+    if advice.precision is Precision.AMP_FP16:
+        changes["init_scale"] = settings[f"{AMP}.init_scale"]
+    return yaml_lines(changes)
+
+
+def sentences(findings: Findings) -> list[str]:
+    """All sentences besides the answer, the comparisons first."""
+    return [
+        *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
+        *findings.notes,
+        *_waiting(findings),
+        *_left_out(findings),
+        *_audited(findings),
+        *_mixed(findings),
+        *_notes(findings),
+        *_measured(findings),
+    ]
+
+
+def short_answer(findings: Findings, advice: Advice) -> str:
+    """The text for a terminal or a log: the answer, lines to paste, and what bears on them.
+
+    The tables, the setting of the measurement and its general limits are in the report's files.
+    """
+    said = [
+        *(f"{_title(c)}: {_compared(c)}" for c in findings.with_baseline),
+        *findings.notes,
+        *_waiting(findings),
+        *_left_out(findings),
+        *(_audited(findings) if not _all_in_precision(findings) else ()),
+    ]
+    items = "\n".join(f"- {sentence}" for sentence in said)
+    return "\n\n".join([answer(advice), lines_to_paste(findings, advice), items])
+
+
+def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per claim; no rows if no AMP precision has a finished run."""
+    compared = [c for c in findings.with_baseline if c.ours.precision.autocast_dtype]
+    judged = zip(*(claims(c) for c in compared), strict=True)
+    rows = [
+        [same[0].text, *(f"{claim.judgement.value} ({claim.measured})" for claim in same)]
+        for same in judged
+    ]
+    return ["claim for ResNet-50", *map(_title, compared)], rows
+
+
+def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per precision."""
+    memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
+    heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
+    speeds = {c.ours.precision: c.speed for c in findings.with_baseline}
+    rows = []
+    for summary in findings.summaries:
+        ratio = speeds.get(summary.precision)
+        is_base = summary.precision is findings.baseline
+        times = "1" if is_base else f"{ratio.median:.2f}x" if ratio else ""
+        rows.append([summary.name, _count(summary), *_numbers(summary, times)])
+    return heads, rows
+
+
+def markdown(title: str, findings: Findings, advice: Advice) -> str:
+    """Answer, sentences and tables as one Markdown file."""
+    tables = (
+        "\n".join(f"| {' | '.join(line)} |" for line in (heads, _rule(heads), *rows))
+        for heads, rows in (claims_table(findings), table(findings))
+        if rows
+    )
+    items = "\n".join(f"- {sentence}" for sentence in sentences(findings))
+    lines = f"```yaml\n{lines_to_paste(findings, advice)}\n```"
+    parts = [f"# {title}", f"**{answer(advice)}**", lines, items, *tables, f"The rule: {RULE}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rule(heads: Sequence[str]) -> list[str]:
+    return ["---", *["---:"] * (len(heads) - 1)]
+
+
+def setting(findings: Findings) -> str:
+    """Device, versions, length and date of all runs, in one line."""
+    run, machine = findings.runs[0], findings.machine
+    dates = " to ".join(findings.dates) or "date unknown"
+    batches = max(run.training[-1].batches for run in findings.runs if run.training)
+    size = run.settings[BATCH_SIZE]
+    return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
+
+
+def seeds(summary: Summary) -> str:
+    """The number of runs, and their seeds, in words."""
+    count = len(summary.runs)
+    known = ", ".join(map(str, summary.seeds)) or "unknown"
+    plural = "s" * (count != 1)
+    failed = f" and {len(summary.failed)} failed" if summary.failed else ""
+    return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
+
+
+def _measured(findings: Findings) -> Iterator[str]:
+    counted = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
+    yield f"measured on {setting(findings)}; {counted}"
+    yield "this says nothing of accuracy after more batches, of other sizes and of other devices"
+
+
+def _left_out(findings: Findings) -> Iterator[str]:
+    for summary in findings.summaries:
+        failed, count = summary.failed, len(summary.failed) + len(summary.runs)
+        if failed:
+            why = "; ".join(f"{run.seed_name} ({run.name}): {run.reason}" for run in failed)
+            yield f"{summary.name}: {len(failed)} of {count} runs failed: {why}" + (
+                "; its numbers are those of the runs that finished" if summary.runs else ""
+            )
+    if findings.left_out:
+        yield f"left out: {'; '.join(findings.left_out)}"
+
+
+def _audited(findings: Findings) -> Iterator[str]:
+    finished = [run for summary in findings.summaries for run in summary.runs]
+    unaudited = [run.short_name for run in finished if run.audit_share is None]
+    alike: dict[tuple[Precision, str], list[Run]] = {}
+    for run in finished:
+        if run.audit_share is not None and run.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.audit_share:.1%}"), []).append(run)
+    for (precision, share), runs in alike.items():
+        several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
+        who = runs[0].short_name if len(runs) == 1 else several
+        yield (
+            f"audit: {who} computed {share} of the FLOPs of the first batch in the precision that "
+            "it asks for, the rest in another"
+        )
+    if unaudited:
+        yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
+    if _all_in_precision(findings):
+        yield "audit: every finished run computed all products in the precision that it asks for"
+
+
+def _all_in_precision(findings: Findings) -> bool:
+    return all(run.audit_share == 1.0 for summary in findings.summaries for run in summary.runs)
+
+
+def _mixed(findings: Findings) -> Iterator[str]:
+    """Allowed differences between runs, other than the precision."""
+    for summary in findings.summaries:
+        runs = (*summary.runs, *summary.failed)
+        for key in SCALER_KEYS:
+            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
+            if len(values) > 1:
+                yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
+    for name in findings.machine.versions:
+        values = dict.fromkeys(str(run.machine.versions.get(name)) for run in findings.runs)
+        if len(values) > 1:
+            yield f"the runs differ in {name}: {', '.join(values)}"
+
+
+def _notes(findings: Findings) -> Iterator[str]:
+    if any(summary.is_only_fp32 for summary in findings.summaries):
+        drift = findings.drift
+        yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared" + (
+            "" if drift is None else f"; that its speed is {_times(drift)} is drift of the machine"
+        )
+    if any(run.shares_device for run in findings.runs):
+        yield (
+            "several trials ran at the same time: their speeds are left out; compare speeds with "
+            "one worker"
+        )
+    if not findings.machine.on_gpu:
+        yield (
+            "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
+            "believe only ratios far outside the range of the runs. The memory is that of the "
+            "whole process, libraries included"
+        )
+
+
+def _title(comparison: Comparison) -> str:
+    return f"{comparison.ours.name} against {comparison.base.name}"
+
+
+def _compared(comparison: Comparison) -> str:
+    parts = [_speed(comparison.speed)]
+    if comparison.memory is not None:
+        ratio = comparison.memory
+        parts.append(f"memory {_times(ratio)}: {_size(ratio, 'more', 'less', 'as much')}")
+    return "; ".join([*parts, _metric(comparison)])
+
+
+def _speed(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "speed not measured"
+    word = _size(ratio, "faster", "slower", "no difference beyond the spread")
+    inverse = f" ({1 / ratio.median:.1f} times the time)" if ratio.is_smaller else ""
+    return f"speed {_times(ratio)}: {word}{inverse}"
+
+
+def _size(ratio: Ratio, larger: str, smaller: str, same: str) -> str:
+    if ratio.is_larger:
+        return larger
+    return smaller if ratio.is_smaller else same
+
+
+def _times(ratio: Ratio) -> str:
+    if ratio.pairs == 1:
+        of = "over the reports of one pair of runs"
+    else:
+        of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
+    return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
+
+
+def _metric(comparison: Comparison) -> str:
+    found, verdict = comparison.difference, comparison.verdict
+    direction = "better" if comparison.is_better else "worse"
+    said = {
+        Equivalence.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
+        Equivalence.DIFFERENT: f"{verdict.value}, {direction}",
+        Equivalence.UNKNOWN: _untold(found, comparison.margin),
+    }[verdict]
+    interval = ""
+    if found.std and found.half_width is not None:
+        kind = "paired by seed" if found.paired else "seeds differ"
+        interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
+    return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
+
+
+def _untold(found: Interval, margin: float) -> str:
+    said = f"cannot be told with {found.seeds} seed{'s' * (found.seeds != 1)}"
+    if found.std is None:
+        return f"{said}: it takes 2 at least, and how many more shows only then"
+    if found.std == 0.0:  # as with a metric of few validation samples
+        return f"{said}: the difference is the same in all, which leaves no spread to judge by"
+    needed = found.seeds_needed(margin)
+    many = "more than 1000" if needed is None else f"about {needed}"
+    return f"{said}: it would take {many}, if they go on like this (margin {margin:.2g})"
+
+
+def _waiting(findings: Findings) -> Iterator[str]:
+    waiting = [s for s in findings.summaries if s.waits_for_data]
+    if waiting:
+        told = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
+        yield (
+            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({told}): AMP "
+            "cannot help there, more data.workers may"
+        )
+
+
+def _count(summary: Summary) -> str:
+    failed = f", {len(summary.failed)} failed" if summary.failed else ""
+    return f"{len(summary.runs)}{failed}"
+
+
+def _numbers(summary: Summary, times: str) -> list[str]:
+    if not summary.runs:
+        return [""] * (len(HEADS) - 2)
+    std = "" if summary.std is None else f" ± {summary.std:.2g}"
+    shares = summary.spread(lambda run: run.audit_share)
+    wait = summary.data_wait_share
+    return [
+        f"{summary.mean:.4g}{std}",
+        _range(summary.speed),
+        times,
+        _memory(summary),
+        _range(summary.spread(lambda run: run.last(MetricName.APPLIED_STEPS))),
+        _range(summary.spread(lambda run: run.last(MetricName.SKIPPED_STEPS))),
+        _scale(summary),
+        "" if wait is None else f"{wait:.0%}",
+        "" if shares is None else f"{shares.low:.1%}",
+        _range(summary.spread(lambda run: run.training_seconds)),
+    ]
+
+
+def _memory(summary: Summary) -> str:
+    reserved = summary.reserved_memory
+    also = "" if reserved is None else f"; {_range(reserved)}"
+    return _range(summary.memory) + also
+
+
+def _scale(summary: Summary) -> str:
+    """The loss scale at the end; only float16 has one."""
+    scale = summary.spread(lambda run: run.last(MetricName.LOSS_SCALE_LOG2))
+    if scale is None or summary.precision is not Precision.AMP_FP16:
+        return "none"
+    ends = dict.fromkeys((scale.low, scale.high))
+    return " to ".join(f"2^{end:g}" for end in ends)
+
+
+def _range(spread: Spread | None) -> str:
+    """The median, and the range if its ends still differ after rounding."""
+    if spread is None:
+        return ""
+    median, low, high = map(_number, (spread.median, spread.low, spread.high))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
