@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from determined_amp.experiment import experiment
-from determined_amp.local.folder import read_metrics
+from determined_amp.runs.folder import read_metrics
 from trials.data import clips
 from trials.data.loading import Sample
 from trials.latte import LatteHparams

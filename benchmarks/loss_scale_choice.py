@@ -16,10 +16,12 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -30,16 +32,17 @@ from rich.progress import Progress
 
 from benchmarks import small_trials
 from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.amp.precision import DeviceSupport
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.local.folder import environment
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report.loss_scale_figure import draw_models
 from determined_amp.report.page import save_png
+from determined_amp.runs.run import Machine
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]
@@ -256,6 +259,19 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def environment() -> dict[str, Any]:
+    """What the benchmark ran on, and when."""
+    machine = Machine.of_this_process()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": COMMAND,
+        "commit": machine.versions["commit"],
+        "torch": machine.torch,
+        "device": {"name": DeviceSupport.of(torch.device("cpu")).name},
+        "processors": os.cpu_count(),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status: 1 if the finder's scale is worse for a model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_scale_choice")
@@ -267,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")  # determined and torch warn once per training
         torch.set_num_threads(1)
         results = {
-            # Not sys.argv, which has the path of the module on this machine.
-            "environment": {**environment(), "command": COMMAND},
+            "environment": environment(),
             "steps": STEPS,
             "seeds": SEEDS,
             "models": list(measure(models())),

@@ -60,7 +60,6 @@ def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]
         "experiment",
         trial=trial,
         hyperparameters=info.trial.hparams,
-        completed_by_master=True,
     )
 
 

@@ -14,26 +14,26 @@ import determined as det
 from determined import core
 from rich.console import Console
 
-from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.plan import has_our_form
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
-from determined_amp.local.folder import fresh_folder
 from determined_amp.pilots import (
     BATCHES,
     FINDER_BATCHES,
     REPORTING_PERIOD,
     Pilot,
-    device_support,
     find_the_scale,
     train_a_little,
 )
 from determined_amp.report.precision_report import write_report
 from determined_amp.report.run_folders import REMARKS, read_search
-from determined_amp.report.runs import ReportError
+from determined_amp.report.source import ReportError
+from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.search.engine import GRACE, run_comparison
 
 # Number of reports per run. The first report of a process has no steady speed.
@@ -56,8 +56,6 @@ def compare(
     config: Mapping[str, Any],
     source: str,
     options: argparse.Namespace,
-    *,
-    completed_by_master: bool = False,
 ) -> Path:
     """Compare the precisions of a trial, and print which one to use.
 
@@ -65,7 +63,6 @@ def compare(
         config: The experiment configuration.
         source: Where it comes from, for the error message.
         options: `trial`, `seeds`, `batches`, `minutes`.
-        completed_by_master: See `config.experiment.parse`.
 
     Returns:
         The folder of the comparison. It has a report if two precisions could be trained.
@@ -78,7 +75,6 @@ def compare(
         in_precision(config, Precision.FP32.value),
         source,
         trial=options.trial,
-        completed_by_master=completed_by_master,
     )
     if experiment.global_batch_size is None:
         raise ConfigError(
@@ -155,7 +151,7 @@ def compare_on_cluster(info: det.ClusterInfo, options: argparse.Namespace) -> No
     """
     config = {**info.trial._config, "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
-        folder = compare(config, "experiment", options, completed_by_master=True)
+        folder = compare(config, "experiment", options)
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
         batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
@@ -324,11 +320,11 @@ def _look(trials: _Trials, looked: _Looked, folder: Path, console: Console) -> N
             looked.take(train_a_little(trials.look(precision, BATCHES), precision, folder / name))
 
     pilot(Precision.FP32)
-    device = device_support(folder / Precision.FP32.value)
+    machine = read_record(folder / Precision.FP32.value).machine
     with console.status(f"looking: the loss scale of {FINDER_BATCHES} batches"):
         _find(trials, looked, folder)
     for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
-        is_fp32 = precision is Precision.TF32 and not device["tf32"]
+        is_fp32 = precision is Precision.TF32 and not machine.has_tf32
         if not is_fp32 and precision.value not in looked.left_out:
             pilot(precision)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.local.folder import RunFolder, read_metrics
+from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.workers import Worker
@@ -85,12 +84,6 @@ def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
     if result.outcome is not Outcome.COMPLETE:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
-
-
-def device_support(folder: Path) -> Mapping[str, Any]:
-    """The device of a run and what it supports: `name`, `tf32`, `fp16`, `bf16`."""
-    found: Mapping[str, Any] = json.loads((folder / "environment.json").read_text())["device"]
-    return found
 
 
 def _has_speed(line: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from determined.cli import cli as det
 from determined.common.api import bindings, errors
 from determined.experimental import client
 
-from determined_amp.local.master import log_in
+from determined_amp.runs.master import log_in
 from tests.training import ROOT, digest
 
 ENDED = (

@@ -86,7 +86,7 @@ def _workers_import_once() -> None:
 LONGEST = (
     *("test_search_engine.py", "test_hostile.py", "test_contract.py", "test_finder.py"),
     *("test_strangers.py", "test_package.py", "test_processes.py", "test_compiled.py"),
-    *("test_detached.py", "test_local.py", "test_compare.py", "test_schedule.py"),
+    *("test_local.py", "test_compare.py", "test_schedule.py"),
     *("test_your_trial.py", "test_reports_precision.py", "test_benchmarks_gpu.py"),
     *("test_reports.py", "test_lr_schedulers.py", "test_run_folder.py"),
 )

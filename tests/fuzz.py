@@ -362,7 +362,8 @@ def bases() -> Path:
     # As if the process had been killed after two of four batches.
     config = root / "run" / "run" / "config.yaml"
     config.write_text(written(TINY, []))
-    (root / "run" / "run" / "ended.json").unlink()
+    record = root / "run" / "run" / "run.json"
+    record.write_text(record.read_text().replace('"completed"', '"running"'))
     searching.write(root / "search", "loss_scale_grid.yaml", *searching.THREE_SCALES)
     _sound(["search", "search.yaml"], root / "search")
     (made,) = (root / "search" / "runs").glob("*/*")
@@ -430,8 +431,12 @@ def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) ->
     named = any(word and word.strip(" ") in ending.output for word in [*words, *example.command])
     if not said or not named or len(ending.output) > 6000:
         return "unclear"
-    ends = [json.loads(path.read_text()) for path in folder.rglob("ended.json") if path.is_file()]
-    if any(end["state"] == "failed" and end["batches"] for end in ends):
+    runs = [path.parent for path in folder.rglob("run.json") if path.is_file()]
+    if any(
+        json.loads((run / "run.json").read_text())["state"] == "failed"
+        and any((run / "metrics.jsonl").open())
+        for run in runs
+    ):
         return "diverged"  # of what was asked, which only training could show
     if not unchanged:
         return "changed"
@@ -483,10 +488,10 @@ RIGHT = {"clear", "trained", "done", "stopped", "diverged", "long"}
 TRAIN = ("train", "config.yaml", "--run-folder", "run")
 RESUME = ("train", "--resume", "run")
 FILES = (
-    *("config.yaml", "resolved.yaml", "environment.json", "metrics.jsonl", "ended.json"),
+    *("config.yaml", "resolved.yaml", "run.json", "metrics.jsonl"),
     *("state_dict.pth", "trial_state.pkl", "metadata.json", "load_data.json"),
 )
-OF_CHECKPOINTS = FILES[5:]
+OF_CHECKPOINTS = FILES[4:]
 DAMAGES = (
     *("cut", "flip", "latin", "line", "bom", "number", "list", "null", "empty", "delete"),
     *("folder", "link"),

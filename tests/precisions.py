@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from determined_amp.experiment.dotted import flat
 from determined_amp.report.precision_findings import Findings, find
-from determined_amp.report.run_folders import read_folder
-from determined_amp.report.runs import Source
+from determined_amp.report.source import Source
+from determined_amp.runs.folder import read_run
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
@@ -64,7 +63,9 @@ def write_run(
     device: str = GPU,
     last_batch: int = 100,
     settings: Mapping[str, Any] = {},
-    environment: Mapping[str, Any] = {},
+    machine: Mapping[str, Any] = {},
+    versions: Mapping[str, Any] = {},
+    date: str = "2026-01-02T03:04:05+00:00",
     trained: Mapping[str, Any] = {},
     audit_share: float | None = 1.0,
     end: Mapping[str, Any] | None = None,
@@ -82,7 +83,9 @@ def write_run(
         device: What it ran on.
         last_batch: After which it ended; only that of batch 100 is validated.
         settings: Changes of `RESOLVED`, by dotted name.
-        environment: Changes of what it ran on.
+        machine: Changes of what it ran on.
+        versions: Changes of the versions that it ran with.
+        date: When it began.
         trained: Changes of the last training report.
         audit_share: Of the first report.
         end: What the run wrote down when it ended; None if it did not.
@@ -90,8 +93,17 @@ def write_run(
     folder.mkdir(parents=True)
     changes = {"hyperparameters.amp.precision": precision, "reproducibility.experiment_seed": seed}
     resolved = changed(RESOLVED, {**changes, **settings})
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved))
-    (folder / "environment.json").write_text(json.dumps({**made_on(device), **environment}))
+    made = made_on(device)
+    part = {
+        "first_batch": 0,
+        "settings": flat(resolved),
+        "machine": {**made, **machine, "versions": {**made["versions"], **versions}},
+        "date": date,
+        "command": [],
+    }
+    ended = {"state": "running", "reason": ""} if end is None else end
+    record = {**ended, "number": 0, "hparams": {}, "parts": [part]}
+    (folder / "run.json").write_text(json.dumps(record))
     peak = {"watch_peak_memory_mib": memory}
     if device != CPU:
         peak["watch_peak_reserved_memory_mib"] = memory + 100
@@ -110,21 +122,19 @@ def write_run(
         final = {"validation_accuracy": accuracy, "validation_loss": loss or (1 - accuracy) / 2}
         lines.append({"group": "validation", **final, "batches": 100})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if end is not None:
-        (folder / "ended.json").write_text(json.dumps({"batches": last_batch, **end}))
     return folder
 
 
 def made_on(device: str) -> dict[str, Any]:
-    """What `environment.json` says of a device."""
+    """What the record of a run says of a machine with this device."""
     on_gpu = device != CPU
     return {
-        "date": "2026-01-02T03:04:05+00:00",
+        "device": device,
+        "slots": 1,
+        "on_gpu": on_gpu,
+        "has_tf32": on_gpu,
         "torch": "2.6.0",
-        "python": "3.11.7",
-        "device": {"name": device, "tf32": on_gpu, "fp16": on_gpu, "bf16": on_gpu},
-        "processors": 4,
-        "torch_threads": 2,
+        "versions": {"python": "3.11.7"},
     }
 
 
@@ -142,7 +152,7 @@ def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def found(*folders: Path, **options: Any) -> Findings:
     """The comparison of some run folders."""
-    return find([Source("", (read_folder(folder),)) for folder in folders], **options)
+    return find([Source("", (read_run(folder),)) for folder in folders], **options)
 
 
 def write_seeds(root: Path, precision: str, values: Sequence[float], **others: Any) -> list[Path]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import pytest
-
-from tests.fake_master import answering
 
 EXPERIMENT = {
     **{"id": 7, "archived": False, "jobId": "", "name": "small", "numTrials": 2},
@@ -43,7 +42,7 @@ class Master:
         trials: Of experiment 7.
         reports: Of these trials, by group.
         checkpoints: Of experiment 7.
-        logs: Lines by trial.
+        metadata: What each trial noted on itself.
         password: The only right one.
     """
 
@@ -52,7 +51,7 @@ class Master:
         self.trials = list(trials)
         self.reports: dict[str, list[dict[str, Any]]] = {"validation": [], "training": []}
         self.checkpoints: list[dict[str, Any]] = []
-        self.logs: dict[int, list[str]] = {}
+        self.metadata: dict[int, dict[str, Any]] = {}
         self.password = "right"
 
     def answer(self, path: str, query: str) -> tuple[int, str]:
@@ -66,8 +65,8 @@ class Master:
         if path == "/api/v1/trials/metrics/trial_metrics":
             group = "training" if "group=training" in query else "validation"
             return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
-        if logs := re.fullmatch(r"/api/v1/trials/(\d+)/logs", path):
-            return 200, self._log(int(logs[1]), parse_qs(query)["searchText"][0])
+        if noted := re.fullmatch(r"/api/v1/runs/(\d+)/metadata", path):
+            return 200, json.dumps({"metadata": {"amp": self.metadata.get(int(noted[1]), {})}})
         return 404, json.dumps({"message": "experiment not found"})
 
     def _experiment(self) -> dict[str, dict[str, Any]]:
@@ -78,15 +77,43 @@ class Master:
             "checkpoints": {"checkpoints": saved, "pagination": _page_of(saved)},
         }
 
-    def _log(self, trial: int, text: str) -> str:
-        common = {"id": "", "level": "LOG_LEVEL_INFO", "timestamp": "", "trialId": trial}
-        lines = [line for line in self.logs.get(trial, []) if text in line]
-        return "".join(json.dumps({"result": {**common, "message": m}}) + "\n" for m in lines)
-
 
 def _page_of(rows: Sequence[object]) -> dict[str, int]:
     count = len(rows)
     return {"offset": 0, "limit": 0, "startIndex": 0, "endIndex": count, "total": count}
+
+
+@contextmanager
+def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[str]:
+    """Answer HTTP requests meanwhile: (method, path and query, body) by (status, body).
+
+    Yields:
+        The address.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_request(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, said = answer(self.command, self.path, sent)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    # It looks that often whether it is to end; by default twice a second.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,12 @@ from determined_amp.experiment.dotted import flat, nested
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.report.runs import Report, Run, Source, State
+from determined_amp.report.source import Source
+from determined_amp.runs.folder import RunFolder, trial_folder
+from determined_amp.runs.run import Part, Report, Reports, Run, RunState
+from determined_amp.runs.settings import SEED
 from determined_amp.search.study_file import create_study
+from tests.precisions import CPU, made_on
 from tests.training import ROOT, SMALL
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
@@ -42,13 +47,6 @@ def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
     }
 
 
-def scored_before(scale_log2: int, score: float) -> dict[str, float]:
-    """The metrics of a trial that an older version scored."""
-    metrics = {**scored(scale_log2), "loss_scale_score": score}
-    del metrics["steps_lost"]
-    return metrics
-
-
 def write_study(
     folder: Path,
     trials: Sequence[tuple[float, Mapping[str, float]]],
@@ -59,21 +57,29 @@ def write_study(
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = create_study(folder, search)
-    for sampled, metrics in trials:
+    for number, (sampled, metrics) in enumerate(trials):
+        write_trial(trial_folder(folder, number), number, {axis: sampled}, metrics)
         study.add_trial(
             create_trial(
                 state=TrialState.COMPLETE,
                 value=metrics[search["searcher"]["metric"]],
                 params={axis: sampled},
                 distributions={axis: FloatDistribution(1e-9, 1e9)},
-                user_attrs={
-                    "history": [[4, dict(metrics)]],
-                    "seed": 3,
-                    "used": nested({axis: sampled}),
-                },
+                user_attrs={"history": [[4, dict(metrics)]], "used": nested({axis: sampled})},
             )
         )
     return folder
+
+
+def write_trial(
+    path: Path, number: int, hparams: Mapping[str, Any], metrics: Mapping[str, float]
+) -> None:
+    """The run folder of a trial that was scored, and completed, with seed 3."""
+    machine, date = made_on(CPU), "2026-01-02T03:04:05+00:00"
+    part = {"first_batch": 0, "settings": {SEED: 3}, "machine": machine, "date": date}
+    record = {"state": "completed", "reason": "", "number": number, "hparams": hparams}
+    RunFolder(path).append_metrics({"group": "validation", **metrics, "batches": 4})
+    (path / "run.json").write_text(json.dumps({**record, "parts": [{**part, "command": []}]}))
 
 
 def write_experiment(directory: Path) -> Path:
@@ -90,12 +96,14 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
     runs = (
         Run(
             name=f"trial {i}",
-            settings={},
-            training=(Report(100, training),) if training else (),
-            validation=(Report(100, metrics),),
-            state=State.FINISHED,
-            reason="",
-            seed=seed,
+            state=RunState.COMPLETED,
+            parts=(Part(settings={SEED: seed}),),
+            reports=Reports(
+                [
+                    *([("training", Report(100, training))] if training else []),
+                    ("validation", Report(100, metrics)),
+                ]
+            ),
             number=i,
             hparams={
                 "amp.init_scale": 2.0**scale,

@@ -21,11 +21,10 @@ import yaml
 from determined.experimental import client
 
 from determined_amp import __main__ as door
-from determined_amp.local.master import MasterError
 from determined_amp.report.master_runs import read_finding
-from tests import training
+from determined_amp.runs.master import MasterError
 from tests.cluster import Cluster, Run, container_of, docker, last_line, metrics, wait_until
-from tests.training import ROOT, digest
+from tests.training import ROOT
 
 pytestmark = pytest.mark.cluster
 
@@ -541,43 +540,3 @@ class TestDisturbedTrial:
         assert docker("kill", container) is not None
         self.assert_same(run, alone, tmp_path)
         assert run.restarts() == 1
-
-
-class TestDetachedRun:
-    OVERRIDES = (
-        *training.SMALL,
-        "hyperparameters.training.max_length.batches=600",
-        "hyperparameters.training.validation_period.batches=50",
-        "hyperparameters.training.checkpoint_period.batches=50",
-        "hyperparameters.training.reporting_period.batches=10",
-    )
-
-    def train(self, *arguments: str) -> subprocess.Popen[str]:
-        return training.start("-m", "determined_amp", "train", *arguments)
-
-    def test_is_shown_stopped_and_resumed(self, cluster: Cluster, tmp_path: Path) -> None:
-        folder = tmp_path / "run"
-        command = training.arguments("mlp/amp.yaml", *self.OVERRIDES)
-        process = self.train(*command, "--run-folder", str(folder), "--report-to", cluster.address)
-        wait_until((folder / "metrics.jsonl").exists, "the first report")
-        process.terminate()
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-        number = re.search(r"/det/experiments/(\d+)", said)
-        assert number, said
-        run = cluster.adopt(int(number[1]))
-        assert run.state() is client.ExperimentState.PAUSED
-        assert 0 < run.batches() < 600
-
-        again = self.train("--resume", str(folder), "--report-to", cluster.address)
-        said, _ = again.communicate(timeout=300)
-        assert again.returncode == 0, said
-        assert f"/det/experiments/{run.id}" in said
-        assert run.state() is client.ExperimentState.COMPLETED
-        reports = training.metrics(folder)
-        for group in ("training", "validation"):
-            of_group = [line for line in reports if line["group"] == group]
-            assert [{**m, "group": group} for m in run.metrics(group)] == of_group
-
-        alone = training.run_small("mlp/amp.yaml", tmp_path / "alone", *self.OVERRIDES)
-        assert run.digest(tmp_path) == digest(training.checkpoint(alone, 600))

@@ -20,12 +20,13 @@ from determined.common import storage
 
 from determined_amp import ConfigError, comparison
 from determined_amp import __main__ as door
-from determined_amp.experiment.amp_settings import Precision, in_precision
+from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.pilots import BATCHES, Pilot
 from determined_amp.report.run_folders import read_search
-from determined_amp.report.runs import State
+from determined_amp.runs.run import RunState
 from tests import shapes
 from tests.test_unmodified import run
 
@@ -138,7 +139,7 @@ class TestAnswer:
 
     def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
         runs = read_search(images).runs
-        lengths = {run.training[-1].batches for run in runs}
+        lengths = {run.trained_batches for run in runs}
         assert lengths == {24}
         half = len(runs) // 2  # seed by seed
         assert [run.seed for run in runs] in ([0] * half + [1] * half, [1] * half + [0] * half)
@@ -163,7 +164,7 @@ def test_time_that_is_up_ends_it_with_what_is_known(
         "stopped before there was anything to compare; python -m determined_amp search" in shown.err
     )
     (made,) = (tmp_path / "runs" / "compare-shape").iterdir()
-    assert {run.state for run in read_search(made).runs} <= {State.UNFINISHED, State.STOPPED}
+    assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
 
 
 def planned(frequency: int, length: int, **given: Any) -> Any:
@@ -285,7 +286,7 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
     monkeypatch.setattr(comparison, "compare", compare_before)
     comparison.compare_on_cluster(info, options)
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    assert asked == [(config, "experiment", options, {"completed_by_master": True})]
+    assert asked == [(config, "experiment", options, {})]
     (saved,) = tmp_path.iterdir()
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()

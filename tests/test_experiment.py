@@ -17,7 +17,6 @@ from determined import pytorch
 from determined._execution import _make_test_experiment_config
 
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import SCALER_KEYS, AmpSettings, Precision
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.plan import WITHOUT_EFFECT
 from determined_amp.experiment.settings import ConfigError
@@ -34,9 +33,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, object]] = {
     "min_checkpoint_period": ({"batches": 0}, {"epochs": 1}),
     "scheduling_unit": (100, 50),
     "records_per_epoch": (0, 1437),
-    "perform_initial_validation": (False, True),
     "optimizations.aggregation_frequency": (1, 2),
-    "optimizations.average_aggregated_gradients": (True, False),
     "optimizations.gradient_compression": (False, True),
     "optimizations.average_training_metrics": (True, False),
     "optimizations.mixed_precision": ("O0", "O1"),
@@ -64,10 +61,10 @@ def changed(values: Mapping[str, object]) -> dict[str, Any]:
     return config
 
 
-def problems_of(values: Mapping[str, object], *, completed_by_master: bool = False) -> list[str]:
+def problems_of(values: Mapping[str, object]) -> list[str]:
     """The problems of the changed YAML, again with `hp` for hyperparameters."""
     try:
-        experiment.parse(changed(values), "test", completed_by_master=completed_by_master)
+        experiment.parse(changed(values), "test")
     except ConfigError as error:
         return [problem.replace("hyperparameters", "hp", 1) for problem in error.problems]
     return []
@@ -91,9 +88,16 @@ def test_key_without_effect_is_an_error_unless_it_is_the_masters_default(path: s
     default, other = _WITHOUT_EFFECT[path]
     (problem,) = problems_of({path: other})
     assert problem.startswith(f"{path}: got {other!r}, which has no effect in Determined 0.38.1; ")
-    assert problems_of({path: other}, completed_by_master=True) == [problem]
-    assert problems_of({path: default}, completed_by_master=True) == []
-    assert len(problems_of({path: default})) == (default is not None)  # null is the key left out
+    assert problems_of({path: default}) == []
+
+
+def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
+    values = {
+        "perform_initial_validation": True,
+        "optimizations.average_aggregated_gradients": False,
+    }
+    plan = experiment.parse(changed(values), "test").plan
+    assert (plan.initial_validation, plan.average_aggregated_gradients) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +186,19 @@ def test_key_that_is_only_determineds_is_its_own_business(path: str) -> None:
     assert experiment.parse(config, "test").config
 
 
-def test_mistakes_of_all_sections_are_reported_together() -> None:
-    wrong = {"hp.warmup_steps": -1, "data.classes": 1, "scheduling_unit": 5, "searcher.metric": ...}
-    with pytest.raises(ConfigError, match=r"\Atest: .* \(1 of 4 problems\)\n") as caught:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hp.amp.audit": 3, "hp.global_batch_size": 0, "scheduling_unit": 5, "searcher": 1},
+        # Those that only the trial's own classes know.
+        {"hp.warmup_steps": -1, "data.classes": 1, "searcher.metric": ...},
+    ],
+)
+def test_mistakes_of_all_sections_are_reported_together(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
         experiment.parse(changed(wrong), "test")
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        "hyperparameters.warmup_steps",
-        "data.classes",
-        "searcher.metric",
-        "scheduling_unit",
-    ]
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {path.replace("hp", "hyperparameters", 1) for path in wrong}
 
 
 @pytest.mark.parametrize("name", _LENGTHS[:3])
@@ -206,31 +213,22 @@ def test_length_must_be_whole_accumulation_windows(name: str, batches: int, soun
     assert problems_of({**lengths, "hp.aggregation_frequency": 4}) == ([] if sound else [problem])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16", "amp_fp16"])
-@pytest.mark.parametrize(
-    "key", ["init_scale", "growth_factor", "backoff_factor", "growth_interval"]
-)
-def test_scaler_key_contradicts_all_but_amp_fp16(precision: str, key: str) -> None:
-    value = {"backoff_factor": 0.5}.get(key, 2)  # torch's default or not: it is given
-    problem = (
-        f"hp.amp.{key}: given, but precision {precision} does not scale the loss; "
-        "allowed: precision amp_fp16, or the key left out"
-    )
-    found = problems_of({"hp.amp": {"precision": precision, key: value}})
-    assert found == ([] if precision == "amp_fp16" else [problem])
-
-
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "amp_bf16"])
-def test_one_override_on_a_cluster_switches_the_precision(precision: str) -> None:
-    """There the scaler keys of the YAML stay, because the cluster merges."""
-    found = experiment.parse(
-        changed({"hp.amp.precision": precision}), "test", completed_by_master=True
-    )
-    assert found.amp == AmpSettings(Precision(precision))
-    assert set(found.hyperparameters["amp"]).isdisjoint(SCALER_KEYS)
-    wrong = {"hp.amp.precision": precision, "hp.amp.audit": 3}
-    (problem,) = problems_of(wrong, completed_by_master=True)
+def test_settings_of_the_scaler_are_inert_in_a_precision_without_one(precision: str) -> None:
+    """So one override switches the precision, here and on a cluster, which merges it."""
+    values = {"hp.amp.precision": precision, "hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0}
+    parsed = experiment.parse(changed(values), "test")
+    assert parsed.amp is not None
+    assert parsed.amp.precision.value == precision
+    assert {"init_scale", "min_scale"} <= set(parsed.amp.ignored)
+    (problem,) = problems_of({**values, "hp.amp.audit": 3})
     assert problem.startswith("hp.amp.audit: got 3")
+
+
+def test_contradiction_between_scales_is_one_in_amp_fp16_alone() -> None:
+    values = {"hp.amp.init_scale": 2.0, "hp.amp.min_scale": 4.0}
+    (problem,) = problems_of(values)
+    assert problem.startswith("hp.amp.init_scale: got 2, which is below min_scale 4")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +249,7 @@ def test_text_that_is_no_length_is_the_one_problem(text: str) -> None:
 
 def test_experiment_of_dets_option_test_trains_one_batch() -> None:
     made = _make_test_experiment_config(changed({}))
-    found = experiment.parse(made, "test", completed_by_master=True)
+    found = experiment.parse(made, "test")
     batch = Length(batches=1)
     training = found.training
     assert (training.max_length, training.validation_period) == (batch, batch)
@@ -285,11 +283,11 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
     chosen = json.loads(json.dumps(given).replace(".0,", ",").replace(".0}", "}"))
     assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (int, int)
     space = changed({"hp.learning_rate": {"type": "log", "minval": -4, "maxval": 0, "base": 10}})
-    found = experiment.parse(space, "test", hyperparameters=chosen, completed_by_master=True)
+    found = experiment.parse(space, "test", hyperparameters=chosen)
     floats = (found.hparams.learning_rate, found.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
-    with pytest.raises(ConfigError, match="this is a search space"):
+    with pytest.raises(ConfigError, match="got a range to search"):
         experiment.parse(space, "test")
 
 

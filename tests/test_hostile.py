@@ -168,7 +168,7 @@ class TestRoundTrip:
             section[last] = value
         there = experiment.parse(config, "given")
         sent = json.loads(json.dumps(ints_for_integral_floats(config), sort_keys=True))
-        back = experiment.parse(sent, "returned", completed_by_master=True)
+        back = experiment.parse(sent, "returned")
         assert repr(back) == repr(there)
 
     def test_sees_an_integer_in_a_float_field(self) -> None:

@@ -15,7 +15,7 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("experiment", "audit", "amp", "fitting", "local", "finder", "search"),
+    *("experiment", "audit", "amp", "fitting", "runs", "local", "finder", "search"),
     *("cluster", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import sys
@@ -25,8 +24,9 @@ from determined_amp.amp.precision import described
 from determined_amp.cli import train
 from determined_amp.experiment import experiment
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, RunFolder, read_end
 from determined_amp.local.processes import StopOnSignal, on_stop_signals
+from determined_amp.runs.folder import RunFolder, read_run
+from determined_amp.runs.run import RunState
 from tests import training
 from trials.mlp import MLPTrial
 
@@ -41,12 +41,11 @@ class TestRunFolder:
         assert {path.name for path in folder.iterdir()} == {
             "config.yaml",
             "resolved.yaml",
-            "environment.json",
             "metrics.jsonl",
             "tensorboard",
             "checkpoints",
             "log.txt",
-            "ended.json",
+            "run.json",
             ".lock",
         }
 
@@ -85,11 +84,16 @@ class TestRunFolder:
         assert len({training.digest(end) for end in ends}) == 1
         assert (again / "resolved.yaml").read_text() == (first / "resolved.yaml").read_text()
 
-    def test_environment_names_versions_and_device(self, folder: Path) -> None:
-        environment = json.loads((folder / "environment.json").read_text())
-        assert environment["determined"] == "0.38.1"
-        assert {"torch", "torchvision", "numpy", "python", "commit", "date"} <= environment.keys()
-        assert environment["device"]["name"]
+    def test_record_names_versions_device_and_settings(self, folder: Path) -> None:
+        run = read_run(folder)
+        (part,) = run.parts
+        assert run.machine.versions["determined"] == "0.38.1"
+        assert {"torchvision", "numpy", "python", "commit"} <= run.machine.versions.keys()
+        assert (run.machine.torch, run.machine.slots) == (torch.__version__, 1)
+        assert run.machine.device.startswith("cpu (")
+        assert part.date is not None
+        assert part.settings["hyperparameters.amp.precision"] == "amp_bf16"
+        assert part.settings["hyperparameters.training.max_length.batches"] == 12
 
     def test_metrics_are_one_report_per_line(self, folder: Path) -> None:
         """Of 12 batches: training every 2, validation every 6."""
@@ -121,7 +125,7 @@ class TestRunFolder:
 
 
 class TestRecordOfTheEnd:
-    """`ended.json`, by real runs of 12 batches. `test_resume` kills one: it has no record."""
+    """The state in `run.json`, by real runs of 12 batches."""
 
     def planted(self, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
         """Do that in the fifth batch."""
@@ -135,12 +139,7 @@ class TestRecordOfTheEnd:
         monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
 
     def test_completed(self, folder: Path) -> None:
-        assert read_end(folder) == End("completed", "", 12)
-        assert json.loads((folder / "ended.json").read_text()) == {
-            "state": "completed",
-            "reason": "",
-            "batches": 12,
-        }
+        assert training.end(folder) == ("completed", "", 12)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
     def test_stopped_by_a_signal_and_removed_by_the_resume(
@@ -150,25 +149,25 @@ class TestRecordOfTheEnd:
         with monkeypatch.context() as patch:
             self.planted(patch, lambda: signal.raise_signal(number))
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("stopped", f"stopped by {number.name}", 6)
-        stopped = read_end(tmp_path)
+        assert training.end(tmp_path) == ("stopped", f"stopped by {number.name}", 6)
+        stopped = training.end(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(MLPTrial, "__init__", Mock(side_effect=OSError("no data")))
             with pytest.raises(OSError, match="no data"):
                 training.resume(tmp_path)
-        assert read_end(tmp_path) == stopped  # it has trained nothing
-        seen: list[End | None] = []
+        assert training.end(tmp_path) == stopped  # it has trained nothing
+        seen: list[str] = []
         with monkeypatch.context() as patch:
             original = MLPTrial.train_batch
 
             def look(*given: Any, **named: Any) -> Any:
-                seen.append(read_end(tmp_path))
+                seen.append(training.end(tmp_path)[0])
                 return original(*given, **named)
 
             patch.setattr(MLPTrial, "train_batch", look)
             training.resume(tmp_path)
-        assert seen[0] is None
-        assert read_end(tmp_path) == End("completed", "", 12)
+        assert seen[0] == "running"
+        assert training.end(tmp_path) == ("completed", "", 12)
 
     def test_completed_although_the_terminal_is_gone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +175,7 @@ class TestRecordOfTheEnd:
         monkeypatch.setattr(Display, "on_end", Mock(side_effect=OSError("terminal")))
         with pytest.raises(OSError, match="terminal"):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("completed", "", 12)
+        assert training.end(tmp_path) == ("completed", "", 12)
 
     def test_stopped_by_the_trial_itself(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -191,10 +190,9 @@ class TestRecordOfTheEnd:
         monkeypatch.setattr(MLPTrial, "__init__", keep)
         self.planted(monkeypatch, lambda: contexts[0].set_stop_requested(True))
         training.run_small("mlp/fp32.yaml", tmp_path)
-        end = read_end(tmp_path)
-        assert end is not None
-        assert (end.state, end.reason) == ("stopped", "the trial asked to stop")
-        assert end.batches < 12
+        state, reason, batches = training.end(tmp_path)
+        assert (state, reason) == ("stopped", "the trial asked to stop")
+        assert batches < 12
 
     def test_stopped_by_an_impatient_user(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +206,7 @@ class TestRecordOfTheEnd:
         self.planted(monkeypatch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("stopped", "stopped by SIGINT", 4)
+        assert training.end(tmp_path) == ("stopped", "stopped by SIGINT", 4)
 
     def test_failed_by_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail() -> None:
@@ -217,7 +215,7 @@ class TestRecordOfTheEnd:
         self.planted(monkeypatch, fail)
         with pytest.raises(RuntimeError, match="no memory left"):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("failed", "RuntimeError: no memory left", 4)
+        assert training.end(tmp_path) == ("failed", "RuntimeError: no memory left", 4)
 
     def test_failed_by_a_trial_that_leaves(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,7 +223,7 @@ class TestRecordOfTheEnd:
         self.planted(monkeypatch, lambda: sys.exit(3))
         with pytest.raises(SystemExit):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("failed", "SystemExit: 3", 4)
+        assert training.end(tmp_path) == ("failed", "SystemExit: 3", 4)
 
     def test_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,14 +231,14 @@ class TestRecordOfTheEnd:
         def fail() -> None:
             raise RuntimeError("first")
 
-        def refuse(folder: RunFolder, end: End) -> None:
+        def refuse(folder: RunFolder, state: RunState, reason: str) -> None:
             raise OSError("no space left")
 
         self.planted(monkeypatch, fail)
-        monkeypatch.setattr(RunFolder, "record_end", refuse)
+        monkeypatch.setattr(RunFolder, "end", refuse)
         with pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) is None
+        assert training.end(tmp_path)[0] == "running"
 
     def test_failed_by_hyperparameters_that_cannot_train(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,23 +251,15 @@ class TestRecordOfTheEnd:
         self.planted(monkeypatch, refuse)
         with pytest.raises(UserError, match="too wide"):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert read_end(tmp_path) == End("failed", "InvalidHP: too wide", 4)
+        assert training.end(tmp_path) == ("invalid", "too wide", 4)
 
     def test_failed_by_the_guard(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
         arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
-        end = read_end(tmp_path)
-        assert end is not None
-        assert end.state == "failed"
-        assert end.reason in capsys.readouterr().err
-        assert end.batches == training.metrics(tmp_path)[-1]["batches"]
-
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "completed", "reason": ""}'])
-    def test_damaged_is_an_error(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "ended.json").write_text(text)
-        with pytest.raises(ValueError, match=r"ended\.json|Expecting value"):
-            read_end(tmp_path)
+        state, reason, _ = training.end(tmp_path)
+        assert state == "failed"
+        assert reason in capsys.readouterr().err
 
 
 class TestRunInsideTheRepository:
@@ -347,7 +337,7 @@ class TestOutputThatVanishes:
             assert process.stdout.readline()
             process.stdout.close()
             assert process.wait(timeout=100) == 0
-        assert read_end(run) == End("completed", "", 12)
+        assert training.end(run) == ("completed", "", 12)
         assert "nobody reads the output any more" in (run / "log.txt").read_text()
 
     def test_closed_terminal_changes_nothing(self) -> None:

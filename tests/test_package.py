@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import determined_amp
-from determined_amp.local import folder
+from determined_amp.runs.run import Machine
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
@@ -162,10 +162,12 @@ def test_determined_itself_opens_the_checkpoint_with_the_wheel(
 
 
 def test_a_run_says_that_torchvision_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder.environment()["torchvision"] == importlib.metadata.version("torchvision")
+    assert Machine.of_this_process().versions["torchvision"] == importlib.metadata.version(
+        "torchvision"
+    )
 
     def missing(package: str) -> str:
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert folder.environment()["torchvision"] is None
+    assert "torchvision" not in Machine.of_this_process().versions

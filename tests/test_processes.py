@@ -16,7 +16,6 @@ from rich.console import Console
 from torch import distributed
 
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, read_end
 from determined_amp.local.processes import StopOnSignal, _free_ports, _Processes, process_group
 from tests import strangers, training
 
@@ -137,7 +136,7 @@ def test_batch_that_does_not_divide_is_refused(folder: Path) -> None:
 
 
 def test_end_of_a_run_of_two_ranks_is_recorded(folder: Path) -> None:
-    assert read_end(folder / "two") == End("completed", "", 12)
+    assert training.end(folder / "two") == ("completed", "", 12)
 
 
 class TestStop:

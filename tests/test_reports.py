@@ -28,7 +28,6 @@ from tests.reporting import (
     found_scale,
     observed,
     scored,
-    scored_before,
     write_experiment,
     write_study,
 )
@@ -264,15 +263,6 @@ class TestSentences:
         told = self.told(rows, "loss_scale_score")
         assert "best trial: 2^20 with loss_scale_score 1.585" in told
         assert "every scale of this search loses steps, and the best one 2" in told
-
-    def test_older_score_is_said_to_be_one(self) -> None:
-        rows: Rows = [(float(s), None, scored_before(s, abs(17 - s)), {}) for s in (19, 17, 16)]
-        told = self.told(rows, "loss_scale_score")
-        assert "best trial: 2^17 with loss_scale_score 0; the finder chose 2^17" in told
-        assert "is that of an older version here, which counts no lost steps" in told
-        assert "a search can" not in told
-        assert "score: predicted" not in told
-        assert "older version" not in self.told([(8.0, None, scored(8), {})], "loss_scale_score")
 
     def test_skips(self) -> None:
         rows: Rows = [

@@ -13,11 +13,12 @@ from determined.experimental import client
 from determined_amp.cli import report as any_report
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
-from determined_amp.local.master import MasterError
 from determined_amp.report import sources
 from determined_amp.report.loss_scale_text import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.report.runs import ReportError, Source, State
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.master import MasterError, log_in
+from determined_amp.runs.run import RunState
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
@@ -50,7 +51,7 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert [run.overflow for run in search.runs] == [False, True]
     assert [run.skipped_steps for run in search.runs] == [2.0, None]
     assert [run.batches for run in search.runs] == [4, 4]
-    assert {run.state for run in search.runs} == {State.FINISHED}
+    assert {run.state for run in search.runs} == {RunState.COMPLETED}
     assert "note" not in search.runs[0].metrics
     assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"
@@ -162,6 +163,13 @@ def test_no_master_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DET_MASTER", raising=False)
     with pytest.raises(ReportError, match="DET_MASTER is not set"):
         read_experiment(7)
+
+
+@pytest.mark.parametrize("address", ["http://me:hush@host:80", "http://", "http://host:eighty"])
+def test_address_of_another_form_is_refused_and_not_repeated(address: str) -> None:
+    with pytest.raises(MasterError, match="http://HOST:PORT") as refused:
+        log_in(address)
+    assert "hush" not in str(refused.value)
 
 
 def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from determined_amp.report import page
 from determined_amp.report.loss_scale_figure import draw, draw_models
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import as_svg
-from tests.reporting import Rows, finding, found_scale, observed, scored, scored_before
+from tests.reporting import Rows, finding, found_scale, observed, scored
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
 
@@ -172,17 +172,6 @@ class TestMetric:
         """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
         found = found_scale(low=20, top=15)
         assert panels.predicted_score(found, 24) == math.log2(1 + 9 + 1000)
-
-    def test_scores_of_older_searches_are_beside_no_prediction(self) -> None:
-        older: Rows = [
-            (scale, None, scored_before(int(scale), score), {})
-            for scale, score in ((8.0, 9.0), (17.0, 0.5), (24.0, 7.0))
-        ]
-        axes = panel(draw(found_scale(), observed(older, "loss_scale_score")), "loss scale score")
-        assert texts(axes) == ["best 2¹⁷"]
-        assert axes.get_title(loc="left") == "Loss scale score"
-        assert "predicted" not in [drawn.get_label() for drawn in axes.get_lines()]
-        assert axes.get_yscale() == "linear"
 
     def test_skips_are_counted_and_expected(self) -> None:
         axes = panel(draw(found_scale(top=18), observed(self.LOSSES)), "skipped steps")

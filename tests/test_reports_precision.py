@@ -17,7 +17,7 @@ from determined_amp import __main__ as door
 from determined_amp.cli import report as precision
 from determined_amp.report.page import as_svg
 from determined_amp.report.precision_figure import COLORS, draw
-from determined_amp.report.run_folders import read_folder
+from determined_amp.runs.folder import read_run
 from tests.precisions import CPU, LOST, RESOLVED, found, write_run, write_seeds
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small
@@ -103,14 +103,13 @@ class TestRealRuns:
     def test_of_another_rate_are_not(
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        resolved = trained / "amp/resolved.yaml"
         other = tmp_path / "other"
         other.mkdir()
         for path in (trained / "amp").iterdir():
             if path.is_file():
                 (other / path.name).write_bytes(path.read_bytes())
-        text = resolved.read_text().replace("learning_rate: 0.001", "learning_rate: 0.002")
-        (other / "resolved.yaml").write_text(text)
+        text = (trained / "amp/run.json").read_text().replace('rate": 0.001', 'rate": 0.002')
+        (other / "run.json").write_text(text)
         assert door.main(["report", "precision", str(trained / "fp32"), str(other)]) == 2
         assert "hyperparameters.learning_rate: 0.001 in fp32" in capsys.readouterr().err
         assert not list(trained.glob("*/precision.*"))
@@ -177,7 +176,7 @@ class TestCommand:
     def test_what_others_wrote_stays_text(self, tmp_path: Path) -> None:
         folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
         for folder in folders:
-            path = folder / "resolved.yaml"
+            path = folder / "run.json"
             path.write_text(path.read_text().replace("trials.mlp:MLPTrial", "a:<b>"))
         assert precision.main(["precision", *map(str, folders)]) == 0
         document = (tmp_path / "fp32/precision.html").read_text()
@@ -265,5 +264,5 @@ class TestFigure:
 def test_reading_changes_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
     before = sorted(path.name for path in folder.iterdir())
-    read_folder(folder)
+    read_run(folder)
     assert sorted(path.name for path in folder.iterdir()) == before

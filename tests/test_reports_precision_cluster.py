@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.precision_findings import find
-from determined_amp.report.run_folders import read_folder
-from determined_amp.report.runs import ReportError, Source, State
-from tests.precisions import TRAINED
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.folder import read_run
+from determined_amp.runs.run import Machine, RunState
+from tests.precisions import TRAINED, made_on
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small
 
@@ -24,13 +24,7 @@ CONFIG = with_overrides(
     read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml")),
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
-NATIVELY = "1 x NVIDIA H100, natively: fp32 yes, tf32 yes, amp_fp16 yes, amp_bf16 yes"
-MACHINE = (f"[rank=0] || INFO: determined_amp: {NATIVELY}; torch 2.3.1, Python 3.10.12",)
-# What the startup hook printed before the training itself did.
-OLD_HOOK = (
-    f"[rank=0] || {NATIVELY}",
-    "[rank=0] || startup-hook: Python 3.10.12 torch==2.3.1 torchvision==0.18.1 numpy==1.26.4",
-)
+NOTED = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
 
 
 def read(number: int = 7) -> Source:
@@ -65,7 +59,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
     ):
         for sent in reports_of(number, accuracy, speed):
             made.reports[sent["group"]].append(sent)
-        made.logs[number] = list(MACHINE)
+        made.metadata[number] = dict(NOTED)
     with serving(made, monkeypatch, tmp_path):
         yield made
 
@@ -73,23 +67,22 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
 def test_all_trials_are_runs(master: Master) -> None:
     runs = read().runs
     assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
-    assert {run.state for run in runs} == {State.FINISHED}
+    assert {run.state for run in runs} == {RunState.COMPLETED}
     assert {run.machine.device for run in runs} == {"NVIDIA H100"}
-    assert {run.machine.torch for run in runs} == {"2.3.1"}
+    assert {run.machine.torch for run in runs} == {"2.6.0"}
     assert all(run.machine.on_gpu and run.machine.has_tf32 for run in runs)
     assert [run.metrics["validation_accuracy"] for run in runs] == [0.9, 0.901, 0.9, 0.9005]
     speeds = [run.speed.median for run in runs if run.speed]
     assert speeds == [1000.0, 1010.0, 2000.0, 2020.0]  # whatever the order they came in
-    assert runs[0].machine.date == "2026-01-01T00:00:00+00:00"
+    assert runs[0].date == "2026-01-01T00:00:00+00:00"
 
 
-def test_trial_that_failed_before_its_log_began_hinders_nothing(master: Master) -> None:
-    """As on a GPU that refuses amp_bf16, or where an image could not be pulled."""
+def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -> None:
+    """As where an image could not be pulled: it has noted nothing."""
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
-    master.logs[10] = []
     findings = find([read()])
-    assert findings.runs[0].state is State.FAILED
+    assert findings.runs[0].state is RunState.FAILED
     assert findings.machine.on_gpu
     assert findings.machine.device == "NVIDIA H100"
 
@@ -98,36 +91,18 @@ def test_metric_that_is_no_number_is_left_out(master: Master) -> None:
     for sent in master.reports["validation"]:
         sent["metrics"]["validation_metrics"] |= {"per_class": [0.5, 0.5], "note": "text"}
     (run, *_) = read().runs
-    assert "per_class" not in run.validation[-1].metrics
+    assert "per_class" not in run.metrics
 
 
-def test_seeds_that_a_search_gives_are_known(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    # The length of CONFIG, by which the trials of `master` have finished.
-    training = "hyperparameters.training={max_length: {batches: 100}}"
-    master.config = with_overrides(read_yaml("hp_search/compare_precisions.yaml"), (training,))
-    hparams = master.config["hyperparameters"]
-    master.trials = [
-        {
-            **sent,
-            "hparams": {
-                **hparams,
-                "trial_seed": seed,
-                "amp": {**hparams["amp"], "precision": precision},
-            },
-        }
-        for sent, (precision, seed) in zip(
-            master.trials, itertools.product(("fp32", "amp_bf16"), (5, 6)), strict=True
-        )
-    ]
+def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
+    for number, seed in zip((11, 12, 13, 14), (5, 6, 5, 6), strict=True):
+        master.metadata[number]["seed"] = seed
     findings = find([read()])
     assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
     assert findings.comparisons[0].difference.paired
 
 
-def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Master) -> None:
+def test_trials_of_different_seeds_are_compared(master: Master) -> None:
     findings = find([read()])
     (comparison,) = findings.comparisons
     assert {run.seed for run in findings.runs} == {None}
@@ -136,49 +111,41 @@ def test_seeds_of_a_search_are_unknown_and_its_trials_are_compared(master: Maste
     assert comparison.speed.pairs == 4
 
 
-def test_seed_of_a_single_experiment_is_its_own(master: Master) -> None:
-    master.config = with_overrides(CONFIG, ("searcher.name=single",))
-    assert {run.seed for run in read().runs} == {20261121}
-
-
 def test_trial_that_failed_says_why(master: Master) -> None:
-    why = "no retry can help: 60% of the optimizer steps were skipped"
+    why = "60% of the optimizer steps were skipped"
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    master.logs[13].append(f"[rank=0] || {why}")
+    master.metadata[13]["failure"] = why
     run = read().runs[2]
-    assert (run.state, run.reason) == (State.FAILED, "60% of the optimizer steps were skipped")
+    assert (run.state, run.reason) == (RunState.FAILED, why)
 
 
 def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
     run = read().runs[2]
-    assert (run.state, run.reason) == (State.FAILED, "its log has the reason")
+    assert (run.state, run.reason) == (RunState.FAILED, "its log has the reason")
 
 
-@pytest.mark.parametrize(
-    "line", ["ERROR: [12] determined_amp.amp.guard: {}", "invalid trial: {}"], ids=["guard", "last"]
-)
-def test_trial_that_ended_early_is_no_finished_one(line: str, master: Master) -> None:
+def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
     """A search's trial that the guard gave up is completed to the platform."""
     master.reports["validation"] = [r for r in master.reports["validation"] if r["trialId"] != 13]
     broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
     training = [r for r in master.reports["training"] if r["trialId"] != 13]
     master.reports["training"] = [*training, report(13, 60, "training", broken)]
     run = read().runs[2]
-    assert run.state is State.STOPPED
+    assert run.state is RunState.PRUNED
     assert run.reason == "60 of 100 batches: ended early by its search"
-    master.logs[13].append(f"[rank=0] || {line.format('the training loss is nan in amp_bf16')}")
+    master.metadata[13]["failure"] = "the training loss is nan in amp_bf16"
     run = read().runs[2]
-    assert run.state is State.FAILED
+    assert run.state is RunState.INVALID
     assert run.reason == "the training loss is nan in amp_bf16; it ended after 60 of 100 batches"
 
 
 @pytest.mark.parametrize(
     ("status", "state"),
-    [("CANCELED", State.STOPPED), ("ACTIVE", State.UNFINISHED), ("ERROR", State.FAILED)],
+    [("CANCELED", RunState.STOPPED), ("ACTIVE", RunState.RUNNING), ("ERROR", RunState.FAILED)],
 )
 def test_state_of_a_trial_that_came_half_way_is_the_masters(
-    master: Master, status: str, state: State
+    master: Master, status: str, state: RunState
 ) -> None:
     master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
     for group in ("training", "validation"):
@@ -188,35 +155,20 @@ def test_state_of_a_trial_that_came_half_way_is_the_masters(
     assert read_experiment(7).runs[2].state is state
 
 
-def test_machine_is_read_from_an_older_log_too(master: Master) -> None:
-    master.logs[11] = list(OLD_HOOK)
-    old, new = read().runs[:2]
-    assert old.machine == new.machine
-    assert new.machine.versions == {"python": "3.10.12"}
+def test_machine_that_no_trial_noted_is_unknown(master: Master) -> None:
+    master.metadata = {}
+    assert read().runs[0].machine == Machine()
 
 
-def test_device_that_no_log_names_is_unknown(master: Master) -> None:
-    master.logs = {}
-    machine = read().runs[0].machine
-    assert (machine.device, machine.torch) == ("unknown", "unknown")
-    assert machine.on_gpu  # only there, memory is reserved
-
-
-def test_search_is_the_experiment_with_what_was_sampled(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    sampled = with_overrides(
-        {"hyperparameters": master.trials[2]["hparams"]},
-        (
-            "hyperparameters.amp={precision: amp_fp16, init_scale: 64.0}",
-            "hyperparameters.training.max_length.batches=100",
-        ),
-    )
-    master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled["hyperparameters"]}
+def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
+    """A drawn scale is rounded to a power of two, as in the trial itself."""
+    space = "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 0, maxval: 24}"
+    master.config = with_overrides(CONFIG, (space,))
+    master.trials[2] = trial(13, "amp_fp16")
+    master.trials[2]["hparams"]["amp"]["init_scale"] = 3000.7
     run = read().runs[2]
     assert run.precision.value == "amp_fp16"
-    assert run.settings["hyperparameters.training.max_length.batches"] == 100
+    assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
 
 
 def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
@@ -235,7 +187,7 @@ def test_unknown_experiment_is_a_sentence(master: Master) -> None:
 
 def test_run_folder_has_the_same_names_as_a_master(master: Master, tmp_path: Path) -> None:
     """Or runs of both could not be compared."""
-    folder = read_folder(run_small("mlp/fp32.yaml", tmp_path / "run"))
+    folder = read_run(run_small("mlp/fp32.yaml", tmp_path / "run"))
     assert read().runs[0].settings.keys() == folder.settings.keys()
 
 

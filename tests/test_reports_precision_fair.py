@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from optuna.trial import TrialState, create_trial
 from determined_amp.experiment.amp_settings import SCALER_KEYS
 from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import answer, sentences, table
-from determined_amp.report.run_folders import read_folder, read_search
-from determined_amp.report.runs import ReportError, State
+from determined_amp.report.run_folders import read_search
+from determined_amp.report.source import ReportError
+from determined_amp.runs.folder import RunError, RunFolder, read_run
+from determined_amp.runs.run import RunState
 from determined_amp.search.study_file import load_study
 from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study
@@ -78,7 +81,7 @@ class TestDifferences:
         folders = [
             write_run(tmp_path / "b", "amp_fp16", 1),
             write_run(tmp_path / "c", "amp_fp16", 2, settings=low),
-            write_run(tmp_path / "d", "amp_fp16", 3, environment={"python": "3.12.1"}),
+            write_run(tmp_path / "d", "amp_fp16", 3, versions={"python": "3.12.1"}),
         ]
         said = told(found(one, *folders))
         assert "the runs in amp_fp16 differ in init_scale: 65536.0, 8.0" in said
@@ -93,30 +96,20 @@ class TestDifferences:
             found(one, other)
 
     @pytest.mark.parametrize(
-        ("device", "environment", "shown"),
+        ("device", "machine", "shown"),
         [
             (GPU, {"torch": "2.7.0"}, "torch: 2.6.0 in"),
             ("NVIDIA A100", {}, "device: NVIDIA H100 in"),
+            (GPU, {"slots": 2}, "slots: 1 in"),
         ],
     )
     def test_of_device_or_torch_are_errors(
-        self, tmp_path: Path, device: str, environment: dict[str, str], shown: str
+        self, tmp_path: Path, device: str, machine: dict[str, Any], shown: str
     ) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
-        other = write_run(tmp_path / "b", "amp_fp16", 1, device=device, environment=environment)
+        other = write_run(tmp_path / "b", "amp_fp16", 1, device=device, machine=machine)
         with pytest.raises(ReportError, match=shown):
             found(one, other)
-
-    def test_of_threads_make_another_cpu(self, tmp_path: Path) -> None:
-        """Half the threads look like a slow precision."""
-        one = write_run(tmp_path / "a", "fp32", 1, device=CPU)
-        other = write_run(tmp_path / "b", "amp_bf16", 1, device=CPU)
-        assert found(one, other).comparisons
-        halved = write_run(
-            tmp_path / "c", "amp_bf16", 1, device=CPU, environment={"torch_threads": 1}
-        )
-        with pytest.raises(ReportError, match=r"torch threads: 2\) in .*torch threads: 1\) in"):
-            found(one, halved)
 
     def test_all_are_named_at_once_and_runs_by_the_value(self, tmp_path: Path) -> None:
         changes = {"hyperparameters.learning_rate": 0.01, "data.classes": 1}
@@ -251,8 +244,8 @@ class TestAudit:
 
 class TestEnd:
     def test_is_what_the_run_wrote_down(self, tmp_path: Path) -> None:
-        run = read_folder(write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, end=LOST))
-        assert run.state is State.FAILED
+        run = read_run(write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, end=LOST))
+        assert run.state is RunState.FAILED
         assert run.reason == f"{LOST['reason']}; it ended after 60 of 100 batches"
 
     def test_healthy_run_that_was_stopped_after_a_skipped_step_is_no_failure(
@@ -263,8 +256,8 @@ class TestEnd:
         end = {"state": "stopped", "reason": "stopped by SIGTERM"}
         settings = {"last_batch": 60, "trained": skipped, "end": end}
         stopped = write_run(tmp_path / "b", "amp_fp16", 2, **settings)  # type: ignore[arg-type]
-        run = read_folder(stopped)
-        assert run.state is State.STOPPED
+        run = read_run(stopped)
+        assert run.state is RunState.STOPPED
         assert run.reason == "60 of 100 batches: stopped by SIGTERM"
         base, amp = (
             [write_run(tmp_path / f"{p}{s}", p, s, speed=speed, accuracy=0.9) for s in (1, 3)]
@@ -279,35 +272,35 @@ class TestEnd:
         self, tmp_path: Path, trained: dict[str, float]
     ) -> None:
         folder = write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, trained=trained)
-        run = read_folder(folder)
-        assert run.state is State.UNFINISHED
+        run = read_run(folder)
+        assert run.state is RunState.RUNNING
         assert run.reason == "60 of 100 batches: it is running, or was killed"
 
     def test_of_a_run_that_was_stopped_after_its_last_validation_is_its_finish(
         self, tmp_path: Path
     ) -> None:
         end = {"state": "stopped", "reason": "stopped by SIGTERM"}
-        assert read_folder(write_run(tmp_path / "a", "fp32", 1, end=end)).state is State.FINISHED
+        assert read_run(write_run(tmp_path / "a", "fp32", 1, end=end)).state is RunState.COMPLETED
 
     def test_by_an_error_after_the_last_validation_is_a_failure(self, tmp_path: Path) -> None:
         end = {"state": "failed", "reason": "disk full"}
-        run = read_folder(write_run(tmp_path / "a", "fp32", 1, end=end))
-        assert (run.state, run.reason) == (State.FAILED, "disk full")
+        run = read_run(write_run(tmp_path / "a", "fp32", 1, end=end))
+        assert (run.state, run.reason) == (RunState.FAILED, "disk full")
 
     def test_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
         length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
         folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
-        assert read_folder(folder).state is State.UNFINISHED
+        assert read_run(folder).state is RunState.RUNNING
         lines = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(lines.replace("{", '{"epochs": 5, '))
-        assert read_folder(folder).state is State.FINISHED
+        assert read_run(folder).state is RunState.COMPLETED
         (folder / "metrics.jsonl").write_text(lines)
-        (folder / "ended.json").write_text('{"state": "completed", "reason": "", "batches": 99}')
-        assert read_folder(folder).state is State.FINISHED
+        RunFolder(folder).end(RunState.COMPLETED)
+        assert read_run(folder).state is RunState.COMPLETED
 
     def test_with_a_metric_that_is_not_finite_is_a_failure(self, tmp_path: Path) -> None:
-        run = read_folder(write_run(tmp_path / "a", "fp32", 1, loss=math.nan))
-        assert (run.state, run.reason) == (State.FAILED, "validation_loss is nan at the end")
+        run = read_run(write_run(tmp_path / "a", "fp32", 1, loss=math.nan))
+        assert (run.state, run.reason) == (RunState.FAILED, "validation_loss is nan at the end")
 
     def test_of_all_runs_of_a_precision_is_a_finding(self, tmp_path: Path) -> None:
         base = [write_run(tmp_path / f"a{seed}", "fp32", seed) for seed in (1, 2, 3)]
@@ -339,6 +332,7 @@ class TestSearch:
         """A search of trials in fp32, amp_fp16 and so on, each with a seed of its own."""
         metrics = {"loss_scale_score": 0.0, "validation_loss": 0.1}
         folder = write_study(root / "search", [(1.0, metrics)] * len(states))
+        shutil.rmtree(folder / "trials")
         for number, precision in enumerate(states):
             write_run(folder / "trials" / f"{number:04d}", precision, number)
         return folder
@@ -353,14 +347,15 @@ class TestSearch:
     def test_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16")
         study = load_study(folder / "study.db")
-        ends = {"failed": TrialState.FAIL, "stopped": TrialState.PRUNED}
-        for number, state in enumerate(ends.values(), 2):
-            study.add_trial(create_trial(state=state, user_attrs={"reason": "no memory\nleft"}))
-            write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
+        ends = {TrialState.FAIL: RunState.FAILED, TrialState.PRUNED: RunState.PRUNED}
+        for number, (state, end) in enumerate(ends.items(), 2):
+            study.add_trial(create_trial(state=state, user_attrs={"reason": "no memory"}))
+            run = write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
+            RunFolder(run).end(end, "no memory\nleft")
         ended = [(run.state, run.reason) for run in read_search(folder).runs[2:]]
         assert ended == [
-            (State.FAILED, "no memory left; it ended after 60 of 100 batches"),
-            (State.STOPPED, "60 of 100 batches: stopped early by the search"),
+            (RunState.FAILED, "no memory left; it ended after 60 of 100 batches"),
+            (RunState.PRUNED, "60 of 100 batches: no memory left"),
         ]
 
     def test_trial_without_a_folder_is_named(self, tmp_path: Path) -> None:
@@ -368,41 +363,43 @@ class TestSearch:
         (folder / "trials" / "0002").rename(tmp_path / "elsewhere")
         findings = find([read_search(folder)])
         assert len(findings.runs) == 2
-        assert findings.left_out == (f"trial 2 of {folder}: finished: its run folder is not there",)
+        assert findings.left_out == (
+            f"trial 2 of {folder}: completed: its run folder is not there",
+        )
 
     def test_that_is_none_is_a_sentence(self, tmp_path: Path) -> None:
         with pytest.raises(ReportError, match="there is no such file"):
             read_search(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["resolved.yaml", "environment.json"])
-@pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", "data: {}"])
-def test_what_is_no_run_folder_is_a_sentence(
-    tmp_path: Path, name: str, content: str | None
-) -> None:
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", '{"state": "finished"}'])
+def test_what_is_no_run_folder_is_a_sentence(tmp_path: Path, content: str | None) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
-    assert read_folder(folder).state is State.FINISHED
+    assert read_run(folder).state is RunState.COMPLETED
     if content is None:
-        (folder / name).unlink()
+        (folder / "run.json").unlink()
     else:
-        (folder / name).write_text(content)
+        (folder / "run.json").write_text(content)
     with pytest.raises(
-        ReportError, match=r"is not a run folder .*allowed: what .*determined_amp train"
+        RunError, match=r"is not a run folder .*allowed: what .*determined_amp train"
     ):
-        read_folder(folder)
+        read_run(folder)
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"group": "training"}', "3"])
-def test_foreign_reports_are_a_sentence(tmp_path: Path, line: str) -> None:
+def test_line_that_is_no_report_is_left_out_with_a_warning(
+    tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
-    (folder / "metrics.jsonl").write_text(f"{line}\n")
-    with pytest.raises(ReportError, match="is not a run folder"):
-        read_folder(folder)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(f"{line}\n{metrics.read_text()}")
+    assert read_run(folder).state is RunState.COMPLETED
+    assert "left out what is no report, in line 1" in caplog.text
 
 
 def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines[:-20])
-    run = read_folder(folder)
-    assert (run.state, len(run.training)) == (State.UNFINISHED, 3)
+    run = read_run(folder)
+    assert (run.state, run.trained_batches) == (RunState.RUNNING, 100)

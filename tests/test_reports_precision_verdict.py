@@ -15,8 +15,10 @@ from determined_amp.experiment.amp_settings import Precision
 from determined_amp.report.precision_comparison import Equivalence, Interval, Ratio, paired, welch
 from determined_amp.report.precision_findings import Findings, Judgement, advise, claims, find
 from determined_amp.report.precision_text import sentences
-from determined_amp.report.run_folders import read_folder
-from determined_amp.report.runs import ReportError, Source
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.folder import read_run
+from determined_amp.runs.run import Run
+from determined_amp.runs.settings import SEED
 from tests.precisions import CPU, LOST, found, write_run, write_seeds
 
 BASE = (0.90, 0.91, 0.92)
@@ -31,6 +33,12 @@ ALIKE = shifted(-0.0001, 0.0, 0.0001)
 
 def of_differences(differences: Sequence[float]) -> Interval:
     return paired(differences, [0.0] * len(differences))
+
+
+def without_seed(run: Run) -> Run:
+    (part,) = run.parts
+    settings = {**part.settings, SEED: None}
+    return dataclasses.replace(run, parts=(dataclasses.replace(part, settings=settings),))
 
 
 class TestInterval:
@@ -214,7 +222,7 @@ class TestMetric:
 
     def test_unknown_seeds_are_not_paired(self, tmp_path: Path) -> None:
         runs = [
-            dataclasses.replace(read_folder(folder), seed=None)
+            without_seed(read_run(folder))
             for precision in ("fp32", "amp_fp16")
             for folder in write_seeds(tmp_path, precision, BASE)
         ]

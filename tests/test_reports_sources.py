@@ -13,9 +13,9 @@ from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
 from determined_amp.report.loss_scale_text import over_loss_scale
 from determined_amp.report.run_folders import read_search
-from determined_amp.report.runs import Report, ReportError
+from determined_amp.report.source import ReportError
 from determined_amp.search.study_file import read_study
-from tests.reporting import SEARCH, Rows, observed, scored, scored_before, write_study
+from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 
 def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
@@ -50,19 +50,6 @@ def test_of_equal_trials_those_nearest_to_the_default_come_first(tmp_path: Path)
     ranked = [trial.metrics["init_scale_log2"] for trial in read_study(folder).ranked()]
     assert ranked == [17, 15, 18, 8, 0, 24]
     assert bits_from_default(math.nan) > bits_from_default(-100)
-
-
-def test_scores_of_older_searches_still_rank(tmp_path: Path) -> None:
-    """They were bits from the scale that the finder chose."""
-    older = {8: 9.0, 17: 0.0, 24: 7.0}
-    trials = [(2.0**k, scored_before(k, score)) for k, score in older.items()]
-    found = over_loss_scale(read_search(write_study(tmp_path, trials)))
-    assert [(run.scale_log2, run.overflow) for run in found.ranked()] == [
-        (17, False),
-        (24, True),
-        (8, False),
-    ]
-    assert not found.counts_lost_steps
 
 
 def test_what_else_differs_is_named() -> None:
@@ -112,16 +99,3 @@ def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="has no trials yet"):
         over_loss_scale(read_search(write_study(tmp_path, [])))
-
-
-def test_metrics_of_older_runs_have_todays_names() -> None:
-    """They were without `watch_`, and those of several optimizers end in a number."""
-    older = {"loss": 1.0, "grad_norm": 2.0, "peak_memory_mib": 3.0, "audit_share": 1.0, "mine": 4.0}
-    assert Report(8, older).metrics == {
-        "loss": 1.0,
-        "watch_grad_norm": 2.0,
-        "watch_peak_memory_mib": 3.0,
-        "watch_audit_share": 1.0,
-        "mine": 4.0,
-    }
-    assert Report(8, {"skip_ratio_1": 0.5}).metrics == {"watch_skip_ratio_1": 0.5}

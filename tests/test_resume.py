@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from determined_amp.runs.folder import read_record
 from tests import training
 
 # A schedule that moves, growth of the scale, and accumulation: all of it has to be restored.
@@ -75,14 +75,22 @@ class TestResumedRun:
         (group,) = training.checkpoint(killed_run, 12)["optimizers_state_dict"][0]["param_groups"]
         assert (group["lr"], group["weight_decay"]) == (0.002, 0.25)
 
-    def test_keeps_the_date_of_its_first_start(self, killed_run: Path) -> None:
-        file = killed_run / "environment.json"
-        first = {**json.loads(file.read_text()), "date": "2026-01-01T00:00:00+00:00"}
-        file.write_text(json.dumps(first))
+    def test_adds_a_part_and_keeps_the_first(self, killed_run: Path) -> None:
+        (first,) = read_record(killed_run).parts
         training.resume(killed_run)
-        assert json.loads(file.read_text()) == first
+        run = read_record(killed_run)
+        assert [part.first_batch for part in run.parts] == [0, 8]
+        assert run.parts[0] == first
+        assert run.parts[1].settings == first.settings
+        assert run.changed == {}
 
-    def test_of_another_precision_goes_on(self, killed_run: Path) -> None:
+    def test_of_another_precision_goes_on_and_is_recorded(
+        self, killed_run: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))
+        changed = read_record(folder).changed["hyperparameters.amp.precision"]
+        assert changed == [(0, "amp_fp16"), (8, "fp32")]
+        said = "the resume after 8 batches changed hyperparameters.amp.precision from amp_fp16 to"
+        assert said in caplog.text
         assert "scaler_state_dict" not in training.checkpoint(folder, 12)
         assert training.metrics(folder)[-2]["watch_applied_steps"] == 6

@@ -16,8 +16,8 @@ from determined_amp import ConfigError
 from determined_amp import __main__ as door
 from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, complete_checkpoints
-from determined_amp.local.folder import FolderInUseError, RunFolder, fresh_folder
 from determined_amp.local.run import Resume, _are_finite, _check_ranks
+from determined_amp.runs.folder import FolderInUseError, RunFolder, fresh_folder
 from tests import training
 
 

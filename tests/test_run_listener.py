@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import pytest
 
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.folder import End, RunFolder, read_end
+from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
+from determined_amp.runs.folder import RunFolder
 from determined_amp.search.run_trial import _SearchListener
 from tests import training
 
@@ -37,12 +38,6 @@ class Recorder(RunListener):
         self.told.append(("report", line["group"], line["batches"]))
         if line["group"] == "validation" and self._stops:
             self._stop.requested = True
-
-    def on_progress(self, share: float) -> None:
-        self.told.append(("progress", share))
-
-    def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
-        self.told.append(("checkpoints", checkpoints[-1].name))
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         self.told.append(("end", error, stopped))
@@ -69,8 +64,6 @@ def test_everything_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert recorder.told[-1] == ("end", None, False)
     lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
     assert recorder.of("report") == lines
-    assert recorder.of("checkpoints")[-1] == ("batch-00000012",)
-    assert recorder.of("progress")[-1] == (1.0,)
     assert capsys.readouterr().out == ""
 
 
@@ -81,7 +74,7 @@ def test_listener_can_stop_the_run_which_keeps_a_checkpoint(
     run(tmp_path, recorder, show=True)
     assert recorder.told[-1] == ("end", None, True)
     assert recorder.of("report")[-1] == ("validation", 6)
-    assert recorder.of("checkpoints")[-1] == ("batch-00000006",)
+    assert complete_checkpoints(tmp_path / "checkpoints")[-1].name == "batch-00000006"
     assert "mlp-bf16: stopped, can be resumed" in capsys.readouterr().out
 
 
@@ -98,4 +91,4 @@ def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) ->
     listener = _SearchListener(lambda validation: sys.exit("the search is gone"))
     with pytest.raises(SystemExit):
         run(tmp_path, listener)
-    assert read_end(tmp_path) == End("stopped", "the search is gone", 6)
+    assert training.end(tmp_path) == ("stopped", "the search is gone", 6)

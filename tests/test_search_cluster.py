@@ -146,7 +146,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(task: Task, masters: lis
     }
     assert one == two
     noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121, "failure": None}
-    assert [master.metadata for master in masters] == [noted, noted]
+    assert all(master.metadata.items() >= noted.items() for master in masters)
 
 
 def test_finder_reports_window_choice_and_curves(

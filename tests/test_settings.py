@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.settings import ConfigError, read, setting
+from determined_amp.experiment.settings import ConfigError, Problem, read, read_section, setting
 
 
 class Colour(enum.Enum):
@@ -54,10 +54,12 @@ def section(**raw: object) -> Section:
     return made
 
 
-def problems_of(raw: object) -> list[str]:
-    problems: list[str] = []
-    assert (read(Section, raw, "s", problems) is None) == bool(problems)
-    return problems
+def problems_of(raw: object) -> list[Problem]:
+    try:
+        read_section(Section, raw, "s")
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def test_sound_section_is_built_with_defaults() -> None:
@@ -144,24 +146,6 @@ def test_number_that_yaml_1_1_reads_as_a_string_is_explained(
     assert getattr(section(**{key: yaml.safe_load(write)}), key) == float(raw)
 
 
-@pytest.mark.parametrize(
-    ("key", "inside", "outside", "kind"),
-    [
-        ("ratio", 3.4028234e38, 3.4028236e38, "a number (float32: 1.4e-45 to 3.4e+38)"),
-        ("ratio", -1e-44, -1e-46, "a number (float32: 1.4e-45 to 3.4e+38)"),
-        ("ratio", 2**100, 10**400, "a number (float32: 1.4e-45 to 3.4e+38)"),
-        ("count", 2**63 - 1, 2**63, "an integer (64 bits)"),
-        ("count", -(2**63) + 1, -(2**63), "an integer (64 bits)"),
-    ],
-)
-def test_number_that_torch_cannot_hold_is_refused(
-    key: str, inside: float, outside: float, kind: str
-) -> None:
-    assert getattr(section(**{key: inside}), key) == inside
-    (problem,) = problems_of({"count": 1, key: outside})
-    assert problem.endswith(f"; allowed: {kind}")
-
-
 @pytest.mark.parametrize("key", ["count", "ratio", "flag", "word", "words", "colour"])
 def test_search_space_where_a_value_belongs_is_explained(key: str) -> None:
     (problem,) = problems_of({"count": 1, key: {"type": "log", "base": 2}})
@@ -194,7 +178,7 @@ def test_mistake_is_named_with_its_place(raw: object, problem: str) -> None:
 def test_all_mistakes_are_reported_and_contradictions_wait_for_a_sound_section() -> None:
     """`count: 13` contradicts itself, which is not asked while `flag` and others are wrong."""
     raw: dict[str, Any] = {"count": 13, "flag": 0, "inner": {"depth": "x"}, "colours": "red"}
-    assert [problem.partition(":")[0] for problem in problems_of(raw)] == [
+    assert [problem.key for problem in problems_of(raw)] == [
         "s.colours",
         "s.flag",
         "s.inner.depth",

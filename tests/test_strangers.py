@@ -27,8 +27,8 @@ from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
-from determined_amp.local.folder import read_metrics
 from determined_amp.local.open_trial import open_trial
+from determined_amp.runs.folder import read_metrics
 from tests import strangers, training
 
 TRIAL = "tests.strangers:Stranger"
@@ -293,13 +293,25 @@ class TestTraining:
         kept = {path.name for path in (folder / "checkpoints").iterdir()}
         assert kept == {"batch-00000012", f"batch-{best:08d}"}
 
-    def test_resolved_configuration_has_the_defaults(self, folder: Path) -> None:
+    def test_resolved_configuration_is_in_our_form_and_has_the_defaults(self, folder: Path) -> None:
         resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
         assert resolved == {
-            **LEGACY,
-            "searcher": {**LEGACY["searcher"], "smaller_is_better": True},
+            "name": "stranger",
+            "entrypoint": TRIAL,
+            "hyperparameters": {
+                "lr": 0.1,
+                "training": {
+                    "max_length": {"batches": 12, "epochs": None},
+                    "validation_period": {"batches": 6, "epochs": None},
+                    "checkpoint_period": {"batches": 4, "epochs": None},
+                    "reporting_period": {"batches": 2, "epochs": None},
+                    "cudnn_benchmark": None,
+                },
+                "aggregation_frequency": 1,
+            },
+            "searcher": {"name": "single", "metric": "val_loss", "smaller_is_better": True},
             "perform_initial_validation": False,
-            "optimizations": {"aggregation_frequency": 1, "average_aggregated_gradients": True},
+            "optimizations": {"average_aggregated_gradients": True},
             "reproducibility": {"experiment_seed": 0},
             "resources": {"slots_per_trial": 1},
             "profiling": {"enabled": False},

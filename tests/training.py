@@ -20,6 +20,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 from determined_amp.amp.checkpoint import patched
 from determined_amp.cli import train
+from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 @contextmanager
 def locked_by_another_process(folder: Path) -> Iterator[int]:
     """Another process holds the lock of a folder inside this block; its number."""
-    # As `determined_amp.local.folder.lock` does, without its seconds of imports.
+    # As `determined_amp.runs.folder.lock` does, without its seconds of imports.
     hold = (
         "import fcntl, os, sys, time; file = open(sys.argv[1], 'a+'); "
         "fcntl.lockf(file, fcntl.LOCK_EX); file.truncate(0); "
@@ -152,6 +153,12 @@ def checkpoint(folder: Path, batches: int) -> dict[str, Any]:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The reports of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def end(folder: Path) -> tuple[str, str, int]:
+    """How a run ended, why, and after how many batches its last report came."""
+    run, reports = read_record(folder), metrics(folder)
+    return run.state.value, run.reason, max((line["batches"] for line in reports), default=0)
 
 
 def same_numbers(folder: Path) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from determined_amp.amp.checkpoint import CheckpointError, check_bytes
+from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
 from determined_amp.experiment.errors import UserError, limits_of_the_machine, one_line
-from determined_amp.experiment.overrides import at_least
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams
@@ -96,9 +96,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
             f"{folder}: no checkpoint of a Latte can be read here: {one_line(repr(error))}; "
             "give a run folder or a checkpoint of trials.latte"
         ) from error
-    config = experiment.parse(
-        raw, str(folder), hyperparameters=hyperparameters, completed_by_master=True
-    )
+    config = experiment.parse(raw, str(folder), hyperparameters=hyperparameters)
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.trial}, which samples no clips")
     latte = cast("experiment.Experiment[LatteHparams]", config)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import determined as det
@@ -23,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
 from determined_amp.amp.metrics import MetricName, Report, StepReport
+from determined_amp.amp.precision import described_device
 from determined_amp.experiment.amp_settings import OnOverflow
 from determined_amp.experiment.errors import GuardError
 
@@ -91,6 +94,12 @@ class Guard(pytorch.PyTorchCallback):
             init_scale=settings.init_scale if settings.scales_the_loss else None,
             seed=self._context._trial_seed,  # None in a Trainer outside of a cluster
             failure=None,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            machine={
+                **described_device(self._amp.device),
+                "slots": self._context.distributed.size,
+                "versions": {"python": platform.python_version()},
+            },
         )
         several = len(self._context.optimizers) > 1
         for index, gradients in enumerate(self._amp.metrics.all()):

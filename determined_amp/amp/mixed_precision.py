@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -45,7 +45,6 @@ from determined_amp.experiment.amp_settings import (
     AmpSettings,
     Compile,
     EvalPrecision,
-    without_unused_scaler,
 )
 from determined_amp.experiment.errors import print_uncaught_user_errors
 from determined_amp.experiment.settings import ConfigError, read_section
@@ -676,11 +675,11 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "hyperparameters",
             ["amp: missing; allowed: amp: {precision: amp_fp16}, or fp32, tf32, amp_bf16 there"],
         )
-    section = hparams["amp"]
-    # A cluster merges `--config` into the YAML, whose settings of a loss scale stay.
-    if trial is not None and isinstance(section, Mapping):
-        section = without_unused_scaler(section)
-    return read_section(AmpSettings, section, "hyperparameters.amp")
+    settings = read_section(AmpSettings, hparams["amp"], "hyperparameters.amp")
+    if settings.ignored:
+        precision = settings.precision.value
+        logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored))
+    return settings
 
 
 def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[torch.optim.Optimizer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -58,8 +59,23 @@ class DeviceSupport:
         return not native[precision]
 
 
+def described_device(device: torch.device) -> dict[str, Any]:
+    """What a run trains on, as plain values, which reports compare.
+
+    CPUs with different numbers of processors or threads count as different devices.
+    """
+    support, on_gpu = DeviceSupport.of(device), device.type == "cuda"
+    cpu = f"cpu ({os.cpu_count()} processors, torch threads: {torch.get_num_threads()})"
+    return {
+        "device": support.name if on_gpu else cpu,
+        "on_gpu": on_gpu,
+        "has_tf32": support.tf32,
+        "torch": torch.__version__,
+    }
+
+
 def described(device: torch.device, slots: int) -> str:
-    """What a run trains on, in one line, which reports read from the log of a cluster's task.
+    """What a run trains on, in one line for its log.
 
     Args:
         device: The device of this process.

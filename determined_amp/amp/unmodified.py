@@ -108,7 +108,6 @@ class TrialAsItIs(pytorch.PyTorchTrial):
             context.get_experiment_config(),
             "experiment",
             hyperparameters=context.get_hparams(),
-            completed_by_master=True,
         )
         return trial_of(experiment, context)
 

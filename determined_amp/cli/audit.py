@@ -15,18 +15,15 @@ from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
-from determined_amp.experiment.amp_settings import (
-    Precision,
-    add_precision_option,
-    chosen_precision,
-    in_precision,
-)
-from determined_amp.experiment.experiment import read_yaml
-from determined_amp.experiment.overrides import (
+from determined_amp.cli.options import (
     add_override_option,
+    add_precision_option,
     add_trial_option,
-    with_overrides,
+    chosen_precision,
 )
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.local.open_trial import open_trial
 
 

@@ -20,14 +20,10 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from determined_amp.cli.options import add_override_option, add_trial_option, at_least
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.overrides import (
-    add_override_option,
-    add_trial_option,
-    at_least,
-    with_overrides,
-)
+from determined_amp.experiment.overrides import with_overrides
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,19 +20,16 @@ from pathlib import Path
 from rich.console import Console
 
 from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.cluster import find_task, trial_task
-from determined_amp.experiment.amp_settings import (
-    add_precision_option,
-    chosen_precision,
-    in_precision,
-)
-from determined_amp.experiment.experiment import read_yaml
-from determined_amp.experiment.overrides import (
+from determined_amp.cli.options import (
     add_batches_option,
     add_override_option,
+    add_precision_option,
     add_trial_option,
-    with_overrides,
+    chosen_precision,
 )
+from determined_amp.cluster import find_task, trial_task
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FoundScale, yaml_changes
 from determined_amp.finder.trial import find_in_trial

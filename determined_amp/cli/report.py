@@ -33,7 +33,7 @@ import optuna
 from determined_amp.experiment.errors import UserError
 from determined_amp.report import loss_scale_report, precision_report
 from determined_amp.report.master_runs import fetch_comparison
-from determined_amp.report.runs import ReportError
+from determined_amp.report.source import ReportError
 from determined_amp.report.sources import (
     folder_beside,
     is_experiment,

@@ -13,14 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from determined_amp.cli.options import add_batches_option, add_override_option, add_trial_option
 from determined_amp.cluster import score_task, trial_task
 from determined_amp.experiment.experiment import parse, read_yaml
-from determined_amp.experiment.overrides import (
-    add_batches_option,
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.score import score
 from determined_amp.local.open_trial import open_trial
 from determined_amp.search.task import check_score

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
-from determined_amp.experiment.overrides import add_override_option, at_least
+from determined_amp.cli.options import add_override_option, at_least
 
 # Each worker is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16

@@ -3,7 +3,6 @@
     python -m determined_amp train CONFIG.yaml [--trial module:Class] [--precision amp_bf16]
                                    [--config KEY=VALUE ...] [--run-folder FOLDER]
     python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
-    python -m determined_amp train CONFIG.yaml --report-to MASTER_URL
     torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
 
 It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a cluster it is the
@@ -21,27 +20,22 @@ from typing import Any
 
 import determined as det
 
+from determined_amp.cli.options import (
+    add_override_option,
+    add_precision_option,
+    add_trial_option,
+    chosen_precision,
+)
 from determined_amp.cluster import train_task, trial_task
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import (
-    add_precision_option,
-    chosen_precision,
-    in_precision,
-)
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.overrides import (
-    add_override_option,
-    add_trial_option,
-    with_overrides,
-)
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
-from determined_amp.local.detached import DetachedTrial
-from determined_amp.local.folder import FolderError, RunFolder
-from determined_amp.local.master import MasterAwayError, log_in
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
+from determined_amp.runs.folder import FolderError, RunFolder
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 _METHODS = ("single", *_SEARCHES, "custom")
@@ -71,9 +65,6 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
     _refuse_search(raw, path)
     config = experiment.parse(raw, path, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
-    chief = os.environ.get("RANK", "0") == "0"
-    shown_at = options.report_to if chief else None
-    listeners = [_shown_on_master(shown_at, config.config, resume)] if shown_at else []
 
     def choose_folder() -> RunFolder:
         folder = named_folder()
@@ -98,7 +89,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
 
     with ExitStack() as held:
         try:
-            train_here(config, choose_folder, resume, listeners=listeners)
+            train_here(config, choose_folder, resume)
         except SystemExit as left:  # InvalidHP exits with 0, so that a search goes on
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
@@ -112,19 +103,6 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
                 "--resume continues it when this is mended"
             ) from error
     return 0
-
-
-def _shown_on_master(
-    address: str, config: Mapping[str, Any], resume: Resume | None
-) -> DetachedTrial:
-    """The experiment on the master; a resume does not wait for a master that is away."""
-    try:
-        session = log_in(address)
-    except MasterAwayError:
-        if resume is None:
-            raise
-        session = None
-    return DetachedTrial(address, config, session, required=resume is None)
 
 
 def _is_inside(file: object, folder: str) -> bool:
@@ -173,11 +151,6 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
     )
     parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
-    parser.add_argument(
-        "--report-to",
-        metavar="MASTER_URL",
-        help="show the run on a Determined cluster, too; log in there with `det user login`",
-    )
     add_trial_option(parser)
     add_precision_option(parser)
     add_override_option(parser)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import enum
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from determined_amp.experiment.settings import setting
 
-from determined_amp.experiment.settings import ConfigError, setting
-
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
 
 
 class Precision(enum.Enum):
@@ -32,6 +30,9 @@ class Precision(enum.Enum):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None without autocast."""
+        # Mistakes in an `amp` section are named before torch is imported, which takes seconds.
+        import torch  # noqa: PLC0415
+
         return {Precision.AMP_FP16: torch.float16, Precision.AMP_BF16: torch.bfloat16}.get(self)
 
 
@@ -66,7 +67,7 @@ class Compile(enum.Enum):
         return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
 
 
-# Settings that have an effect only if the loss is scaled.
+# Settings of the loss scale, which have no effect in the other precisions.
 SCALER_KEYS = (
     "init_scale",
     "growth_factor",
@@ -102,7 +103,7 @@ class AmpSettings:
     """
 
     precision: Precision = setting()
-    init_scale: float = setting(65536.0, above=0)
+    init_scale: float = setting(65536.0, above=0, at_most=2.0**127)
     growth_factor: float = setting(2.0, above=1)
     backoff_factor: float = setting(0.5, above=0, below=1)
     growth_interval: int = setting(2000, at_least=1)
@@ -121,78 +122,17 @@ class AmpSettings:
         """Whether there is a loss scale: only in `amp_fp16`."""
         return self.precision is Precision.AMP_FP16
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The settings of a loss scale that were changed, though this precision has none."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = (key for key in SCALER_KEYS if getattr(self, key) != defaults[key])
+        return () if self.scales_the_loss else tuple(changed)
+
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if self.init_scale < self.min_scale:
+        if self.scales_the_loss and self.init_scale < self.min_scale:
             yield (
                 "init_scale",
                 f"got {self.init_scale:g}, which is below min_scale {self.min_scale:g}; "
                 "allowed: min_scale or more",
             )
-        if not self.scales_the_loss:
-            for key in SCALER_KEYS:
-                if key in given:
-                    yield (
-                        key,
-                        f"given, but precision {self.precision.value} does not scale the loss; "
-                        "allowed: precision amp_fp16, or the key left out",
-                    )
-
-
-def without_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
-    """An `amp` section without the settings of a loss scale."""
-    return {key: value for key, value in section.items() if key not in SCALER_KEYS}
-
-
-def without_unused_scaler(section: Mapping[str, Any]) -> dict[str, Any]:
-    """An `amp` section without the loss scale settings, unless its precision is `amp_fp16`.
-
-    A log line names the removed settings.
-    """
-    precision = section.get("precision")
-    unused = sorted(section.keys() & set(SCALER_KEYS))
-    if precision == Precision.AMP_FP16.value or not unused:
-        return dict(section)
-    logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(unused))
-    return without_scaler(section)
-
-
-def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
-    """An experiment configuration with another precision.
-
-    Settings of the loss scale are kept for `amp_fp16` only; a log line names the removed ones.
-
-    Args:
-        config: The configuration, with or without a section `hyperparameters.amp`.
-        precision: The value of a `Precision`; None changes nothing.
-    """
-    hyperparameters = config.get("hyperparameters") or {}
-    if precision is None or not isinstance(hyperparameters, Mapping):
-        return dict(config)
-    given = hyperparameters.get("amp")
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(
-            "--precision",
-            [
-                f"hyperparameters.amp: got {given!r}, which is the trial's own; allowed: a section "
-                "amp: {precision: ...}, or no key of that name"
-            ],
-        )
-    section = without_unused_scaler({**(given or {}), "precision": precision})
-    return {**config, "hyperparameters": {**hyperparameters, "amp": section}}
-
-
-def chosen_precision(options: argparse.Namespace) -> str | None:
-    """The precision that `--precision` or `--config` chooses; None if neither does."""
-    key = "hyperparameters.amp.precision="
-    chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
-    precision: str | None = options.precision
-    return precision or (chosen[-1] if chosen else None)
-
-
-def add_precision_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--precision`."""
-    parser.add_argument(
-        "--precision",
-        choices=[precision.value for precision in Precision],
-        help="instead of hyperparameters.amp.precision; a trial without AMP trains in it as it is",
-    )

@@ -8,6 +8,9 @@ that calls `pytorch.Trainer`, as ours does. So our form of a YAML has these sett
 A trial class may have attributes `Hparams` and `Data`, frozen dataclasses of `setting`s. With them,
 the sections `hyperparameters` and `data` are checked strictly before anything starts. Without them,
 the sections may hold anything.
+
+All that needs no trial is checked first, so that a mistake is named at once: the trial imports
+torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,26 +23,35 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from determined import pytorch
-
-from determined_amp.experiment.amp_settings import AmpSettings, without_unused_scaler
+from determined_amp.experiment.amp_settings import AmpSettings
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.factory import Factory, load_factory, make_trial
 from determined_amp.experiment.plan import (
     ONE_BATCH,
     Plan,
     for_test,
     has_our_form,
-    in_determineds_form,
+    in_our_form,
     is_test,
     keys_without_effect,
     read_plan,
 )
-from determined_amp.experiment.settings import ConfigError, is_settings_class, plain, read, setting
+from determined_amp.experiment.settings import (
+    ConfigError,
+    Problem,
+    is_settings_class,
+    plain,
+    read,
+    setting,
+)
 from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.experiment.yaml_text import load_yaml, read_text
+
+if TYPE_CHECKING:
+    from determined import pytorch
+
+    from determined_amp.experiment.factory import Factory
 
 H_co = TypeVar("H_co", covariant=True)
 T = TypeVar("T")
@@ -220,24 +232,31 @@ class Experiment(Generic[H_co]):
         return self.training.max_length
 
     def resolved(self) -> dict[str, Any]:
-        """An equivalent configuration with every default filled in."""
-        own = dict(self.hyperparameters) if self.hparams is None else plain(self.hparams)
-        given, sections = dict(self.config), plain(self.platform)
-        if self.hparams is None and has_our_form(own):
-            own["training"] = plain(self.training)
-            own["aggregation_frequency"] = self.aggregation_frequency
-        elif self.hparams is None:
-            lengths = in_determineds_form(self.plan)
-            sections = _merged(sections, lengths)
-            for period in given.keys() & lengths.keys() - {"searcher", "optimizations"}:
-                given[period] = None  # else two units would be merged into one length
+        """An equivalent configuration in our form, with every default filled in."""
+        if self.hparams is None:
+            own = {
+                **self.hyperparameters,
+                "training": plain(self.training),
+                "aggregation_frequency": self.aggregation_frequency,
+            }
+        else:
+            own = plain(self.hparams)
         if self.amp is not None:
             own["amp"] = plain(self.amp)
-        made = _merged(given, sections)
-        return {**made, "data": plain(self.data), "hyperparameters": own}
+        changes = {
+            **plain(self.platform),
+            "perform_initial_validation": self.plan.initial_validation,
+            "optimizations": {
+                "average_aggregated_gradients": self.plan.average_aggregated_gradients
+            },
+            "data": plain(self.data),
+        }
+        return {**_merged(in_our_form(self.config), changes), "hyperparameters": own}
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
         """Make the trial in a context of this experiment."""
+        from determined_amp.experiment.factory import make_trial  # noqa: PLC0415  # torch
+
         return make_trial(self.factory, context)
 
 
@@ -267,7 +286,6 @@ def parse(
     *,
     trial: str | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
-    completed_by_master: bool = False,
 ) -> Experiment[Any]:
     """Check a whole configuration and convert it to typed settings.
 
@@ -279,73 +297,86 @@ def parse(
         hyperparameters: The hyperparameters that the searcher chose for this trial; by default
             those of `config`. An initial loss scale that was drawn from a range is rounded to the
             nearest power of two: scaling by one is exact.
-        completed_by_master: Whether a master has filled in its defaults and merged `--config` into
-            the YAML. Then its defaults are not mistakes, and loss scale settings are ignored in a
-            precision without a loss scale.
 
     Raises:
-        ConfigError: naming every mistake.
+        ConfigError: naming every mistake. Those that only the trial's own classes show are named
+            when there are no others.
     """
     problems: list[str] = []
-    raw = config.get("hyperparameters") if hyperparameters is None else hyperparameters
-    if raw is None and "hyperparameters" not in config:
-        raw = {}
-    if not isinstance(raw, Mapping):
-        problems.append(f"hyperparameters: got {raw!r}; allowed: a mapping of keys to values")
-        raw = {}
-        named = None
-    else:
-        named = _named_trial(config, raw, trial, problems)
+    values = _hyperparameters(config, hyperparameters, problems)
+    if has_our_form(values) and is_test(config):
+        config, values = for_test(config), {**values, "training": ONE_BATCH}
+    values = constants(values)
     if hyperparameters is not None:
-        raw = _with_power_of_two(raw, config)
-    config, raw = _with_trial_seed(config, raw, problems)
-    if completed_by_master:
-        config, raw = _as_merged(config, raw)
-    if hyperparameters is not None:
-        config = {**config, "hyperparameters": raw}
-    parts = _Parts(config, raw, named, completed_by_master)
-    found = parts.read(problems)
-    if problems or found is None:
+        values = _with_power_of_two(values, config)
+        config = {**config, "hyperparameters": values}
+    config, values = _with_trial_seed(config, values, problems)
+    named = None if problems else _named_trial(config, values, trial, problems)
+    platform = read(Platform, config, "", problems, strict=False)
+    known = _read_known(values, problems)
+    problems.extend(_misspelt(config))
+    if has_our_form(values):
+        problems.extend(keys_without_effect(config))
+    plan = read_plan(config, values, problems) if known is not None else None
+    size = known.global_batch_size if known is not None else None
+    if platform is not None:
+        problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
+    if problems:
         raise ConfigError(source, problems)
-    return found
+    assert named is not None
+    assert platform is not None
+    assert known is not None
+    assert plan is not None
+    own = _read_own(named, config, values, source)
+    return Experiment(
+        config=_recorded(config, own, platform),
+        trial=own.path,
+        factory=own.factory,
+        platform=platform,
+        hyperparameters=own.hyperparameters,
+        plan=plan,
+        amp=known.amp if isinstance(values.get("amp"), Mapping) else None,
+        global_batch_size=size,
+        data=own.data,
+        hparams=own.hparams,
+    )
 
 
-def _as_merged(
-    config: Mapping[str, Any], raw: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Configuration and hyperparameters without the leftovers of a merge."""
-    if isinstance(raw.get("amp"), Mapping):
-        raw = {**raw, "amp": without_unused_scaler(constants(raw["amp"]))}
-    if has_our_form(raw) and is_test(config):
-        return for_test(config), {**raw, "training": ONE_BATCH}
-    return config, raw
+def _hyperparameters(
+    config: Mapping[str, Any], chosen: Mapping[str, Any] | None, problems: list[str]
+) -> Mapping[str, Any]:
+    raw = config.get("hyperparameters", {}) if chosen is None else chosen
+    if isinstance(raw, Mapping):
+        return raw
+    text = f"got {raw!r}; allowed: a mapping of keys to values"
+    problems.append(Problem("hyperparameters", text))
+    return {}
 
 
-def _with_power_of_two(raw: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
     """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
-    space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(raw, _SCALE)
+    space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(values, _SCALE)
     is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
     if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
-        return raw
-    return {**raw, "amp": {**raw["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
+        return values
+    return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
 
 
 def _with_trial_seed(
-    config: Mapping[str, Any], raw: Mapping[str, Any], problems: list[str]
+    config: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Configuration and hyperparameters with `trial_seed` moved to the seed of the experiment.
 
     The platform draws a seed for each trial of a search. This hyperparameter sets it instead, so
     that trials can share one. The trial itself does not get it.
     """
-    if TRIAL_SEED not in raw:
-        return config, raw
-    others = {key: value for key, value in raw.items() if key != TRIAL_SEED}
-    seed = constants({TRIAL_SEED: raw[TRIAL_SEED]})[TRIAL_SEED]
+    if TRIAL_SEED not in values:
+        return config, values
+    others = {key: value for key, value in values.items() if key != TRIAL_SEED}
+    seed = values[TRIAL_SEED]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        problems.append(
-            f"hyperparameters.{TRIAL_SEED}: got {seed!r}; allowed: an integer >= 0 and below 2^32"
-        )
+        text = f"got {seed!r}; allowed: an integer >= 0 and below 2^32"
+        problems.append(Problem(f"hyperparameters.{TRIAL_SEED}", text))
         return config, others
     reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
     changed = {**config, "hyperparameters": others, "reproducibility": reproducibility}
@@ -374,53 +405,47 @@ def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[
                 yield from ranges(value, f"{path}.{key}")
 
 
-def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[str]:
-    """A sentence if the slots cannot share the batch evenly; Determined would shrink the batch."""
+def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[Problem]:
+    """A problem if the slots cannot share the batch evenly; Determined would shrink the batch."""
     if global_batch_size is not None and global_batch_size % max(slots, 1):
-        yield (
-            f"hyperparameters.global_batch_size: got {global_batch_size}, which does not divide "
-            f"among {slots} slots; allowed: a multiple of {slots}"
+        yield Problem(
+            "hyperparameters.global_batch_size",
+            f"got {global_batch_size}, which does not divide among {slots} slots; allowed: a "
+            f"multiple of {slots}",
         )
 
 
 @dataclass(frozen=True)
 class _Named:
-    """A trial, and whether its name belongs in the hyperparameters or in the entrypoint."""
+    """The name of a trial, and the key that has it."""
 
     path: str
-    factory: Factory
-    in_hyperparameters: bool
+    key: str
 
 
 def _named_trial(
-    config: Mapping[str, Any], raw: Mapping[str, Any], given: str | None, problems: list[str]
+    config: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any],
+    option: str | None,
+    problems: list[str],
 ) -> _Named | None:
-    entrypoint, ours = config.get("entrypoint"), raw.get("trial")
-    is_legacy = isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint)
-    if given is not None:
-        place, path = "--trial", given
-    elif isinstance(ours, str):
-        place, path = "hyperparameters.trial", ours
-    elif is_legacy:
-        place, path = "entrypoint", str(entrypoint)
-    else:
-        found = "missing" if ours is None else f"got {ours!r}"
-        problems.append(
-            f"hyperparameters.trial: {found}; allowed: module:Class of a PyTorchTrial there, as "
-            "the entrypoint, or as --trial module:Class"
-        )
-        return None
-    try:
-        factory = load_factory(path)
-    except ValueError as error:
-        problems.append(f"{place}: {error}; allowed: module:Class of a PyTorchTrial")
-        return None
-    in_hyperparameters = isinstance(ours, str) or _own_class(factory, "Hparams") is not None
-    return _Named(path, factory, in_hyperparameters)
+    entrypoint, ours = config.get("entrypoint"), hyperparameters.get("trial")
+    if option is not None:
+        return _Named(option, "--trial")
+    if isinstance(ours, str):
+        return _Named(ours, "hyperparameters.trial")
+    if isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint):
+        return _Named(entrypoint, "entrypoint")
+    text = (
+        f"{'missing' if ours is None else f'got {ours!r}'}; allowed: module:Class of a "
+        "PyTorchTrial there, as the entrypoint, or as --trial module:Class"
+    )
+    problems.append(Problem("hyperparameters.trial", text))
+    return None
 
 
-def _misspelt(config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each key that looks like a misspelt key of Determined's.
+def _misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each key that looks like a misspelt key of Determined's.
 
     Such a key would have no effect, because the master knows only its own keys. In sections that we
     read in part, other unknown keys are allowed.
@@ -431,13 +456,7 @@ def _misspelt(config: Mapping[str, Any]) -> Iterator[str]:
         section = config.get(name) if name else config
         for key in section.keys() - keys if isinstance(section, Mapping) else ():
             for near in difflib.get_close_matches(str(key), keys, n=1, cutoff=0.8):
-                yield f"{name}.{key}".lstrip(".") + f": unknown key; did you mean {near}?"
-
-
-def _own_class(factory: Factory | None, name: str) -> type[Any] | None:
-    """The attribute `name` of a trial class if it is a settings class; else None."""
-    found = getattr(factory, name, None) if isinstance(factory, type) else None
-    return found if is_settings_class(found) else None
+                yield Problem(f"{name}.{key}".lstrip("."), f"unknown key; did you mean {near}?")
 
 
 @dataclass(frozen=True)
@@ -445,97 +464,85 @@ class _Known:
     """The hyperparameters that mean the same in every trial."""
 
     global_batch_size: int | None = setting(None, at_least=1)
+    amp: AmpSettings | None = setting(None)
 
 
-class _Parts:
-    """The sections of one configuration; each is read even if another has mistakes."""
+def _read_known(hyperparameters: Mapping[str, Any], problems: list[str]) -> _Known | None:
+    before = len(problems)
+    for path in ranges(hyperparameters):
+        text = f"got a range to search; allowed: one value, for instance by --config {path}=VALUE"
+        problems.append(Problem(path, text))
+    if len(problems) > before:
+        return None
+    amp = hyperparameters.get("amp")
+    settings = None
+    if isinstance(amp, Mapping):  # any other `amp` is the trial's own
+        settings = read(AmpSettings, amp, "hyperparameters.amp", problems)
+    size = {"global_batch_size": hyperparameters.get("global_batch_size")}
+    known = read(_Known, size, "hyperparameters", problems, strict=False)
+    return None if known is None else dataclasses.replace(known, amp=settings)
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        raw: Mapping[str, Any],
-        named: _Named | None,
-        completed: bool,
-    ) -> None:
-        self.config, self.named, self.completed = config, named, completed
-        self.hyperparameters = constants(raw)
-        if named is not None and named.in_hyperparameters:
-            self.hyperparameters["trial"] = named.path
-        factory = named.factory if named else None
-        self.hparams_class = _own_class(factory, "Hparams")
-        self.data_class = _own_class(factory, "Data")
 
-    def read(self, problems: list[str]) -> Experiment[Any] | None:
-        """Read the experiment. On a mistake, append to `problems` or return None."""
-        strict = self.hparams_class is not None
-        hparams, sound = self._hparams(problems) if not problems else (None, False)
-        amp = self._amp(problems) if sound else None
-        data = self._data(problems)
-        platform = self._platform(problems)
-        problems.extend(_misspelt(self.config))
-        if strict or has_our_form(self.hyperparameters):
-            problems.extend(keys_without_effect(self.config, self.completed))
-        plan = read_plan(self.config, self.hyperparameters, problems) if sound else None
-        size = self.hyperparameters.get("global_batch_size")
-        if platform is not None and sound:
-            problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
-        if self.named is None or platform is None or plan is None:
-            return None
-        return Experiment(
-            config=self._recorded(platform),
-            trial=self.named.path,
-            factory=self.named.factory,
-            platform=platform,
-            hyperparameters=self.hyperparameters,
-            plan=plan,
-            amp=amp,
-            global_batch_size=size,
-            data=data,
-            hparams=hparams,
-        )
+@dataclass(frozen=True)
+class _Own:
+    """What the trial itself adds to its experiment.
 
-    def _hparams(self, problems: list[str]) -> tuple[Any, bool]:
-        """The instance of the trial's class `Hparams`, and whether the section is correct."""
-        before = len(problems)
-        if self.hparams_class is not None:
-            found = read(self.hparams_class, self.hyperparameters, "hyperparameters", problems)
-            return found, found is not None
-        for path in ranges(self.hyperparameters):
-            problems.append(
-                f"{path}: got a range to search; allowed: one value, for instance by "
-                f"--config {path}=VALUE"
-            )
-        if len(problems) == before:
-            read(_Known, self.hyperparameters, "hyperparameters", problems, strict=False)
-        return None, len(problems) == before
+    Args:
+        path: `module:name` of the factory.
+        factory: The trial class, or a function that makes the trial.
+        hyperparameters: The hyperparameters that the trial gets.
+        hparams: An instance of its class `Hparams`; None if it has none.
+        data: An instance of its class `Data`, else the section as it is.
+    """
 
-    def _amp(self, problems: list[str]) -> AmpSettings | None:
-        section = self.hyperparameters.get("amp")
-        if not isinstance(section, Mapping):
-            return None
-        return read(AmpSettings, section, "hyperparameters.amp", problems)
+    path: str
+    factory: Factory
+    hyperparameters: Mapping[str, Any]
+    hparams: Any
+    data: Any
 
-    def _data(self, problems: list[str]) -> Any:
-        raw = {} if self.config.get("data") is None else self.config["data"]
-        return raw if self.data_class is None else read(self.data_class, raw, "data", problems)
 
-    def _platform(self, problems: list[str]) -> Platform | None:
-        before = len(problems)
-        platform = read(Platform, self.config, "", problems, strict=False)
-        if self.hparams_class is not None and len(problems) == before:
-            problems.extend(
-                f"{path}: missing; allowed: {allowed}"
-                for path, allowed in _REQUIRED
-                if value_at(self.config, path) is None
-            )
-        return platform
+def _read_own(
+    named: _Named, config: Mapping[str, Any], hyperparameters: Mapping[str, Any], source: str
+) -> _Own:
+    """Import the trial, and check the sections that only it knows."""
+    from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 
-    def _recorded(self, platform: Platform) -> dict[str, Any]:
-        """The configuration with trial and seed, so that it needs no further arguments."""
-        seed = platform.reproducibility.experiment_seed
-        changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
-        if self.named is not None and self.named.in_hyperparameters:
-            changes["hyperparameters"] = {"trial": self.named.path}
-        elif self.named is not None:
-            changes["entrypoint"] = self.named.path
-        return _merged(self.config, changes)
+    try:
+        factory = load_factory(named.path)
+    except ValueError as error:
+        text = f"{error}; allowed: module:Class of a PyTorchTrial"
+        raise ConfigError(source, [Problem(named.key, text)]) from error
+    problems: list[str] = []
+    values, hparams = dict(hyperparameters), None
+    data = {} if config.get("data") is None else config["data"]
+    strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
+    if strict is not None or isinstance(values.get("trial"), str):
+        values["trial"] = named.path
+    if strict is not None:
+        hparams = read(strict, values, "hyperparameters", problems)
+        for key, allowed in _REQUIRED:
+            if value_at(config, key) is None:
+                problems.append(Problem(key, f"missing; allowed: {allowed}"))
+    if data_class is not None:
+        data = read(data_class, data, "data", problems)
+    if problems:
+        raise ConfigError(source, problems)
+    return _Own(named.path, factory, values, hparams, data)
+
+
+def _own_class(factory: Factory, name: str) -> type[Any] | None:
+    """The attribute `name` of a trial class if it is a settings class; else None."""
+    held = getattr(factory, name, None) if isinstance(factory, type) else None
+    return held if is_settings_class(held) else None
+
+
+def _recorded(config: Mapping[str, Any], own: _Own, platform: Platform) -> dict[str, Any]:
+    """The configuration with trial and seed, so that it needs no further arguments."""
+    seed = platform.reproducibility.experiment_seed
+    changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
+    if isinstance(own.hyperparameters.get("trial"), str):
+        changes["hyperparameters"] = {"trial": own.hyperparameters["trial"]}
+    else:
+        changes["entrypoint"] = own.path
+    return _merged(config, changes)

@@ -1,64 +1,14 @@
-"""Options that several commands share, including `--config` as in `det experiment create`.
-
-This module imports little: `search` needs it before it imports torch.
-"""
+"""Changes to a configuration by the options `--config` and `--precision`."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from determined_amp.experiment.settings import ConfigError
+from determined_amp.experiment.plan import UNITS
+from determined_amp.experiment.settings import ConfigError, Problem
 from determined_amp.experiment.yaml_text import load_yaml
-
-# Of a length or a period, which has one of them.
-UNITS = ("batches", "records", "epochs")
-
-
-def add_override_option(parser: argparse.ArgumentParser) -> None:
-    """Add the repeatable option `--config KEY=VALUE`, stored as `overrides`."""
-    parser.add_argument(
-        "--config",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="change one value of the YAML, as `det experiment create --config` does",
-    )
-
-
-def add_trial_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--trial module:Class`."""
-    parser.add_argument(
-        "--trial",
-        metavar="MODULE:CLASS",
-        help="the trial, or a function that makes it, if the YAML does not name it",
-    )
-
-
-def add_batches_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--batches`, the number of batches to measure on."""
-    parser.add_argument(
-        "--batches",
-        type=at_least(1, 1000),
-        default=4,
-        metavar="N",
-        help="training batches to measure on (4)",
-    )
-
-
-def at_least(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """The `type` of an option that takes an integer from `least` to `most`."""
-
-    def number(text: str) -> int:
-        if not (text.isdecimal() and len(text) < 20 and least <= int(text) <= most):
-            limit = f" and <= {most}" if most < 10**9 else ""
-            raise argparse.ArgumentTypeError(f"got {text}; allowed: an integer >= {least}{limit}")
-        return int(text)
-
-    return number
 
 
 def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -79,10 +29,35 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
         for parent in parents:
             if section.get(parent) is None:
                 section[parent] = {}
+            if not isinstance(section[parent], dict):
+                problem = Problem(key, f"{parent} is a value, not a section")
+                raise ConfigError("--config", [problem])
             section = section[parent]
-            if not isinstance(section, dict):
-                raise ConfigError("--config", [f"{key}: {parent} is a value, not a section"])
         if last in UNITS and parents and parents[-1].endswith(("_length", "_period")):
             section.clear()
         section[last] = load_yaml(value, f"--config: {key}")
     return changed
+
+
+def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
+    """An experiment configuration with another precision.
+
+    Args:
+        config: The configuration, with or without a section `hyperparameters.amp`.
+        precision: The value of a `Precision`; None changes nothing.
+
+    Raises:
+        ConfigError: if `hyperparameters.amp` is something else than a section.
+    """
+    hyperparameters = config.get("hyperparameters") or {}
+    if precision is None or not isinstance(hyperparameters, Mapping):
+        return dict(config)
+    section = hyperparameters.get("amp")
+    if section is not None and not isinstance(section, Mapping):
+        text = (
+            f"got {section!r}, which is the trial's own; allowed: a section amp: "
+            "{precision: ...}, or no key of that name"
+        )
+        raise ConfigError("--precision", [Problem("hyperparameters.amp", text)])
+    amp = {**(section or {}), "precision": precision}
+    return {**config, "hyperparameters": {**hyperparameters, "amp": amp}}

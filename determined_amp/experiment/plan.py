@@ -3,6 +3,7 @@
 Our form has the section `hyperparameters.training`, which a script on a cluster receives.
 Determined's own form has `searcher.max_length`, `min_validation_period`, `optimizations` and the
 like. Determined 0.38.1 reads them only for an entrypoint `module:Class`; they mean the same here.
+`perform_initial_validation` and `optimizations.average_aggregated_gradients` belong to both forms.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.experiment.dotted import put, value_at
-from determined_amp.experiment.overrides import UNITS
-from determined_amp.experiment.settings import plain, read, setting
+from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.settings import Problem, read, setting
 from determined_amp.experiment.training import Length, TrainingSettings
+
+# Units of a length or a period in Determined's form; our form has no records.
+UNITS = ("batches", "records", "epochs")
 
 # Keys without effect for a script entrypoint: (name, the master's default, what to use instead).
 WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
@@ -24,9 +27,7 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
     ("min_checkpoint_period", {"batches": 0}, "hyperparameters.training.checkpoint_period"),
     ("scheduling_unit", 100, "hyperparameters.training.reporting_period"),
     ("records_per_epoch", 0, "hyperparameters.training in batches or epochs"),
-    ("perform_initial_validation", False, "nothing: determined_amp train validates by its periods"),
     ("optimizations.aggregation_frequency", 1, "hyperparameters.aggregation_frequency"),
-    ("optimizations.average_aggregated_gradients", True, "nothing: gradients are averaged"),
     ("optimizations.gradient_compression", False, "nothing: it is for Horovod only"),
     ("optimizations.average_training_metrics", True, "nothing: metrics are exact over ranks"),
     ("optimizations.mixed_precision", "O0", "hyperparameters.amp.precision"),
@@ -68,25 +69,34 @@ def read_plan(
     Args:
         config: The experiment configuration.
         hyperparameters: The hyperparameters of the trial.
-        problems: A sentence per mistake is appended.
+        problems: The mistakes are appended.
     """
     if has_our_form(hyperparameters):
-        return _read_ours(hyperparameters, problems)
+        return _read_ours(config, hyperparameters, problems)
     return _read_determineds(config, hyperparameters, problems)
 
 
-def keys_without_effect(config: Mapping[str, Any], completed: bool) -> Iterator[str]:
-    """A sentence for each key that has no effect in a configuration of our form.
+def keys_without_effect(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each key that has no effect in a configuration of our form.
 
-    Args:
-        config: The experiment configuration.
-        completed: Whether a master has filled in its defaults, which then are not mistakes.
+    A key with the master's default asks for nothing: a master fills it in.
     """
     for name, default, instead in WITHOUT_EFFECT:
         value = value_at(config, name)
-        if value is None or (completed and value == default):
-            continue
-        yield f"{name}: got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+        if value is not None and value != default:
+            text = f"got {value!r}, which has no effect in Determined 0.38.1; use {instead}"
+            yield Problem(name, text)
+
+
+def in_our_form(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration without the keys that have no effect in our form."""
+    changed = copy.deepcopy(dict(config))
+    for name, _, _ in WITHOUT_EFFECT:
+        section, _, key = name.rpartition(".")
+        place = value_at(changed, section) if section else changed
+        if isinstance(place, dict):
+            place.pop(key, None)
+    return changed
 
 
 def is_test(config: Mapping[str, Any]) -> bool:
@@ -107,26 +117,39 @@ def for_test(config: Mapping[str, Any]) -> dict[str, Any]:
 
     The changed configuration has keys of Determined's form, and lacks the direction of the metric.
     """
-    mended = copy.deepcopy(dict(config))
-    for name, _, _ in WITHOUT_EFFECT:
-        if value_at(mended, name) is not None:
-            put(mended, name.split("."), None)
+    mended = in_our_form(config)
     mended["searcher"].setdefault("smaller_is_better", True)
     return mended
 
 
 @dataclass(frozen=True)
-class _OurKeys:
+class _Optimizations:
+    aggregation_frequency: int = setting(1, at_least=1)
+    average_aggregated_gradients: bool = setting(True)
+
+
+@dataclass(frozen=True)
+class _OfBothForms:
+    perform_initial_validation: bool = setting(False)
+    optimizations: _Optimizations = setting(_Optimizations())
+
+
+@dataclass(frozen=True)
+class _OurHyperparameters:
     aggregation_frequency: int = setting(1, at_least=1)
 
 
-def _read_ours(hyperparameters: Mapping[str, Any], problems: list[str]) -> Plan | None:
+def _read_ours(
+    config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
+) -> Plan | None:
     place = "hyperparameters"
     training = read(TrainingSettings, hyperparameters["training"], f"{place}.training", problems)
-    keys = read(_OurKeys, hyperparameters, place, problems, strict=False)
-    if training is None or keys is None:
+    ours = read(_OurHyperparameters, hyperparameters, place, problems, strict=False)
+    both = read(_OfBothForms, config, "", problems, strict=False)
+    if training is None or ours is None or both is None:
         return None
-    return Plan(training, keys.aggregation_frequency)
+    average = both.optimizations.average_aggregated_gradients
+    return Plan(training, ours.aggregation_frequency, average, both.perform_initial_validation)
 
 
 @dataclass(frozen=True)
@@ -143,18 +166,10 @@ class _Period:
 
 
 @dataclass(frozen=True)
-class _Optimizations:
-    aggregation_frequency: int = setting(1, at_least=1)
-    average_aggregated_gradients: bool = setting(True)
-
-
-@dataclass(frozen=True)
-class _DeterminedKeys:
+class _DeterminedKeys(_OfBothForms):
     min_validation_period: _Period = setting(_Period(batches=0))
     min_checkpoint_period: _Period = setting(_Period(batches=0))
     scheduling_unit: int = setting(100, at_least=1)
-    perform_initial_validation: bool = setting(False)
-    optimizations: _Optimizations = setting(_Optimizations())
 
 
 def _read_determineds(
@@ -183,26 +198,6 @@ def _read_determineds(
     )
 
 
-def in_determineds_form(plan: Plan) -> dict[str, Any]:
-    """A plan as keys of Determined's form: the inverse of `read_plan`."""
-    training = plan.training
-    return {
-        "searcher": {"max_length": _in_its_unit(training.max_length)},
-        "min_validation_period": _in_its_unit(training.validation_period) or {"batches": 0},
-        "min_checkpoint_period": _in_its_unit(training.checkpoint_period) or {"batches": 0},
-        "scheduling_unit": training.reporting_period.batches,
-        "perform_initial_validation": plan.initial_validation,
-        "optimizations": {
-            "aggregation_frequency": plan.aggregation_frequency,
-            "average_aggregated_gradients": plan.average_aggregated_gradients,
-        },
-    }
-
-
-def _in_its_unit(length: Length | None) -> dict[str, int] | None:
-    return {unit: count for unit, count in plain(length).items() if count} if length else None
-
-
 def _max_length(
     config: Mapping[str, Any], batch_size: int | None, problems: list[str]
 ) -> Length | None:
@@ -216,7 +211,7 @@ def _max_length(
     if period is None:
         return None
     if not (period.batches or period.records or period.epochs):
-        problems.append(f"{place}: got 0; allowed: 1 or more")
+        problems.append(Problem(place, "got 0; allowed: 1 or more"))
     return _length(period, place, batch_size, problems)
 
 
@@ -231,10 +226,11 @@ def _length(
         return Length(epochs=period.epochs)
     if period.records:
         if batch_size is None:
-            problems.append(
-                f"{place}.records: needs hyperparameters.global_batch_size; allowed: that, or a "
-                "length in batches or epochs"
+            text = (
+                "needs hyperparameters.global_batch_size; allowed: that, or a length in batches or "
+                "epochs"
             )
+            problems.append(Problem(f"{place}.records", text))
             return None
         return Length(batches=max(period.records // batch_size, 1))
     return Length(batches=period.batches) if period.batches else None

@@ -31,10 +31,6 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("<", operator.lt),
 }
 
-
-# The largest and the smallest positive number of float32.
-_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-149
-
 # Metadata key that marks a field as declared by `setting`.
 _DECLARED = "declared by setting"
 
@@ -44,16 +40,32 @@ class _CanContradict(typing.Protocol):
     def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
+class Problem(str):
+    """One mistake in a configuration, as a sentence that begins with its key.
+
+    Args:
+        key: The dotted key that is wrong; empty for a mistake of the whole configuration.
+        text: What was given, what is allowed, what to do.
+    """
+
+    key: str
+
+    def __new__(cls, key: str, text: str) -> Problem:
+        problem = super().__new__(cls, f"{key}: {text}" if key else text)
+        problem.key = key
+        return problem
+
+
 class ConfigError(UserError, ValueError):
     """All mistakes in one configuration, one per line; the first line has the first mistake.
 
     Args:
         source: A file, the name of an experiment, or a command-line option.
-        problems: A sentence per mistake: where it is, what was given, what is allowed.
+        problems: The mistakes. One without a key is a mistake of the whole configuration.
     """
 
     def __init__(self, source: str, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(p if isinstance(p, Problem) else Problem("", p) for p in problems)
         first, *others = self.problems
         several = f" (1 of {len(self.problems)} problems)" if others else ""
         lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
@@ -96,7 +108,7 @@ def read(
             `section_of(text: str)`, which returns the section that a text stands for, or None.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
-        problems: A sentence per mistake is appended.
+        problems: The mistakes are appended.
         strict: Whether an unknown key is a mistake. It is False for Determined's own sections,
             which have more keys than we read; null then counts as no key.
 
@@ -107,7 +119,7 @@ def read(
     if isinstance(raw, str) and section_of is not None:
         raw = section_of(raw) or raw
     if not isinstance(raw, Mapping):
-        problems.append(f"{path}: got {_shown(raw)}; allowed: a mapping of keys to values")
+        problems.append(Problem(path, f"got {_shown(raw)}; allowed: a mapping of keys to values"))
         return None
     if not strict:
         raw = {key: value for key, value in raw.items() if value is not None}
@@ -116,7 +128,8 @@ def read(
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in raw:
         if strict and key not in fields:
-            problems.append(f"{_join(path, key)}: unknown key; {_suggestion(str(key), fields)}")
+            text = f"unknown key; {_suggestion(str(key), fields)}"
+            problems.append(Problem(_join(path, key), text))
     values: dict[str, object] = {}
     for name, field in fields.items():
         if name in raw:
@@ -126,15 +139,16 @@ def read(
             # Read an empty section to report the keys that are missing in it.
             values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
         elif field.default is dataclasses.MISSING:
-            allowed = _allowed(hints[name], field)
-            problems.append(f"{_join(path, name)}: missing; allowed: {allowed}")
+            text = f"missing; allowed: {_allowed(hints[name], field)}"
+            problems.append(Problem(_join(path, name), text))
     if len(problems) > before:
         return None
     make: Callable[..., T] = cls
     made = make(**values)
     given = frozenset(name for name in fields if raw.get(name) is not None)
     if isinstance(made, _CanContradict):
-        problems.extend(f"{_join(path, key)}: {text}" for key, text in made.contradictions(given))
+        wrong = made.contradictions(given)
+        problems.extend(Problem(_join(path, key), text) for key, text in wrong)
     return made if len(problems) == before else None
 
 
@@ -159,7 +173,7 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
 def plain(value: Any) -> Any:
     """Settings as plain YAML types: the inverse of `read`.
 
-    Settings that contradict others are left out, because `read` would refuse them.
+    Defaults that contradict other settings are left out, because `read` would refuse them.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -195,8 +209,8 @@ def _value(
         return read(typing.cast("type[object]", kind), raw, path, problems, strict=strict)
     value = _converted(kind, raw)
     if value is None or not _within(value, field):
-        hint_text = _hint_for(kind, raw)
-        problems.append(f"{path}: got {_shown(raw)}; allowed: {_allowed(hint, field)}{hint_text}")
+        allowed = f"{_allowed(hint, field)}{_hint_for(kind, raw)}"
+        problems.append(Problem(path, f"got {_shown(raw)}; allowed: {allowed}"))
     return value
 
 
@@ -209,10 +223,8 @@ def _converted(kind: Any, raw: object) -> object:
     if kind in (int, float) and isinstance(raw, bool):
         return None
     if kind is float:
-        return _float32(raw) if isinstance(raw, (int, float)) else None
-    if kind is int:
-        return raw if isinstance(raw, int) and abs(raw) < 2**63 else None
-    if kind in (bool, str):
+        return _finite(raw) if isinstance(raw, (int, float)) else None
+    if kind in (bool, int, str):
         return raw if isinstance(raw, kind) else None
     if typing.get_origin(kind) is tuple:
         listed = isinstance(raw, (list, tuple)) and all(isinstance(item, str) for item in raw)
@@ -220,14 +232,12 @@ def _converted(kind: Any, raw: object) -> object:
     raise TypeError(f"settings cannot hold {kind!r}")
 
 
-def _float32(number: float) -> float | None:
-    """The number, or None if it is outside the range of float32, in which it is used."""
+def _finite(number: float) -> float | None:
+    """The number as a float; None if it is not finite."""
     try:
-        in_float64 = float(number)
+        return float(number) if math.isfinite(number) else None
     except OverflowError:  # an integer too large for a float
         return None
-    held = abs(in_float64) <= _LARGEST and (in_float64 == 0 or abs(in_float64) >= _SMALLEST)
-    return in_float64 if held else None  # None for NaN, too: it compares as false
 
 
 def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
@@ -267,10 +277,6 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
 def _hint_for(kind: Any, raw: object) -> str:
     if isinstance(raw, Mapping) and "type" in raw:
         return " (this is a search space: run it as a search, or give one value to train with)"
-    if isinstance(raw, int) and kind is int and _converted(int, raw) is None:
-        return "" if isinstance(raw, bool) else " (64 bits)"
-    if isinstance(raw, (int, float)) and kind is float and abs(raw) < math.inf:
-        return "" if _float32(raw) is not None else f" (float32: {_SMALLEST:.2g} to {_LARGEST:.2g})"
     if kind in (int, float) and isinstance(raw, str):
         try:
             number = float(raw)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from determined import pytorch
+from typing import TYPE_CHECKING
 
 from determined_amp.experiment.settings import setting
+
+if TYPE_CHECKING:
+    from determined import pytorch
 
 LENGTH_UNITS = ("batches", "epochs")
 
@@ -44,6 +46,8 @@ class Length:
             )
 
     def unit(self) -> pytorch.TrainUnit:
+        from determined import pytorch  # noqa: PLC0415  # imports torch, which takes seconds
+
         if self.epochs is not None:
             return pytorch.Epoch(self.epochs)
         assert self.batches is not None

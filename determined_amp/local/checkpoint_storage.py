@@ -115,7 +115,6 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         _sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune(final)
-        self._reports.saved(complete_checkpoints(self._folder))
 
     def _prune(self, newest: Path) -> None:
         # A resume has passed over later ones than the newest. One whose metadata cannot be read is

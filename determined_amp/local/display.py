@@ -20,9 +20,9 @@ from rich.table import Table
 from determined_amp.amp.metrics import MetricName
 from determined_amp.audit.report import AuditMetricName
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
+from determined_amp.runs.folder import RunFolder
 
 # The metrics of a report line, in this order, with their formats.
 _SHOWN = {

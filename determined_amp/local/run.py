@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import determined as det
 import torch
 from determined import core, util
 from determined.common import detignore
@@ -42,10 +43,11 @@ from determined_amp.local.checkpoint_storage import (
 )
 from determined_amp.local.context import trial_context
 from determined_amp.local.display import Display
-from determined_amp.local.folder import End, RunFolder
 from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener
+from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import Run, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -100,26 +102,32 @@ class RunRecorder(RunListener):
         experiment: What the run trains.
         resumed: Whether it continues an earlier process.
         batches: Number of batches that earlier processes trained.
+        slots: Number of processes.
     """
 
-    def __init__(self, experiment: Experiment[Any], batches: int, *, resumed: bool) -> None:
+    def __init__(
+        self, experiment: Experiment[Any], batches: int, slots: int, *, resumed: bool
+    ) -> None:
         self._experiment = experiment
         self._resumed = resumed
         self._batches = batches
+        self._slots = slots
         self._total: int | None = None  # until the training starts
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder, self._stop = folder, stop
         if not self._resumed:
             folder.forget_metrics_after(0)
-            folder.describe(self._experiment)
+            folder.describe(self._experiment, slots=self._slots)
 
     def on_training(self, first_batch: int, total_batches: int) -> None:
         self._total = total_batches
         if self._resumed:
             self._folder.forget_metrics_after(first_batch)
-            self._folder.describe(self._experiment, resumed=True)
-        self._folder.forget_end()
+            run = self._folder.describe(
+                self._experiment, first_batch=first_batch, slots=self._slots
+            )
+            _warn_of_changes(run)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         self._batches = line["batches"]
@@ -135,29 +143,44 @@ class RunRecorder(RunListener):
                 if not self._folder.path.exists():
                     raise
             # A resume that fails before it trains does not change how the run ended.
-            if self._total is not None or not self._folder.end.exists():
+            if self._total is not None or not self._resumed:
                 self._record(*self._after(error))
             raise
         if self._stop.obeyed:
-            self._record("stopped", self._stop.reason)
+            self._record(RunState.STOPPED, self._stop.reason)
         elif self._total is not None and self._batches < self._total:
-            self._record("stopped", "the trial asked to stop")
+            self._record(RunState.STOPPED, "the trial asked to stop")
         else:
-            self._record("completed", "")
+            self._record(RunState.COMPLETED, "")
 
-    def _after(self, error: BaseException) -> tuple[str, str]:
+    def _after(self, error: BaseException) -> tuple[RunState, str]:
         left = isinstance(error, SystemExit) and self._stop.requested
         if left or isinstance(error, KeyboardInterrupt):
-            return "stopped", self._stop.reason
+            return RunState.STOPPED, self._stop.reason
         if isinstance(error, UserError):
-            return "failed", str(error)
-        return "failed", ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            return RunState.FAILED, str(error)
+        if isinstance(error, det.InvalidHP):
+            return RunState.INVALID, str(error)
+        return RunState.FAILED, ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
-    def _record(self, state: str, reason: str) -> None:
+    def _record(self, state: RunState, reason: str) -> None:
         try:
-            self._folder.record_end(End(state, reason, self._batches))
+            self._folder.end(state, reason)
         except OSError as lost:  # a full disk may have ended the run itself
             logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
+
+
+def _warn_of_changes(run: Run) -> None:
+    """Log what this resume changed: reports do not compare such a run with others."""
+    first = run.parts[-1].first_batch
+    changes = (
+        f"{name} from {values[-2][1]} to {values[-1][1]}"
+        for name, values in run.changed.items()
+        if values[-2][1] != values[-1][1]
+    )
+    said = "; ".join(changes)
+    if said:
+        logger.warning("the resume after %d batches changed %s", first, said)
 
 
 class LocalController(SafeController):
@@ -260,7 +283,7 @@ def train(
         console = Console(quiet=not (chief and show))
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
-        recorder = RunRecorder(experiment, first_batch, resumed=resume is not None)
+        recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
         told = [recorder, *display, *listeners] if chief else []
         reports = None
         if chief:

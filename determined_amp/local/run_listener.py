@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from determined import core
 
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.local.folder import RunFolder
 from determined_amp.local.processes import StopOnSignal
+from determined_amp.runs.folder import RunFolder
 
 
 class RunListener:
@@ -39,12 +38,6 @@ class RunListener:
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         """A line was added to `metrics.jsonl`: the metrics, their `group`, and `batches`."""
-
-    def on_progress(self, share: float) -> None:
-        """The run has completed this share, in [0, 1]."""
-
-    def on_checkpoints(self, checkpoints: Sequence[Path]) -> None:
-        """These checkpoints are in the run folder now, oldest first."""
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         """The run has ended.
@@ -99,15 +92,6 @@ class LocalReports(core.DummyTrainContext):
     def set_status(self, status: str) -> None:
         for listener in self._listeners:
             listener.on_status(status)
-
-    def report_progress(self, progress: float) -> None:
-        for listener in self._listeners:
-            listener.on_progress(progress)
-
-    def saved(self, checkpoints: Sequence[Path]) -> None:
-        """Tell listeners that these checkpoints are in the folder now, oldest first."""
-        for listener in self._listeners:
-            listener.on_checkpoints(checkpoints)
 
     def _report_trial_metrics(
         self,

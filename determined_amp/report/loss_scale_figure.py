@@ -15,7 +15,8 @@ from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
 from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import STYLE
-from determined_amp.report.runs import Run, Source
+from determined_amp.report.source import Source
+from determined_amp.runs.run import Run
 
 _WIDTH = 9.0
 _MARGIN_BITS = 4
@@ -85,7 +86,7 @@ def _draw_metric(
 ) -> None:
     alone = not search.also_searched
     title = search.metric.replace("_", " ").capitalize()
-    if search.counts_lost_steps and search.metric == "loss_scale_score":
+    if search.metric == "loss_scale_score":
         title += ": log₂(1 + optimizer steps lost)"
         if found is not None:
             panels.predicted_scores(axes, found, _limits(found.finding, search.runs))

@@ -17,7 +17,7 @@ from determined_amp.report.loss_scale_figure import draw
 from determined_amp.report.loss_scale_panels import power
 from determined_amp.report.loss_scale_text import over_loss_scale, predict, sentences
 from determined_amp.report.master_runs import read_finding
-from determined_amp.report.runs import Machine, Source
+from determined_amp.report.source import Source
 from determined_amp.report.sources import (
     drawn_with,
     folder_beside,
@@ -25,6 +25,7 @@ from determined_amp.report.sources import (
     read_source,
     refuse_precisions,
 )
+from determined_amp.runs.run import Machine
 
 # Columns of the trial table, after the searcher's metric.
 _METRICS = (
@@ -127,7 +128,7 @@ def _provenance(found: FoundScale | None, search: Source) -> dict[str, Mapping[s
     seeds = {run.seed for run in search.runs if run.seed is not None}
     trials: dict[str, Any] = {"trials": len(search.runs), "seeds": len(seeds) or "unknown"}
     machine = search.runs[0].machine
-    facts = {"device": machine.device, "torch": machine.torch, "date": machine.date}
+    facts = {"device": machine.device, "torch": machine.torch, "date": search.runs[0].date}
     known = {**facts, **machine.versions} if machine != Machine() else {}
     parts: dict[str, Mapping[str, Any]] = {
         "search": {"from": search.origin, **trials, **known},

@@ -16,7 +16,8 @@ from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import open_trial
 from determined_amp.report.loss_scale_figure import points_of
 from determined_amp.report.loss_scale_panels import predicted_score, seed_band
-from determined_amp.report.runs import SCALE, ReportError, Source, State, is_scale
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.task import Task
 
 # The sections of a configuration that the finder needs; a master fills in more.
@@ -88,14 +89,9 @@ def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
         yield from _scores(found, search)
         yield from _skips(finding, search)
     yield from _best(finding, search)
-    if any(run.is_scored for run in search.runs) and not search.counts_lost_steps:
-        yield (
-            "loss_scale_score is that of an older version here, which counts no lost steps; a new "
-            "search has them"
-        )
     if found is not None:
         yield from _cost(found, search)
-    failed = [run for run in search.runs if run.state is State.FAILED]
+    failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
 
@@ -131,7 +127,7 @@ def _scores(found: FoundScale, search: Source) -> Iterator[str]:
     differences = [
         (abs(run.metrics["loss_scale_score"] - predicted_score(found, run.scale_log2)), run)
         for run in search.runs
-        if run.is_scored and search.counts_lost_steps
+        if run.is_scored
     ]
     if differences:
         most, run = max(differences, key=lambda pair: pair[0])

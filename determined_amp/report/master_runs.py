@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 import warnings
@@ -16,21 +15,18 @@ from typing import TYPE_CHECKING, Any
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
-from determined_amp.amp.metrics import MetricName
 from determined_amp.experiment.dotted import flat
-from determined_amp.experiment.experiment import TRIAL_SEED, parse
+from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.local.folder import End
-from determined_amp.local.master import NONSENSE, log_in
-from determined_amp.report.run_settings import SEED, of_experiment
-from determined_amp.report.runs import Machine, Report, ReportError, Run, Source, State, ended
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.master import NONSENSE, log_in
+from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.settings import SEED, of_experiment
 from determined_amp.search.task import Task, Verb
 
 if TYPE_CHECKING:
     from determined.experimental.client import Checkpoint, Determined, Trial
-
-Reports = tuple[Report, ...]
 
 MASTER = "DET_MASTER"
 
@@ -40,9 +36,12 @@ _TEXT = "precision.md"
 # The platform's names for floats that JSON cannot write as numbers.
 _NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
 
-# These mark the log of a search's invalid trial, which the platform calls completed.
-_GUARD = "determined_amp.amp.guard: "
-_INVALID = "invalid trial: "
+# The states of trials that have ended, without `STATE_`.
+_ENDED = {
+    "COMPLETED": RunState.COMPLETED,
+    "CANCELED": RunState.STOPPED,
+    "ERROR": RunState.FAILED,
+}
 
 
 def read_experiment(number: int, *, with_settings: bool = False) -> Source:
@@ -51,7 +50,7 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
     Args:
         number: The id of the experiment.
         with_settings: Also read the configuration of every trial, which must be one for
-            `determined_amp train`, and its log, for the machine and why the trial ended.
+            `determined_amp train`.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -61,11 +60,10 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
         experiment = determined.get_experiment(number)
         trials = experiment.list_trials()
         config = experiment.config or {}
-        training = _reports(determined, trials, "training")
-        validation = _reports(determined, trials, "validation")
+        reports = _reports(determined, trials)
         runs = (
-            _run(origin, config, t, training[t.id], validation[t.id], with_settings=with_settings)
-            for t in trials
+            _run(determined, origin, config, trial, reports[trial.id], with_settings=with_settings)
+            for trial in trials
         )
         return Source(origin, tuple(runs), config, notes=_unknown(trials))
 
@@ -151,55 +149,57 @@ def _downloaded(checkpoint: Checkpoint, origin: str, instead: str) -> Iterator[P
 
 
 def _run(
+    determined: Determined,
     origin: str,
     config: Mapping[str, Any],
     trial: Trial,
-    training: Reports,
-    validation: Reports,
+    reports: Reports,
     *,
     with_settings: bool,
 ) -> Run:
-    hparams = trial.hparams or {}
-    settings = _settings(origin, config, hparams) if with_settings else {}
-    # The seed of a search's trial is known only if the search sets it; else the platform draws it.
-    known = settings.get("searcher.name") == "single" or TRIAL_SEED in hparams
+    noted = _noted(determined, trial)
+    settings: dict[str, Any] = {}
+    if with_settings:
+        settings = _settings(origin, config, trial.hparams or {})
+        settings[SEED] = noted.get("seed")
+    machine = Machine.read(noted["machine"]) if "machine" in noted else Machine()
+    state, reason = _ended(trial, noted, settings, reports)
     return Run(
         f"{origin}, trial {trial.id}",
-        settings,
-        training,
-        validation,
-        *_ended(settings, trial, training, validation),
-        seed=settings.get(SEED) if known else None,
-        machine=_machine(trial, training) if with_settings else Machine(),
+        state,
+        reason,
+        (Part(settings=settings, machine=machine, date=noted.get("date")),),
+        reports,
         number=trial.id,
-        hparams=flat(hparams),
+        hparams=flat(trial.hparams or {}),
     )
 
 
+def _noted(determined: Determined, trial: Trial) -> Mapping[str, Any]:
+    """What the trial noted in the metadata of its run."""
+    answer = bindings.get_GetRunMetadata(determined._session, runId=trial.id)
+    noted = (answer.metadata or {}).get("amp")
+    return noted if isinstance(noted, Mapping) else {}
+
+
 def _ended(
-    settings: Mapping[str, Any], trial: Trial, training: Reports, validation: Reports
-) -> tuple[State, str]:
-    """How a trial ended, from its state on the master, its reports and its log.
+    trial: Trial, noted: Mapping[str, Any], settings: Mapping[str, Any], reports: Reports
+) -> tuple[RunState, str]:
+    """How a trial ended, from its state on the master, its metadata and its reports.
 
     A trial that the master calls completed may have ended early. Only the settings show that,
-    because they hold its length. Without settings the log is not read.
+    because they hold its length.
     """
-    status = str(trial.state.value if trial.state else "").removeprefix("STATE_").lower()
-    said = None
-    if settings and status == "error":
-        said = _last_match(trial, "no retry can help", r"no retry can help: (.*)")
-    ends = {
-        "error": End("failed", said[0] if said else "", 0),
-        "canceled": End("stopped", "it was canceled", 0),
-        "completed": End("stopped" if settings else "completed", "ended early by its search", 0),
-    }
-    state, reason = ended(settings, training, validation, ends.get(status))
-    if state is State.STOPPED and status == "completed":
-        said = _last_match(trial, _INVALID, rf"{_INVALID}(.*)")
-        said = said or _last_match(trial, _GUARD, rf"ERROR: .*{re.escape(_GUARD)}(.*)")
-        if said:
-            return ended(settings, training, validation, End("failed", said[0], 0))
-    return state, reason
+    status = str(trial.state.value if trial.state else "").removeprefix("STATE_")
+    state = _ENDED.get(status, RunState.RUNNING)
+    reason = str(noted.get("failure") or "")
+    if state is RunState.COMPLETED and reason:
+        state = RunState.INVALID
+    elif state is RunState.COMPLETED and settings:
+        state, reason = RunState.PRUNED, "ended early by its search"
+    elif state is RunState.STOPPED:
+        reason = "it was canceled"
+    return judged(state, reason, settings, reports)
 
 
 def _settings(
@@ -208,13 +208,8 @@ def _settings(
     """The configuration of one trial with every default filled in, as in a run folder."""
     try:
         task = Task.of(config)
-        experiment = parse(
-            config,
-            origin,
-            trial=task.trial if task else None,
-            hyperparameters=hyperparameters,
-            completed_by_master=True,
-        )
+        trial = task.trial if task else None
+        experiment = parse(config, origin, trial=trial, hyperparameters=hyperparameters)
         return of_experiment(experiment)
     except ConfigError as error:
         raise ReportError(
@@ -222,18 +217,17 @@ def _settings(
         ) from error
 
 
-def _reports(determined: Determined, trials: Iterable[Trial], group: str) -> dict[int, Reports]:
-    """The reports of one metric group, by trial id."""
-    found: dict[int, list[Report]] = {trial.id: [] for trial in trials}
-    if found:  # without ids the master answers with an error
-        for report in determined.iter_trials_metrics(list(found), group):
-            date = report.end_time.isoformat(timespec="seconds")
-            numbers = _numbers(report.metrics)
-            found[report.trial_id].append(Report(report.steps_completed, numbers, date))
-    return {
-        trial: tuple(sorted(reports, key=lambda report: report.batches))
-        for trial, reports in found.items()
-    }
+def _reports(determined: Determined, trials: Iterable[Trial]) -> dict[int, Reports]:
+    """The reports of all trials, by trial id."""
+    reports = {trial.id: Reports() for trial in trials}
+    for group in ("training", "validation") if reports else ():  # without ids the master fails
+        found: dict[int, list[Report]] = {number: [] for number in reports}
+        for sent in determined.iter_trials_metrics(list(found), group):
+            found[sent.trial_id].append(Report(sent.steps_completed, _numbers(sent.metrics)))
+        for number, ordered in found.items():
+            for report in sorted(ordered, key=lambda report: report.batches):
+                reports[number].add(group, report)
+    return reports
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -243,35 +237,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         if name != "batches"
         if isinstance(value, (int, float)) or (isinstance(value, str) and value in _NO_JSON_NUMBERS)
     }
-
-
-def _machine(trial: Trial, training: Sequence[Report]) -> Machine:
-    """The machine of a trial, from the `precision.described` line in its log.
-
-    In older logs the startup hook printed that line, and the versions in a second line.
-    """
-    described = r"\d+ x (.+), natively: .*tf32 (yes|no)(?:.*; torch (\S+), Python (\S+))?"
-    found = _last_match(trial, ", natively: ", described) or (Machine.device, None, None, None)
-    device, tf32, torch, python = found
-    if torch is None:
-        versions = _last_match(trial, "startup-hook: Python", r"Python (\S+) .*torch==(\S+)")
-        python, torch = versions or (Machine.torch, Machine.torch)
-    on_gpu = any(MetricName.PEAK_RESERVED_MEMORY_MIB in report.metrics for report in training)
-    return Machine(
-        device=device,
-        on_gpu=on_gpu,
-        has_tf32=on_gpu if tf32 is None else tf32 == "yes",
-        torch=torch,
-        versions={"python": python},
-        date=training[0].date if training else None,
-    )
-
-
-def _last_match(trial: Trial, text: str, pattern: str) -> tuple[Any, ...] | None:
-    """The groups of `pattern` in the last matching line of a trial's log; `text` prefilters."""
-    lines = trial.iter_logs(search_text=text)
-    found = [match.groups() for line in lines if (match := re.search(pattern, line))]
-    return found[-1] if found else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.experiment.amp_settings import Precision
-from determined_amp.report.runs import Machine, Run, Spread, State
+from determined_amp.runs.run import Machine, Run, Spread
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2
@@ -188,7 +188,7 @@ class Summary:
     @property
     def data_wait_share(self) -> float | None:
         """Share of the time that the loop waited for data: the median over the runs."""
-        shares = self.spread(lambda run: run.data_wait_share)
+        shares = self.spread(lambda run: run.reports.data_wait_share)
         return shares.median if shares else None
 
     @property
@@ -207,13 +207,11 @@ class Summary:
 def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
     """A summary for each precision with a finished or failed run, in the order of `Precision`."""
 
-    def having(precision: Precision, state: State) -> tuple[Run, ...]:
-        found = [run for run in runs if run.precision is precision and run.state is state]
+    def having(precision: Precision, *, failed: bool) -> tuple[Run, ...]:
+        found = [r for r in runs if r.precision is precision and r.state.is_failure is failed]
         return tuple(sorted(found, key=lambda run: (run.seed or 0, run.name)))
 
-    made = [
-        Summary(p, having(p, State.FINISHED), having(p, State.FAILED), metric) for p in Precision
-    ]
+    made = [Summary(p, having(p, failed=False), having(p, failed=True), metric) for p in Precision]
     return [summary for summary in made if summary.runs or summary.failed]
 
 

@@ -20,7 +20,7 @@ from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STY
 from determined_amp.report.precision_comparison import Comparison, Equivalence, Ratio, Summary
 from determined_amp.report.precision_findings import Findings
 from determined_amp.report.precision_text import seeds, setting
-from determined_amp.report.runs import Run
+from determined_amp.runs.run import Run
 
 COLORS = {
     Precision.FP32: INK,

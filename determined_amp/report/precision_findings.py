@@ -19,7 +19,9 @@ from determined_amp.report.precision_comparison import (
     speed_ratio,
     summaries,
 )
-from determined_amp.report.run_settings import (
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.run import Machine, Run, RunState
+from determined_amp.runs.settings import (
     ACCURACY,
     AMP,
     METRIC,
@@ -27,7 +29,6 @@ from determined_amp.report.run_settings import (
     SEED,
     SMALLER_IS_BETTER,
 )
-from determined_amp.report.runs import Machine, ReportError, Run, Source, State
 
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
@@ -37,9 +38,6 @@ _MAY_DIFFER = frozenset(
     {"name", "searcher.name", SEED, PRECISION, *(f"{AMP}.{key}" for key in SCALER_KEYS)}
 )
 _NAMED_RUNS = 2
-
-# The states of the runs that count: a stopped or running run says nothing about its precision.
-_COUNT = (State.FINISHED, State.FAILED)
 
 # The claims of the literature about AMP for ResNet-50.
 SPEED, MEMORY, POINTS = 2.0, 0.5, 0.3
@@ -79,12 +77,12 @@ class Findings:
     @property
     def machine(self) -> Machine:
         """The machine of all finished runs; dates may differ."""
-        return next(run for run in self.runs if run.state is State.FINISHED).machine
+        return next(run for run in self.runs if run.state is RunState.COMPLETED).machine
 
     @property
     def dates(self) -> tuple[str, ...]:
         """The first and the last day on which a run began, or one day; empty if unknown."""
-        days = sorted({run.machine.date[:10] for run in self.runs if run.machine.date})
+        days = sorted({run.date[:10] for run in self.runs if run.date})
         return tuple(dict.fromkeys(days[:1] + days[-1:]))
 
     @property
@@ -121,15 +119,21 @@ def find(
     """
     everything = [run for source in sources for run in source.runs]
     known = [run for run in everything if run.settings]
-    runs = tuple(run for run in known if run.state in _COUNT)
-    left_out = [f"{run.short_name}: {run.reason}" for run in known if run.state not in _COUNT]
+    for run in known:
+        if PRECISION not in run.settings:
+            raise ReportError(
+                f"{run.name}: {PRECISION}: missing; allowed: a trial with hyperparameters.amp, "
+                "which names its precision"
+            )
+    runs = tuple(run for run in known if _counts(run))
+    left_out = [f"{run.short_name}: {_why_not(run)}" for run in known if not _counts(run)]
     left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
     left_out += [reason for source in sources for reason in source.left_out]
     if not runs:
         seen = "; left out: " + "; ".join(left_out) if left_out else ""
         raise ReportError(f"no run has finished{seen}; allowed: finished runs of two precisions")
     check_comparable(runs)
-    finished = [run for run in runs if run.state is State.FINISHED]
+    finished = [run for run in runs if run.state is RunState.COMPLETED]
     metric = _metric(finished, metric)
     found = summaries(runs, metric)
     if smaller_is_better is None:
@@ -148,6 +152,20 @@ def find(
         left_out=tuple(left_out),
         notes=tuple(note for source in sources for note in source.notes),
     )
+
+
+def _counts(run: Run) -> bool:
+    """Whether a run says anything of its precision: a stopped, running or mixed one does not."""
+    return (run.state is RunState.COMPLETED or run.state.is_failure) and not run.changed
+
+
+def _why_not(run: Run) -> str:
+    changes = (
+        f"{name} changed at a resume: "
+        + ", ".join(f"{value} from batch {first}" for first, value in parts)
+        for name, parts in run.changed.items()
+    )
+    return "; ".join(changes) or run.reason
 
 
 def _metric(finished: Sequence[Run], wanted: str | None) -> str:
@@ -219,7 +237,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 def baseline(runs: Sequence[Run]) -> Precision:
     """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
-    finished = {run.precision for run in runs if run.state is State.FINISHED}
+    finished = {run.precision for run in runs if run.state is RunState.COMPLETED}
     return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
 
 
@@ -228,8 +246,9 @@ def _differences(runs: Sequence[Run]) -> Iterator[str]:
     for key in sorted({key for run in runs for key in run.settings} - _MAY_DIFFER):
         yield from _difference(key, [(run, run.settings.get(key, "not set")) for run in runs])
     # A failed run may have ended before its log named its machine.
-    finished = [run for run in runs if run.state is State.FINISHED]
+    finished = [run for run in runs if run.state is RunState.COMPLETED]
     yield from _difference("device", [(run, run.machine.device) for run in finished])
+    yield from _difference("slots", [(run, run.machine.slots) for run in finished])
     yield from _difference("torch", [(run, run.machine.torch) for run in finished])
 
 
@@ -250,7 +269,7 @@ def _some(names: Sequence[str]) -> str:
 def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
     by_seed: dict[tuple[Precision, int], list[str]] = {}
     for run in runs:
-        if run.state is State.FINISHED and run.seed is not None:
+        if run.state is RunState.COMPLETED and run.seed is not None:
             by_seed.setdefault((run.precision, run.seed), []).append(run.name)
     for (precision, seed), names in by_seed.items():
         if len(names) > 1:
@@ -261,14 +280,14 @@ def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _missing(runs: Sequence[Run]) -> Iterator[str]:
-    if not any(run.state is State.FINISHED for run in runs):
+    if not any(run.state is RunState.COMPLETED for run in runs):
         reasons = dict.fromkeys(run.reason for run in runs)
         yield f"no run has finished: {'; '.join(reasons)}"
     if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
         given = sorted({run.precision.value for run in runs})
         same = ", which is fp32 on this device," if any(run.is_only_fp32 for run in runs) else ""
         yield f"all runs are {' and '.join(given)}{same} and there is nothing to compare"
-    if not any(run.state is State.FINISHED and run.precision is baseline(runs) for run in runs):
+    if not any(run.state is RunState.COMPLETED and run.precision is baseline(runs) for run in runs):
         yield "there is no baseline"
 
 

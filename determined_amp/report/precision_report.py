@@ -15,9 +15,10 @@ from determined_amp.report import precision_text as text
 from determined_amp.report.precision_comparison import Comparison, Summary
 from determined_amp.report.precision_figure import draw
 from determined_amp.report.precision_findings import RULE, Advice, Findings, advise, claims, find
-from determined_amp.report.run_settings import TRIAL
-from determined_amp.report.runs import Run, Source
+from determined_amp.report.source import Source
 from determined_amp.report.sources import drawn_with
+from determined_amp.runs.run import Run
+from determined_amp.runs.settings import TRIAL
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
@@ -141,7 +142,7 @@ def _of_run(run: Run, findings: Findings) -> dict[str, Any]:
         "device": run.machine.device,
         "torch": run.machine.torch,
         "versions": run.machine.versions,
-        "date": run.machine.date,
+        "date": run.date,
         "final": run.metrics.get(findings.metric),
         "best": best((value for _, value in curve), default=None),
         "curve": curve,
@@ -152,8 +153,8 @@ def _of_run(run: Run, findings: Findings) -> dict[str, Any]:
         "applied_steps": run.last(MetricName.APPLIED_STEPS),
         "skipped_steps": run.last(MetricName.SKIPPED_STEPS),
         "loss_scale_log2": run.last(MetricName.LOSS_SCALE_LOG2),
-        "data_wait_share": run.data_wait_share,
-        "audit_share": run.audit_share,
+        "data_wait_share": run.reports.data_wait_share,
+        "audit_share": run.reports.audit_share,
     }
 
 

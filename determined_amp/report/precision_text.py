@@ -17,8 +17,8 @@ from determined_amp.report.precision_comparison import (
     Summary,
 )
 from determined_amp.report.precision_findings import RULE, Advice, Findings, claims
-from determined_amp.report.run_settings import AMP, BATCH_SIZE
-from determined_amp.report.runs import Run, Spread
+from determined_amp.runs.run import Run, Spread
+from determined_amp.runs.settings import AMP, BATCH_SIZE
 
 HEADS = (
     "precision",
@@ -128,7 +128,7 @@ def setting(findings: Findings) -> str:
     """Device, versions, length and date of all runs, in one line."""
     run, machine = findings.runs[0], findings.machine
     dates = " to ".join(findings.dates) or "date unknown"
-    batches = max(run.training[-1].batches for run in findings.runs if run.training)
+    batches = max(run.trained_batches for run in findings.runs)
     size = run.settings[BATCH_SIZE]
     return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
 
@@ -162,11 +162,11 @@ def _left_out(findings: Findings) -> Iterator[str]:
 
 def _audited(findings: Findings) -> Iterator[str]:
     finished = [run for summary in findings.summaries for run in summary.runs]
-    unaudited = [run.short_name for run in finished if run.audit_share is None]
+    unaudited = [run.short_name for run in finished if run.reports.audit_share is None]
     alike: dict[tuple[Precision, str], list[Run]] = {}
     for run in finished:
-        if run.audit_share is not None and run.audit_share < 1.0:
-            alike.setdefault((run.precision, f"{run.audit_share:.1%}"), []).append(run)
+        if run.reports.audit_share is not None and run.reports.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.reports.audit_share:.1%}"), []).append(run)
     for (precision, share), runs in alike.items():
         several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
         who = runs[0].short_name if len(runs) == 1 else several
@@ -181,7 +181,9 @@ def _audited(findings: Findings) -> Iterator[str]:
 
 
 def _all_in_precision(findings: Findings) -> bool:
-    return all(run.audit_share == 1.0 for summary in findings.summaries for run in summary.runs)
+    return all(
+        run.reports.audit_share == 1.0 for summary in findings.summaries for run in summary.runs
+    )
 
 
 def _mixed(findings: Findings) -> Iterator[str]:
@@ -296,7 +298,7 @@ def _numbers(summary: Summary, times: str) -> list[str]:
     if not summary.runs:
         return [""] * (len(HEADS) - 2)
     std = "" if summary.std is None else f" ± {summary.std:.2g}"
-    shares = summary.spread(lambda run: run.audit_share)
+    shares = summary.spread(lambda run: run.reports.audit_share)
     wait = summary.data_wait_share
     return [
         f"{summary.mean:.4g}{std}",

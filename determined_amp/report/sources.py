@@ -12,8 +12,10 @@ import matplotlib
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import searcher_of
 from determined_amp.report.master_runs import read_experiment
-from determined_amp.report.run_folders import is_search, read_folder, read_search
-from determined_amp.report.runs import ReportError, Source, is_scale
+from determined_amp.report.run_folders import is_search, read_search
+from determined_amp.report.source import ReportError, Source
+from determined_amp.runs.folder import read_run
+from determined_amp.runs.run import is_scale
 from determined_amp.search.task import Task, Verb
 
 
@@ -40,7 +42,7 @@ def read_source(source: str, *, with_settings: bool = False) -> Source:
     if is_search(path):
         return read_search(path)
     if path.is_dir():
-        return Source(source, (read_folder(path),))
+        return Source(source, (read_run(path),))
     raise ReportError(
         f"{source}: there is no such folder; allowed: a run folder, the folder of a local search, "
         "or the id of an experiment on the master of DET_MASTER"

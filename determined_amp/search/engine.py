@@ -20,8 +20,8 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.local.folder import FolderError, fresh_folder, lock
 from determined_amp.local.processes import on_stop_signals
+from determined_amp.runs.folder import FolderError, fresh_folder, lock
 from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.search_plan import SearchPlan

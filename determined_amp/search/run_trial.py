@@ -25,13 +25,13 @@ from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
-from determined_amp.local.folder import RunFolder
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 from determined_amp.local.run_listener import RunListener
+from determined_amp.runs.folder import RunFolder
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.task import Task, Verb, check_score
 

@@ -102,7 +102,6 @@ class SearchPlan:
             str(config.get("name", "search")),
             trial=self.task.trial,
             hyperparameters=sampled,
-            completed_by_master=True,
         )
 
     def drawn(self, number: int, stream: int) -> int:

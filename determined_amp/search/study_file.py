@@ -19,6 +19,7 @@ from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import Searcher, searcher_of
 from determined_amp.experiment.settings import read
 from determined_amp.finder.score import bits_from_default
+from determined_amp.runs.folder import trial_folder
 
 FILE_NAME = "study.db"
 
@@ -148,11 +149,6 @@ def _describe(trial: FrozenTrial, folder: Path) -> SearchTrial:
         reason=attributes.get("reason"),
         invalid=bool(attributes.get("invalid")),
     )
-
-
-def trial_folder(folder: Path, number: int) -> Path:
-    """The run folder of a trial of the search in `folder`."""
-    return folder / "trials" / f"{number:04d}"
 
 
 def create_study(folder: Path, search: Mapping[str, Any]) -> optuna.study.Study:

@@ -15,14 +15,15 @@ import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
+from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
-from determined_amp.local.folder import RunFolder
+from determined_amp.runs.folder import RunFolder, trial_folder
+from determined_amp.runs.run import RunState
 from determined_amp.search.asha import AshaPruner
 from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.searcher_settings import Method
 from determined_amp.search.space import Axis, Space, nest
-from determined_amp.search.study_file import trial_folder
 
 
 class TrialQueue:
@@ -71,7 +72,9 @@ class TrialQueue:
         started = folder.config.exists()
         path = str(folder.config)
         config = read_yaml(path) if started else plan.experiment(trial.number, sampled).config
-        trial.set_user_attr("used", _used(plan.space, sampled, config))
+        used = _used(plan.space, sampled, config)
+        folder.describe_trial(trial.number, flat(used))
+        trial.set_user_attr("used", used)
         trial.set_user_attr("seed", config["reproducibility"]["experiment_seed"])
         return Job(plan.task, config, folder.path)
 
@@ -114,18 +117,23 @@ class TrialQueue:
         if result.outcome is Outcome.INTERRUPTED:
             self._lost.append(number)
             return
-        trial = self._running(number)
+        trial, folder = self._running(number), RunFolder(trial_folder(self._folder, number))
         if result.training is not None:
             trial.set_user_attr("training", dict(result.training))
         if result.outcome is Outcome.STOPPED:
+            folder.end(RunState.PRUNED, "stopped early by the search")
             self._study.tell(number, state=TrialState.PRUNED)
             return
         value = self._last_value(number)
         if result.outcome is Outcome.COMPLETE and value is not None:
+            folder.end(RunState.COMPLETED)
             self._study.tell(number, value)
             return
         metric = self._plan.settings.metric
-        trial.set_user_attr("reason", result.reason or f"{metric} was not reported, or not finite")
+        reason = result.reason or f"{metric} was not reported, or not finite"
+        invalid = result.outcome is Outcome.INVALID
+        folder.end(RunState.INVALID if invalid else RunState.FAILED, reason)
+        trial.set_user_attr("reason", reason)
         trial.set_user_attr("invalid", result.outcome is Outcome.INVALID)
         self._study.tell(number, state=TrialState.FAIL)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import Experiment, Platform
 from determined_amp.experiment.plan import read_plan
@@ -14,7 +12,8 @@ from determined_amp.experiment.settings import ConfigError, plain, read
 AMP = "hyperparameters.amp"
 PRECISION = f"{AMP}.precision"
 BATCH_SIZE = "hyperparameters.global_batch_size"
-LENGTH = "hyperparameters.training.max_length"
+TRAINING = "hyperparameters.training"
+LENGTH = f"{TRAINING}.max_length"
 
 SEED = "reproducibility.experiment_seed"
 METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
@@ -22,18 +21,19 @@ TRIAL = "hyperparameters.trial"
 ACCURACY = "validation_accuracy"
 
 
-def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a `resolved.yaml` of either form, converted to our form.
+def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
+    """The settings of an experiment, in our form if its YAML is in Determined's.
 
     Raises:
-        LookupError, TypeError, AttributeError, ValueError: if it is not such a configuration.
+        ConfigError: if the experiment has a mistake.
     """
+    resolved = experiment.resolved()
     problems: list[str] = []
     given = resolved["hyperparameters"]
     plan = read_plan(resolved, given, problems)
     platform = read(Platform, resolved, "", problems, strict=False)
-    if plan is None or platform is None or plan.training.max_length is None:
-        raise ConfigError("resolved.yaml", problems or [f"{LENGTH}: missing"])
+    if plan is None or platform is None:
+        raise ConfigError(experiment.name, problems)
     hyperparameters = {
         "trial": resolved.get("entrypoint"),
         "global_batch_size": None,
@@ -41,15 +41,4 @@ def by_name(resolved: Mapping[str, Any]) -> dict[str, Any]:
         "aggregation_frequency": plan.aggregation_frequency,
         "training": plain(plan.training),
     }
-    sections = {"data": resolved["data"], "hyperparameters": hyperparameters}
-    settings = flat({**plain(platform), **sections})
-    if PRECISION not in settings:
-        allowed = "a trial with hyperparameters.amp, which names its precision"
-        raise ConfigError("resolved.yaml", [f"{PRECISION}: missing; allowed: {allowed}"])
-    Precision(settings[PRECISION])
-    return settings
-
-
-def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
-    """`by_name` of an experiment."""
-    return by_name(experiment.resolved())
+    return flat({**plain(platform), "data": resolved["data"], "hyperparameters": hyperparameters})

@@ -1,14 +1,21 @@
-"""The folder of a local run.
+"""The folder of a local run, and what reads it.
 
-config.yaml        the configuration, with the trial and the seed filled in
-resolved.yaml      the same with every default filled in; training from it gives the same run
-environment.json   versions, device, commit, command and date of the first start
-metrics.jsonl      one report per line
-tensorboard/       event files
-checkpoints/       the newest and the best checkpoint
-log.txt            the log of Determined and of this package
-ended.json         how the run ended; absent while it runs and after a kill
-.lock              the id of the process that writes here
+config.yaml      the configuration, with the trial and the seed filled in; a resume reads it
+resolved.yaml    the same with every default filled in; training from it gives the same run
+run.json         the run: its state, why it ended, and its parts, see `Run`:
+                 {"state": "stopped", "reason": "stopped by SIGINT", "number": 0, "hparams": {},
+                  "parts": [{"first_batch": 0, "settings": {...}, "machine": {...}, "date": ...,
+                             "command": [...]}]}
+                 Every resume that trains adds a part. The state of a killed run stays "running".
+                 In a search `number` and `hparams` are the trial's number and sampled values.
+metrics.jsonl    one report per line: its `group`, `batches` and metrics. A scored trial of a search
+                 has one report, of the group `validation`
+tensorboard/     event files
+checkpoints/     the newest and the best checkpoint
+log.txt          the log of Determined and of this package
+.lock            the id of the process that writes here
+
+A search has its trials in such folders, `trials/0000` and so on.
 """
 
 from __future__ import annotations
@@ -16,32 +23,26 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fcntl
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import determined as det
-import numpy as np
-import torch
-
-from determined_amp.amp.precision import DeviceSupport
-from determined_amp.experiment.errors import UserError
+from determined_amp.experiment.errors import UserError, one_line
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.yaml_text import dump_yaml
+from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.settings import of_experiment
 
 logger = logging.getLogger(__name__)
 
-_END = "ended.json"
+_RECORD = "run.json"
 
 
 class FolderError(UserError):
@@ -81,19 +82,8 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a run ended.
-
-    Args:
-        state: `completed`, `stopped` (it can be resumed) or `failed`.
-        reason: The signal that stopped it, or the error that ended it; empty if it completed.
-        batches: Batches trained up to the last report, including those before a resume.
-    """
-
-    state: str
-    reason: str
-    batches: int
+class RunError(UserError):
+    """A folder is not that of a run, or its run cannot be read."""
 
 
 class RunFolder:
@@ -113,7 +103,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        self.end = path / _END
+        self.record = path / _RECORD
         self._made = _missing(path)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -142,15 +132,52 @@ class RunFolder:
             with suppress(OSError):  # it has other runs
                 path.rmdir()
 
-    def describe(self, experiment: Experiment[Any], *, resumed: bool = False) -> None:
-        """Write the configuration, and the environment unless a resumed run has it already."""
+    def describe(self, experiment: Experiment[Any], *, first_batch: int = 0, slots: int = 1) -> Run:
+        """Write what is trained from now on, and that it runs.
+
+        Args:
+            experiment: What the run trains.
+            first_batch: Number of batches trained before. Parts that began later are forgotten,
+                because their batches are trained again.
+            slots: Number of processes.
+
+        Returns:
+            The run, with the new part.
+        """
         # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
-        text = dump_yaml(experiment.resolved())
-        write_whole(self.path / "resolved.yaml", text)
-        file = self.path / "environment.json"
-        if not (resumed and file.exists()):
-            write_whole(file, json.dumps(environment(), indent=2) + "\n")
+        write_whole(self.path / "resolved.yaml", dump_yaml(experiment.resolved()))
+        part = Part(
+            first_batch,
+            of_experiment(experiment),
+            Machine.of_this_process(slots),
+            datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            sys.argv,
+        )
+        before = self._run()
+        parts = (*(p for p in before.parts if p.first_batch < first_batch), part)
+        return self._write(
+            dataclasses.replace(before, state=RunState.RUNNING, reason="", parts=parts)
+        )
+
+    def describe_trial(self, number: int, hparams: Mapping[str, Any]) -> None:
+        """Write which trial of a search this is: its number, and its sampled values by name."""
+        self._write(dataclasses.replace(self._run(), number=number, hparams=hparams))
+
+    def end(self, state: RunState, reason: str = "") -> None:
+        """Write how the run ended, and why."""
+        self._write(dataclasses.replace(self._run(), state=state, reason=reason))
+
+    def _run(self) -> Run:
+        if self.record.exists():
+            return read_record(self.path)
+        return Run(str(self.path), RunState.RUNNING)
+
+    def _write(self, run: Run) -> Run:
+        kept = ("state", "reason", "number", "hparams", "parts")
+        record = {name: value for name, value in dataclasses.asdict(run).items() if name in kept}
+        write_whole(self.record, json.dumps(record, indent=2) + "\n")
+        return run
 
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
@@ -176,42 +203,77 @@ class RunFolder:
 
     def forget_metrics_after(self, batches: int) -> None:
         """Drop the reports of later batches, which a resumed run trains again."""
-        kept = [line for line in self.read_metrics() if line["batches"] <= batches]
-        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def record_end(self, end: End) -> None:
-        """Write how the run ended."""
-        write_whole(self.end, json.dumps(dataclasses.asdict(end), indent=2) + "\n")
-
-    def forget_end(self) -> None:
-        """Remove the record of the end, because the run starts or continues."""
-        self.end.unlink(missing_ok=True)
+        kept = (line for line in self.read_metrics() if line["batches"] <= batches)
+        write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
     """Replace a file in one step: a killed process leaves the old content or the new one."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.writelines([text] if isinstance(text, str) else text)
     os.replace(partial, path)
 
 
-def read_end(folder: Path) -> End | None:
-    """How the run in a folder ended; None while it runs, and after a kill.
+def read_record(folder: Path) -> Run:
+    """The run in a folder as it is recorded there, without its reports.
 
     Raises:
-        ValueError: if the record is damaged.
+        RunError: if there is no record, or it is damaged.
     """
     try:
-        record = json.loads((folder / _END).read_text())
-        return End(str(record["state"]), str(record["reason"]), int(record["batches"]))
-    except FileNotFoundError:
-        return None
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / _END}: is not a record of how a run ended") from error
+        record = json.loads((folder / _RECORD).read_bytes())
+        return Run(
+            str(folder),
+            RunState(record["state"]),
+            str(record["reason"]),
+            tuple(map(Part.read, record["parts"])),
+            number=int(record["number"]),
+            hparams=dict(record["hparams"]),
+        )
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RunError(
+            f"{folder}: is not a run folder that this version reads: {_RECORD}: "
+            f"{type(error).__name__} {one_line(error)}; allowed: what `python -m determined_amp "
+            "train` leaves in runs/NAME/TIME"
+        ) from error
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder, with its reports, and with its state judged by them.
+
+    Raises:
+        RunError: if the folder is not a run folder.
+    """
+    run = read_record(folder)
+    reports = Reports(_numbers(line) for line in read_metrics(folder / "metrics.jsonl"))
+    state, reason = judged(run.state, run.reason, run.settings, reports)
+    return dataclasses.replace(run, state=state, reason=reason, reports=reports)
+
+
+def trial_folder(search: Path, number: int) -> Path:
+    """The run folder of a trial of the search in a folder."""
+    return search / "trials" / f"{number:04d}"
+
+
+def read_trials(search: Path) -> Iterator[Run]:
+    """The trials of the search in a folder, in the order of their numbers.
+
+    Raises:
+        RunError: if the record of a trial is damaged.
+    """
+    for folder in sorted((search / "trials").glob("[0-9]*")):
+        if (folder / _RECORD).exists():
+            yield read_run(folder)
+
+
+def _numbers(line: Mapping[str, Any]) -> tuple[str, Report]:
+    numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}
+    return line["group"], Report(int(numbers.pop("batches")), numbers)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The reports in a `metrics.jsonl`; none without the file.
+    """The reports in a `metrics.jsonl`, one after the other; none without the file.
 
     A last line that a kill cut off is left out. Any other line that is not a report is damaged, and
     is left out with a warning.
@@ -219,13 +281,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     damaged = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        report = _report(line)
-        if report is not None:
-            yield report
-        elif line and number < len(lines):
-            damaged.append(number)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            report = _report(line)
+            if report is not None:
+                yield report
+            elif line.strip() and line.endswith(b"\n"):
+                damaged.append(number)
     if damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         logger.warning("%s: left out what is no report, in line %s", path, shown)
@@ -267,40 +329,3 @@ def fresh_folder(root: Path, name: str) -> Path:
             raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
         return path
     raise FileExistsError(f"{root / name}: a thousand runs in one second")
-
-
-def environment() -> dict[str, Any]:
-    """Date, command, commit, versions and device of this process."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": _version("torchvision"),
-        "determined": det.__version__,
-        "numpy": np.__version__,
-        "platform": platform.platform(),
-        "device": dataclasses.asdict(DeviceSupport.of(device)),
-        "processors": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-    }
-
-
-def _version(package: str) -> str | None:
-    """The version of an optional package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(describe, cwd=Path.cwd(), capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

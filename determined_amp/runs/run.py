@@ -1,0 +1,467 @@
+"""One run: how it was made, what it reported, and how it ended.
+
+A local run writes this into its folder, see `runs.folder`. On a cluster the platform has most of
+it, and the run's metadata hold the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import math
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from determined_amp.amp.metrics import MetricName
+from determined_amp.amp.precision import described_device
+from determined_amp.audit.report import AuditMetricName
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.errors import one_line
+from determined_amp.experiment.training import LENGTH_UNITS
+from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION, SEED, TRAINING
+
+T = TypeVar("T")
+
+SCALE = "init_scale"
+
+_UNKNOWN = "unknown"
+_PACKAGES = ("torchvision", "determined", "numpy")
+
+# A run keeps this many of its validations, and judges its speed by this many reports.
+_MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
+
+
+class RunState(str, enum.Enum):
+    """How far a run has come."""
+
+    RUNNING = "running"  # its process writes, or was killed
+    COMPLETED = "completed"
+    STOPPED = "stopped"  # by a signal or by its trial; it can be resumed
+    PRUNED = "pruned"  # ended early by its search
+    INVALID = "invalid"  # its hyperparameters cannot train: a result of its search
+    FAILED = "failed"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended without a result, by an error or by its hyperparameters."""
+        return self in (RunState.FAILED, RunState.INVALID)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a run, as far as it is known.
+
+    Args:
+        device: The device in words; runs are compared only if these words are equal.
+        slots: Number of processes, each with such a device.
+        on_gpu: Whether the device is a GPU.
+        has_tf32: Whether the device has TF32; if not, `tf32` is the same as `fp32`.
+        torch: Version of torch.
+        versions: Other versions, by name.
+    """
+
+    device: str = _UNKNOWN
+    slots: int = 1
+    on_gpu: bool = False
+    has_tf32: bool = False
+    torch: str = _UNKNOWN
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of_this_process(slots: int = 1) -> Machine:
+        """The machine that this process trains on."""
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        versions = {
+            "python": platform.python_version(),
+            **{name: found for name in _PACKAGES if (found := _version(name))},
+            "platform": platform.platform(),
+            "commit": _commit(),
+        }
+        return Machine(**described_device(device), slots=slots, versions=versions)
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Machine:
+        """The machine in a record of plain values.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is not one.
+        """
+        return Machine(
+            device=str(record["device"]),
+            slots=int(record["slots"]),
+            on_gpu=bool(record["on_gpu"]),
+            has_tf32=bool(record["has_tf32"]),
+            torch=str(record["torch"]),
+            versions=dict(record.get("versions") or {}),
+        )
+
+
+def _version(package: str) -> str | None:
+    """The version of an optional package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The batches that one process trained: from the start of the run, or from a resume.
+
+    Args:
+        first_batch: Number of batches trained before it.
+        settings: The whole configuration, defaults included, by dotted name; empty if unknown.
+        machine: The machine it trained on.
+        date: When it began, ISO 8601; None if unknown.
+        command: The command line; empty if unknown.
+    """
+
+    first_batch: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine = Machine()
+    date: str | None = None
+    command: Sequence[str] = ()
+
+    @staticmethod
+    def read(record: Mapping[str, Any]) -> Part:
+        """The part in a record of plain values.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is not one.
+        """
+        return Part(
+            first_batch=int(record["first_batch"]),
+            settings=dict(record["settings"]),
+            machine=Machine.read(record["machine"]),
+            date=str(record["date"]),
+            command=tuple(map(str, record["command"])),
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """One report of a run.
+
+    Args:
+        batches: Number of batches trained before it.
+        metrics: Its numbers by name, which may be infinite or NaN.
+    """
+
+    batches: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, minimum and maximum of some numbers."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread | None:
+        """The spread of these values; None without values."""
+        return Spread(median(values), min(values), max(values)) if values else None
+
+
+class Thinned(Generic[T]):
+    """Items of a stream, evenly spaced, and always the last one.
+
+    Args:
+        most: Keep at most this many besides the last; all of a shorter stream are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[T] = []
+        self._stride = 1
+        self._count = 0
+        self._last: T | None = None
+
+    def add(self, item: T) -> None:
+        if self._count % self._stride == 0:
+            if len(self._kept) == self._most:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+            if self._count % self._stride == 0:
+                self._kept.append(item)
+        self._last = item
+        self._count += 1
+
+    def items(self) -> list[T]:
+        if self._last is None or self._kept[-1] is self._last:
+            return list(self._kept)
+        return [*self._kept, self._last]
+
+
+class Reports:
+    """The reports of one run, read as a stream: they take no more memory if there are more.
+
+    Attributes:
+        training: The last training report; None without any.
+        audit_share: Share of the first batch's FLOPs in the configured precision, the minimum over
+            processes; None if it was not audited.
+    """
+
+    def __init__(self, reports: Iterable[tuple[str, Report]] = ()) -> None:
+        self.training: Report | None = None
+        self.audit_share: float | None = None
+        self._validations = Thinned[Report](_MOST_VALIDATIONS)
+        self._speeds = Thinned[float](_MOST_SPEEDS)
+        self._waits = Thinned[float](_MOST_SPEEDS)
+        for group, report in reports:
+            self.add(group, report)
+
+    def add(self, group: str, report: Report) -> None:
+        """Add the next report of a group; of groups other than these two nothing is kept."""
+        if group == "validation":
+            self._validations.add(report)
+        elif group == "training":
+            self._add_training(report)
+
+    def _add_training(self, report: Report) -> None:
+        metrics = report.metrics
+        share = metrics.get(AuditMetricName.SHARE)
+        is_first, self.training = self.training is None, report
+        if share is not None:
+            self.audit_share = min(share, share if self.audit_share is None else self.audit_share)
+        # The first report of a process includes the audit, allocations, and the timing of
+        # algorithms, so its speed does not count.
+        speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
+        if is_first or share is not None or not speed > 0.0:
+            return
+        self._speeds.add(speed)
+        if MetricName.DATA_WAIT_SHARE in metrics:
+            self._waits.add(metrics[MetricName.DATA_WAIT_SHARE])
+
+    @property
+    def validations(self) -> list[Report]:
+        """The validation reports in order; evenly spaced ones of very many, and always the last."""
+        return self._validations.items()
+
+    @property
+    def speed(self) -> Spread | None:
+        """Samples per second in steady reports; None without one."""
+        return Spread.of(self._speeds.items())
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the time that the loop waited for data: the median over steady reports."""
+        waits = Spread.of(self._waits.items())
+        return waits.median if waits else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, or a trial of a search that was scored and not trained.
+
+    Args:
+        name: Its folder, or its trial and master.
+        state: How far it has come.
+        reason: Why it failed or was stopped; empty if it completed.
+        parts: The parts that were trained, in order; empty if unknown.
+        reports: Its reports.
+        number: Its number in the search; on a cluster the id of the trial.
+        hparams: The hyperparameters from its search, by dotted name.
+        shares_device: Whether other runs used the device at the same time; then speeds do not
+            count.
+    """
+
+    name: str
+    state: RunState
+    reason: str = ""
+    parts: tuple[Part, ...] = ()
+    reports: Reports = field(default_factory=Reports)
+    number: int = 0
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    shares_device: bool = False
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of its last part; empty if unknown."""
+        return self.parts[-1].settings if self.parts else {}
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of its last part."""
+        return self.parts[-1].machine if self.parts else Machine()
+
+    @property
+    def date(self) -> str | None:
+        """When it began, ISO 8601; None if unknown."""
+        return self.parts[0].date if self.parts else None
+
+    @property
+    def changed(self) -> dict[str, list[tuple[int, Any]]]:
+        """What changed at a resume: by name the batches before each part, and its value."""
+        facts = [(part.first_batch, _facts(part)) for part in self.parts]
+        names = dict.fromkeys(name for _, known in facts for name in known)
+        values = {n: [(first, known.get(n)) for first, known in facts] for n in names}
+        return {n: parts for n, parts in values.items() if len({repr(v) for _, v in parts}) > 1}
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.settings[PRECISION])
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of parameters and data order; None if unknown."""
+        return self.settings.get(SEED)
+
+    @property
+    def short_name(self) -> str:
+        """Precision, seed and name, for sentences."""
+        return f"{self.precision.value}, {self.seed_name} ({self.name})"
+
+    @property
+    def seed_name(self) -> str:
+        return "seed unknown" if self.seed is None else f"seed {self.seed}"
+
+    @property
+    def is_only_fp32(self) -> bool:
+        """Whether its precision is `tf32` on a device without TF32."""
+        return self.precision is Precision.TF32 and not self.machine.has_tf32
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last validation metrics."""
+        validations = self.reports.validations
+        return validations[-1].metrics if validations else {}
+
+    @property
+    def batches(self) -> int:
+        """Number of batches trained, or scored, before the last validation."""
+        validations = self.reports.validations
+        return validations[-1].batches if validations else 0
+
+    @property
+    def trained_batches(self) -> int:
+        """Number of batches before the last training report."""
+        return self.reports.training.batches if self.reports.training else 0
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """Batches and value of the validations that have the metric."""
+        found = self.reports.validations
+        return [(r.batches, r.metrics[metric]) for r in found if metric in r.metrics]
+
+    def last(self, name: str) -> float | None:
+        """A number of the last training report."""
+        return self.reports.training.metrics.get(name) if self.reports.training else None
+
+    @property
+    def speed(self) -> Spread | None:
+        """Samples per second in steady reports; None without one, or if it shared the device."""
+        return None if self.shares_device else self.reports.speed
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Seconds to train all samples at its median speed, without validation and checkpoints."""
+        batch_size = self.settings.get(BATCH_SIZE)
+        if self.speed is None or batch_size is None:
+            return None
+        return float(self.trained_batches * batch_size / self.speed.median)
+
+    @property
+    def scale_log2(self) -> float:
+        """log2 of the initial loss scale; NaN if it has none.
+
+        The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
+        """
+        if "init_scale_log2" in self.metrics:
+            return self.metrics["init_scale_log2"]
+        scale = next((value for name, value in self.hparams.items() if is_scale(name)), None)
+        return math.log2(scale) if isinstance(scale, (int, float)) and scale > 0 else math.nan
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it was measured on frozen parameters, not trained."""
+        return "loss_scale_score" in self.metrics
+
+    @property
+    def skipped_steps(self) -> float | None:
+        """Number of skipped optimizer steps, 0 without a loss scale; None if unknown."""
+        reported = self.last(MetricName.SKIPPED_STEPS)
+        skipped = self.metrics.get(MetricName.SKIPPED_STEPS) if reported is None else reported
+        steps = self.last(MetricName.APPLIED_STEPS)
+        return 0.0 if skipped is None and steps is not None else skipped
+
+    @property
+    def overflow(self) -> bool | None:
+        """Whether its first steps overflow; None if that was not measured."""
+        found = self.metrics.get("overflow")
+        return None if found is None else bool(found)
+
+
+# What makes two parts of a run different trainings, besides their settings.
+_OF_A_MACHINE = ("device", "slots", "torch")
+
+# Settings that a resume may change: they do not change what a batch trains.
+_MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
+
+
+def _facts(part: Part) -> dict[str, Any]:
+    known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
+    return {**known, **{name: getattr(part.machine, name) for name in _OF_A_MACHINE}}
+
+
+def is_scale(name: str) -> bool:
+    """Whether a dotted name names an initial loss scale."""
+    return name.rpartition(".")[2] == SCALE
+
+
+def judged(
+    state: RunState, reason: str, settings: Mapping[str, Any], reports: Reports
+) -> tuple[RunState, str]:
+    """How a run ended, and why, judged by its record and its reports.
+
+    A run that has validated after its last batch has completed, even if it was killed before it
+    recorded that. One whose last validation is not finite has failed.
+
+    Args:
+        state: Its recorded state.
+        reason: The recorded reason.
+        settings: Its settings; empty if unknown.
+        reports: Its reports.
+    """
+    unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
+    length = settings.get(f"{LENGTH}.{unit}", math.inf)
+    validations = reports.validations
+    validated = _length(validations[-1] if validations else None, unit)
+    trained = max(validated, _length(reports.training, unit))
+    progress = f"{trained:g} of {length:g} {unit}" if settings else f"{trained:g} {unit}"
+    if state.is_failure:
+        after = f"; it ended after {progress}" if trained < length else ""
+        return state, one_line(reason or "its log has the reason") + after
+    if validated >= length or (state is RunState.COMPLETED and validations):
+        broken = [n for n, v in validations[-1].metrics.items() if not math.isfinite(v)]
+        if broken:
+            value = validations[-1].metrics[broken[0]]
+            return RunState.FAILED, f"{broken[0]} is {value} at the end"
+        return RunState.COMPLETED, ""
+    if state is RunState.RUNNING:
+        return state, f"{progress}: it is running, or was killed"
+    early = state if state is RunState.PRUNED else RunState.STOPPED
+    return early, one_line(f"{progress}: {reason or 'it was stopped'}")
+
+
+def _length(report: Report | None, unit: str) -> float:
+    if report is None:
+        return 0
+    return report.batches if unit == "batches" else report.metrics.get(unit, 0)
