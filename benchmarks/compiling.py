@@ -26,13 +26,13 @@ from rich.progress import track
 from benchmarks.loops import NoReports, take_turns
 from benchmarks.overhead import cpu_name
 from benchmarks.turns import Turns, by_turns
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.fitting import fit
 from determined_amp.local.context import trial_context
 from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.unmodified import trial_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

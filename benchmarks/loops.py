@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.turns import BATCHES_PER_TURN, Turns
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.fitting import fit
 from determined_amp.local.context import trial_context
 from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.unmodified import trial_of
 from trials.data import images as data
 from trials.data import loading
 from trials.mlp import MLPHparams, MLPTrial

@@ -26,23 +26,27 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import matplotlib
 import torch
 from determined import pytorch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.progress import Progress
 
 from benchmarks import small_trials
-from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import wrapped_scaler
 from determined_amp.finder.trial import find_in_trial
-from determined_amp.finder.verdict import DEFAULT_LOG2
+from determined_amp.finder.verdict import DEFAULT_LOG2, Window
 from determined_amp.local.open_trial import open_trial
-from determined_amp.report.loss_scale_figure import draw_models
-from determined_amp.report.page import save_png
+from determined_amp.report import loss_scale_panels as panels
+from determined_amp.report.loss_scale_panels import Point
+from determined_amp.report.page import STYLE, save_png
 from determined_amp.runs.run import Machine
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 COMMAND = ["python", "-m", "benchmarks.loss_scale_choice"]
 ROOT = Path(__file__).parents[1]
@@ -257,6 +261,35 @@ def markdown(results: Mapping[str, Any]) -> str:
         "chosen on the same trainings, which favours it; its samples are counted with one seed.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def draw_models(models: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw validation loss and skipped steps by scale, with a thin line per seed.
+
+    Args:
+        models: Each with `name`, `window_log2`, `comparison` and `trainings`.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.0 * len(models), 4.4), layout="constrained")
+        axes = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=[2, 1])
+        for column, model in enumerate(models):
+            _draw_model(axes[0, column], axes[1, column], model)
+        return figure
+
+
+def _draw_model(loss: Axes, skips: Axes, model: Mapping[str, Any]) -> None:
+    comparison, trainings = model["comparison"], model["trainings"]
+    low, top = model["window_log2"]
+    window = Window(low, top, comparison["choice_log2"])
+    losses = [Point(t["scale_log2"], t["validation_loss"], t["seed"]) for t in trainings]
+    panels.metric(loss, losses, "validation_loss", window)
+    skipped = [Point(t["scale_log2"], t["skipped_steps"]) for t in trainings]
+    panels.skips(skips, skipped, window)
+    for axes in (loss, skips):
+        panels.mark_scales(axes, window, label=axes is loss)
+        axes.set_xlim(min(p.scale_log2 for p in losses) - 1, max(p.scale_log2 for p in losses) + 1)
+    loss.set_title(f"{model['name']}: {comparison['verdict']}", pad=18)
+    skips.set_xlabel("log₂ of the initial loss scale")
 
 
 def environment() -> dict[str, Any]:

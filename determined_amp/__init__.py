@@ -1,4 +1,4 @@
-"""Native mixed precision for any `PyTorchTrial` of Determined: correct, monitored and verified.
+"""Native mixed precision for any `PyTorchTrial` of Determined, and for any loop of PyTorch.
 
 The names below are the public ones. Each is imported on first use, so `import determined_amp`
 costs nothing and a trial loads only what it uses.
@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from determined_amp.amp.mixed_precision import MixedPrecision
-    from determined_amp.amp.unmodified import TrialAsItIs
+    from determined_amp.amp.loop import AmpLoop
     from determined_amp.audit.report import AuditError
     from determined_amp.experiment.amp_settings import (
         AmpSettings,
@@ -22,11 +21,14 @@ if TYPE_CHECKING:
     from determined_amp.experiment.errors import GuardError, UserError
     from determined_amp.experiment.settings import ConfigError
     from determined_amp.finder import find_loss_scale
-    from determined_amp.fitting import fit
+    from determined_amp.trial.fitting import fit
+    from determined_amp.trial.mixed_precision import MixedPrecision
+    from determined_amp.trial.unmodified import TrialAsItIs
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmpLoop",
     "AmpSettings",
     "AuditError",
     "ConfigError",
@@ -43,18 +45,19 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AmpLoop": "amp.loop",
     "AmpSettings": "experiment.amp_settings",
     "AuditError": "audit.report",
     "ConfigError": "experiment.settings",
     "EvalPrecision": "experiment.amp_settings",
     "GuardError": "experiment.errors",
-    "MixedPrecision": "amp.mixed_precision",
+    "MixedPrecision": "trial.mixed_precision",
     "OnOverflow": "experiment.amp_settings",
     "Precision": "experiment.amp_settings",
-    "TrialAsItIs": "amp.unmodified",
+    "TrialAsItIs": "trial.unmodified",
     "UserError": "experiment.errors",
     "find_loss_scale": "finder",
-    "fit": "fitting",
+    "fit": "trial.fitting",
 }
 
 

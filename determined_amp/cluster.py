@@ -25,18 +25,24 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.guard import note_on_master, show_failure
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.errors import GuardError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
-from determined_amp.fitting import fit
 from determined_amp.local.context import set_averaging
 from determined_amp.search.task import check_score
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    checkpoint_context,
+    controlled_by,
+    task_configuration,
+    train_context,
+)
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.notes import note_on_master, show_failure
+from determined_amp.trial.unmodified import trial_of
 
 
 def trial_task() -> det.ClusterInfo | None:
@@ -56,7 +62,7 @@ def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]
         ConfigError: naming every mistake.
     """
     return parse(
-        info.trial._config,
+        task_configuration(info),
         "experiment",
         trial=trial,
         hyperparameters=info.trial.hparams,
@@ -80,7 +86,7 @@ def score_task(info: det.ClusterInfo, trial: str | None, batches: int) -> None:
     experiment = task_experiment(info, trial)
     check_score(experiment)
     with _measured_trial(info, experiment) as (made, context):
-        report = context._core.train
+        report = train_context(context)
         report.set_status(f"scoring on {batches} batches")
         metrics = score(made, context, batches)
         report.report_validation_metrics(steps_completed=batches, metrics=metrics)
@@ -98,10 +104,13 @@ def find_task(
         if context.distributed.rank == 0:
             answer = found.finding.answer_log2
             note_on_master(context, init_scale=None if answer is None else 2.0**answer)
-            _report_finding(context._core.train, found.finding, batches)
-            with context._core.checkpoint.store_path({"steps_completed": batches}) as (folder, _):
+            _report_finding(train_context(context), found.finding, batches)
+            with checkpoint_context(context).store_path({"steps_completed": batches}) as (
+                folder,
+                _,
+            ):
                 found.write(folder / FILE_NAME)
-            context._core.train.report_progress(1.0)
+            train_context(context).report_progress(1.0)
             found.show(Console(width=100))  # last, because the log also contains the reports
 
 

@@ -35,6 +35,7 @@ from determined_amp.report.run_folders import REMARKS, read_search
 from determined_amp.report.source import ReportError
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.search.engine import GRACE, run_comparison
+from determined_amp.trial.determined_0_38 import task_configuration
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -149,7 +150,7 @@ def compare_on_cluster(info: det.ClusterInfo, options: argparse.Namespace) -> No
     Raises:
         UserError: see `compare`.
     """
-    config = {**info.trial._config, "hyperparameters": constants(info.trial.hparams)}
+    config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
         folder = compare(config, "experiment", options)
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]

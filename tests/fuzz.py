@@ -46,7 +46,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from determined_amp import __main__ as door
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.cli import search as search_command
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import read_yaml

@@ -21,8 +21,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.audit import audited
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import training
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from determined import core, pytorch
 from determined.common import storage
 from torch.utils.data import TensorDataset
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 

@@ -10,7 +10,7 @@ from determined import pytorch
 
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.finder.frozen import FrozenBatch, in_training
 from determined_amp.finder.histogram import BINS, Histogram
 from determined_amp.finder.passes import Prediction

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,11 @@ EXPERIMENT = {
 TRIAL = {
     **{"experimentId": 7, "restarts": 0, "startTime": "", "state": "STATE_COMPLETED"},
     "totalBatchesProcessed": 4,
+}
+RUN = {
+    **{"archived": False, "checkpointCount": 0, "checkpointSize": "0", "id": 0},
+    **{"parentArchived": False, "projectId": 1, "projectName": "", "startTime": ""},
+    **{"state": "STATE_COMPLETED", "workspaceId": 1, "workspaceName": ""},
 }
 USER = {"active": True, "admin": False, "username": "someone"}
 
@@ -65,8 +69,9 @@ class Master:
         if path == "/api/v1/trials/metrics/trial_metrics":
             group = "training" if "group=training" in query else "validation"
             return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
-        if noted := re.fullmatch(r"/api/v1/runs/(\d+)/metadata", path):
-            return 200, json.dumps({"metadata": {"amp": self.metadata.get(int(noted[1]), {})}})
+        if path == "/api/v1/runs":
+            runs = [{**RUN, "id": n, "metadata": {"amp": x}} for n, x in self.metadata.items()]
+            return 200, json.dumps({"runs": runs, "pagination": _page_of(runs)})
         return 404, json.dumps({"message": "experiment not found"})
 
     def _experiment(self) -> dict[str, dict[str, Any]]:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from determined_amp import ConfigError
-from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.amp_settings import AmpSettings, EvalPrecision, Precision
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.loops import Fitted, fit
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context
@@ -316,7 +316,7 @@ class TestMomentumOfFusedSGD:
         assert all(map(math.isfinite, fused))
 
     def test_would_be_garbage_without_the_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        never = "determined_amp.amp.mixed_precision.fill_momentum"
+        never = "determined_amp.amp.steps.fill_momentum"
         monkeypatch.setattr(never, lambda *_, **named: None)
         first, second = weights_after([math.inf, 1.0], fused=True)
         assert first == 1.0

@@ -20,12 +20,12 @@ from determined import core, pytorch
 from determined.common import storage
 
 from determined_amp import __main__ as door
-from determined_amp.amp.checkpoint import CheckpointError, allow_numpy_random_state
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     complete_checkpoints,
     read_metadata,
 )
+from determined_amp.trial.checkpoint import CheckpointError, allow_numpy_random_state
 from tests import loops, training
 from tests.test_mixed_precision import FP16, StrangersTrial
 

@@ -111,7 +111,7 @@ class TestAnswer:
         assert trained | told == {"fp32", "amp_fp16", "amp_bf16"}
         assert found["use"] in trained
         assert {run["seed"] for run in found["runs"]} == {0, 1}
-        assert all(run["state"] == "finished" for run in found["runs"])
+        assert all(run["state"] == "completed" for run in found["runs"])
         assert (images / "precision.html").is_file()
 
     def test_ends_what_is_printed(self, images: Path) -> None:

@@ -414,6 +414,8 @@ class OtherSlots:
         others: What the first other slot says each time.
     """
 
+    size = 2
+
     def __init__(self, rank: int, others: Iterable[Any] = ()) -> None:
         self.rank = rank
         self.said: list[Any] = []

@@ -22,15 +22,15 @@ from torch import nn
 from benchmarks import loss_scale_choice
 from determined_amp import __main__ as door
 from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.audit import Audit
 from determined_amp.experiment import experiment
 from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report.claims import CLAIMS
 from determined_amp.report.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
-from determined_amp.report.precision_findings import POINTS, SPEED
 from determined_amp.search.search_plan import SearchPlan
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import one_weight
 from tests.test_metrics import Context
 from trials import latte, mlp, resnet50
@@ -239,7 +239,7 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     context.optimizers.append(optimizer)
     training.drifting = frozenset([optimizer])
     parameter.grad = torch.ones(1)
-    training.of(optimizer).look([parameter])
+    training.of(optimizer).measure([parameter])
     training.of(optimizer).add_norm(torch.ones(()))
     for found_inf in (1.0, 0.0):
         amp.steps(optimizer).count(torch.tensor(found_inf))
@@ -308,8 +308,8 @@ class TestPrecisionPage:
         assert flat(changed).keys() == flat(search).keys()
 
     def test_limits_are_those_of_the_code(self) -> None:
-        assert f"{SPEED:.1f}x the speed" in PRECISION
-        assert f"{POINTS} points" in PRECISION
+        for claim in CLAIMS:
+            assert claim in PRECISION
         assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
         assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 

@@ -14,8 +14,8 @@ from diffusers.training_utils import EMAModel
 from torch import distributed, nn
 
 from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
-from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.amp.scaler import StepCounts
+from determined_amp.amp.steps import StepCounts
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context

@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
 from determined_amp import __main__ as door
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.replay import own_copy
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -25,6 +24,7 @@ from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_trainin
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.loss_scale import Context, Trial, config, looked_at
 from tests.training import ROOT, SMALL
 

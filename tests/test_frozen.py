@@ -16,7 +16,7 @@ from determined import pytorch
 from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import float16_as
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides

@@ -29,7 +29,6 @@ from torch.nn import functional
 from benchmarks.small_trials import SummedLoss
 from determined_amp import __main__ as door
 from determined_amp.amp.fp32_modules import keep_in_float32
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
 from determined_amp.audit import Audit, tensor_core_share
 from determined_amp.cli.audit import audit_here
@@ -40,6 +39,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
 from tests.loss_scale import looked_at, skipped_steps
@@ -154,7 +154,7 @@ def test_batches_of_convolutions_never_wait(precision: Precision) -> None:
 
 
 def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("determined_amp.amp.mixed_precision.TrainingMetrics", ReadsTheLoss)
+    monkeypatch.setattr("determined_amp.amp.loop.TrainingMetrics", ReadsTheLoss)
     with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
 
@@ -289,9 +289,7 @@ def test_fused_sgd_is_the_unfused_one_after_a_first_step_that_overflows(
     plain = momentum_after(gradients, fused=False)
     torch.testing.assert_close(momentum_after(gradients, fused=True), plain, rtol=0, atol=0)
     # Negative control: without the library's zeros its first momentum is what was in memory.
-    monkeypatch.setattr(
-        "determined_amp.amp.mixed_precision.fill_momentum", lambda _, *, can_skip: None
-    )
+    monkeypatch.setattr("determined_amp.amp.steps.fill_momentum", lambda _, *, can_skip: None)
     assert bool(momentum_after(gradients, fused=True)[0].isnan().any())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,12 @@ from determined import core
 from determined.common.api import errors
 from torch import nn
 
-from determined_amp.amp.guard import Guard, RunningStatistics
+from determined_amp.amp.guard import RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow, Precision
 from determined_amp.experiment.errors import GuardError
+from determined_amp.trial.guard import TrialGuard
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.test_metrics import Context
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
@@ -33,7 +35,7 @@ def guard(
     replay: Any = lambda: None,
     models: Sequence[nn.Module] = (),
     optimizers: int = 0,
-) -> Guard:
+) -> TrialGuard:
     context: Any = Context()
     for _ in range(optimizers):
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
@@ -42,8 +44,9 @@ def guard(
     if searcher is not None:
         context._exp_conf["searcher"]["name"] = searcher
     amp = MixedPrecision(context, settings)
-    context.models = models
-    return Guard(context, amp, replay)
+    context.models.extend(models)
+    amp.guard._replay = replay
+    return TrialGuard(context, amp.guard, settings)
 
 
 class Master(core.TrainContext):
@@ -60,10 +63,12 @@ class Master(core.TrainContext):
         return metadata
 
 
-def judge(guard: Guard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16) -> None:
+def judge(
+    watched: TrialGuard, *steps: StepReport, loss: float = 1.0, loss_scale: float = 2.0**16
+) -> None:
     """Let the guard look at a report."""
-    guard._amp.metrics.latest = Report(loss, loss_scale, steps or (SOUND,))
-    guard.on_training_workload_end({"loss": loss}, {})
+    watched._guard._metrics.latest = Report(loss, loss_scale, steps or (SOUND,))
+    watched.on_training_workload_end({"loss": loss}, {})
 
 
 def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
@@ -77,6 +82,10 @@ class TestMetadata:
         master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
+        assert master.metadata is not None
+        machine = master.metadata["amp"].pop("machine")
+        assert (machine["slots"], machine["torch"]) == (1, torch.__version__)
+        datetime.fromisoformat(master.metadata["amp"].pop("date"))
         noted = {"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"}
         assert master.metadata == {"mine": 1, "amp": noted}
         with pytest.raises((GuardError, det.InvalidHP)):
@@ -105,7 +114,7 @@ class TestMetadata:
 
 def test_lazy_parameters_are_no_obstacle_at_the_start() -> None:
     watched = guard(optimizers=1)
-    watched._context.models = [nn.LazyLinear(1)]
+    watched._context.models.append(nn.LazyLinear(1))
     watched.on_training_start()
 
 
@@ -159,7 +168,7 @@ class TestTrouble:
 
     def test_start_goes_on_after_a_checkpoint_without_an_applied_step(self) -> None:
         watched = guard(optimizers=1)
-        (gradients,) = watched._amp.metrics.all()
+        (gradients,) = watched._guard._metrics.all()
         gradients.counts.load_state_dict({"attempted": 3, "applied": 0, "last_applied": 0})
         watched.on_training_start()
         judge(watched, counted(4, 9))
@@ -170,7 +179,7 @@ class TestTrouble:
     ) -> None:
         """Its skips are no start at which the scale finds its level, and are not counted again."""
         watched = guard(optimizers=optimizers)
-        for gradients in watched._amp.metrics.all():
+        for gradients in watched._guard._metrics.all():
             gradients.counts.load_state_dict({"attempted": 64, "applied": 4, "last_applied": 4})
         watched.on_training_start()
         names = [""] if optimizers == 1 else ["_0", "_1"]
@@ -204,7 +213,7 @@ class TestTrouble:
 
     def test_skips_at_the_start_are_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         watched = guard(dataclasses.replace(FP16, max_consecutive_skips=100))
-        watched._scale_at_start = 2.0**100
+        watched._guard._scale_at_start = 2.0**100
         judge(watched, counted(0, 60, 60), loss_scale=2.0**40)
         judge(watched, counted(7, 83), loss_scale=2.0**17)
         judge(watched, counted(17, 83), loss_scale=2.0**17)
@@ -228,16 +237,16 @@ class TestTrouble:
 
     def test_loss_that_the_trial_reports_itself_is_judged_where_update_is_given_none(self) -> None:
         watched = guard(AmpSettings(Precision.FP32))
-        watched._amp.metrics.latest = Report(None, 1.0, (SOUND,))
+        watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": 1.0}, {})
         with pytest.raises(GuardError, match="the training loss is inf"):
             watched.on_training_workload_end({"loss": math.inf}, {})
-        watched._amp.metrics.latest = Report(1.0, 1.0, (SOUND,))
+        watched._guard._metrics.latest = Report(1.0, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": math.inf}, {})
 
     def test_of_a_run_that_is_not_watched_is_none(self) -> None:
         watched = guard()
-        watched._amp.watched = False
+        watched._guard.enabled = False
         judge(watched, counted(0, 100, 100), loss=math.nan)
 
     def test_is_only_said_if_the_settings_want_that(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +266,7 @@ class TestTrouble:
     ) -> None:
         model = nn.Linear(1, 2)
         watched = guard(AmpSettings(Precision.AMP_BF16), models=[nn.Linear(1, 1), model])
-        watched._amp.metrics.latest = Report(None, 1.0, (SOUND,))
+        watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
         watched.on_training_workload_end({}, {})
         torch.nn.init.constant_(model.bias, weight)
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
@@ -301,11 +310,11 @@ class TestCause:
 
         trial: Any = SimpleNamespace(train_batch=train_batch, build_training_data_loader=None)
         watched: Any = amp.callbacks(trial)["determined_amp.guard"]
-        assert watched._replay() is None  # before the first batch
+        assert watched._guard._replay() is None  # before the first batch
         amp.on_training_start()
         given = (torch.full((1,), 0.25),)
         trial.train_batch(batch=given, epoch_idx=2, batch_idx=7)
-        batch, train = watched._replay()
+        batch, train = watched._guard._replay()
         assert batch[0] is not given[0]  # the first one is copied
         train(1.0)
         assert trained == [(2, 7), (2, 7)]
@@ -332,7 +341,7 @@ class TestCause:
         for index in range(3):
             given = torch.full((1,), 0.5)
             trial.train_batch(batch={"inputs": [given]}, epoch_idx=0, batch_idx=index)
-            batch, train = watched._replay()
+            batch, train = watched._guard._replay()
             shared.append(batch["inputs"][0] is given)
             train(1.0)
             train(1.0)
@@ -373,7 +382,10 @@ class TestCause:
         watched = guard(optimizers=1)
         (weight,) = watched._context.optimizers[0].param_groups[0]["params"]
         weight.grad = torch.ones(1)
-        watched._replay = lambda: ((), lambda scale: setattr(weight, "grad", torch.ones(1) * 7))
+        watched._guard._replay = lambda: (
+            (),
+            lambda scale: setattr(weight, "grad", torch.ones(1) * 7),
+        )
         with pytest.raises(GuardError):
             judge(watched, counted(100, 9, 9))
         assert weight.grad.item() == 1
@@ -384,7 +396,7 @@ class TestDrift:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         watched = guard()
-        watched._amp.metrics.latest = Report(1.0, 4.0, (SOUND,))
+        watched._guard._metrics.latest = Report(1.0, 4.0, (SOUND,))
         watched.on_training_workload_end({}, {})
         for drift in (0, 3, 5):
             watched.on_training_workload_end({"watch_lr_drift_steps_1": drift, "other": 9}, {})
@@ -412,7 +424,7 @@ class TestValidation:
 
     def test_of_a_run_that_is_not_watched_is_left_alone(self) -> None:
         watched = guard()
-        watched._amp.watched = False
+        watched._guard.enabled = False
         watched.on_validation_end({"validation_loss": math.nan})
 
     def test_finite_metric_passes(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from determined import pytorch
 
-from determined_amp.amp.metrics import timed
+from determined_amp.amp.throughput import timed
 from trials.data.loading import (
     Batch,
     DataError,

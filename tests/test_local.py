@@ -345,6 +345,19 @@ class TestOutputThatVanishes:
             os.kill(os.getpid(), signal.SIGHUP)
 
 
+def test_speed_in_the_closing_table_is_the_median_of_the_steady_reports() -> None:
+    """The first report has the audit in it, and the last one may have been disturbed."""
+    text = io.StringIO()
+    display = Display("x", Console(file=text, width=100))
+    display.on_start(Mock(path="runs/x"), Mock(answer=None))
+    for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
+        line = {"group": "training", "batches": batches, "samples_per_second": speed}
+        display.on_report(line)
+    display.on_end(None, stopped=False)
+    (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
+    assert row.split()[-2:] == ["150", "│"]
+
+
 def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()

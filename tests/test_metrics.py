@@ -13,23 +13,20 @@ import torch
 from determined import core
 from torch import nn
 
+from determined_amp.amp.device_sum import DeviceSum
 from determined_amp.amp.metrics import (
-    HEADROOM_PERIOD,
     WARMUP_BATCHES,
-    DataWait,
-    DeviceSum,
-    Gradients,
     Report,
     StepReport,
-    Stopwatch,
     TrainingMetrics,
     forget_peak_memory,
     peak_memory_mib,
-    timed,
 )
-from determined_amp.amp.metrics import gradients_of as gradients_that_are_dense
-from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.steps import HEADROOM_PERIOD, OptimizerSteps
+from determined_amp.amp.steps import gradients_of as gradients_that_are_dense
+from determined_amp.amp.throughput import DataWait, Stopwatch, timed
 from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 
 
@@ -83,7 +80,7 @@ def training_metrics(slots: int = 1, optimizers: int = 1) -> TrainingMetrics:
     return MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
 
 
-def gradients_of(metrics: TrainingMetrics) -> Gradients:
+def gradients_of(metrics: TrainingMetrics) -> OptimizerSteps:
     """Those of the one optimizer."""
     (gradients,) = metrics.all()
     return gradients
@@ -116,7 +113,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the metrics take the time by."""
     made = Clock()
-    monkeypatch.setattr("determined_amp.amp.metrics.time", made)
+    monkeypatch.setattr("determined_amp.amp.throughput.time", made)
     return made
 
 
@@ -140,7 +137,7 @@ class TestTrainingMetrics:
         """A step with norm 2 and a gradient of 2^10; two with norm 6 and one of 2; then none."""
         metrics = training_metrics()
         gradients = gradients_of(metrics)
-        gradients.look(having(torch.full((1,), 2.0**10)))
+        gradients.measure(having(torch.full((1,), 2.0**10)))
         gradients.add_norm(torch.tensor(2.0))
         gradients.counts.count(torch.tensor(0.0))
         first = report_of(metrics)
@@ -148,7 +145,7 @@ class TestTrainingMetrics:
         assert first["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10)
         metrics.reset()
         gradients.counts.attempted = 0  # looked at on every tenth step
-        gradients.look(having(torch.full((1,), 2.0)))
+        gradients.measure(having(torch.full((1,), 2.0)))
         gradients.counts.attempted = 1
         for found_inf in (1.0, 0.0):
             gradients.add_norm(torch.tensor(6.0 if found_inf == 0 else math.nan))
@@ -184,24 +181,23 @@ class TestTrainingMetrics:
     def test_steps_of_the_first_optimizer_can_be_asked_for_before_it_is_there(self) -> None:
         context: Any = Context()
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
-        before = metrics.first_counts
+        before = metrics.first.counts
         for _ in range(2):
             context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         second, first = (metrics.of(context.optimizers[index]).counts for index in (1, 0))
-        assert first is before is metrics.first_counts
+        assert first is before is metrics.first.counts
         assert second is not before
         assert [gradients.counts for gradients in metrics.all()] == [first, second]
 
     def test_scales_are_those_of_now_and_of_the_newest_step(self) -> None:
-        context: Any = Context()
         scales = (torch.tensor(2.0), torch.tensor(4.0))
-        metrics = TrainingMetrics(context, lambda: scales, scaled=True)
+        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == 1
         assert metrics.latest == Report(None, 4.0, ())
 
     def test_scale_of_zero_has_no_logarithm(self) -> None:
-        context: Any = Context()
-        metrics = TrainingMetrics(context, lambda: (torch.zeros(()),) * 2, scaled=True)
+        scales = (torch.zeros(()),) * 2
+        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
         assert report_of(metrics)["loss_scale_log2"] == -math.inf
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
@@ -379,8 +375,8 @@ class TestTrainingMetrics:
         """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""
         metrics = training_metrics()
         gradients = gradients_of(metrics)
-        gradients.look(having(torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])))
-        gradients.look(having(torch.tensor([math.inf, 0.0])))
+        gradients.measure(having(torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])))
+        gradients.measure(having(torch.tensor([math.inf, 0.0])))
         report = report_of(metrics)
         assert report["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
 
@@ -389,29 +385,29 @@ class TestTrainingMetrics:
         sparse = torch.ones(2, 2).to_sparse()
         idle, embedding, dense = nn.Parameter(torch.ones(1)), *having(sparse, torch.ones(2))
         assert gradients_that_are_dense([idle, embedding, dense]) == [dense.grad]
-        gradients_of(metrics).look([idle, embedding])
+        gradients_of(metrics).measure([idle, embedding])
         assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_headroom_of_gradients_that_are_all_zero_is_not_reported(self) -> None:
         metrics = training_metrics()
-        gradients_of(metrics).look(having(torch.zeros(3)))
+        gradients_of(metrics).measure(having(torch.zeros(3)))
         assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
         metrics = training_metrics()
         gradients = gradients_of(metrics)
         gradients.counts.attempted = HEADROOM_PERIOD - 1
-        gradients.look(having(torch.ones(1)))
+        gradients.measure(having(torch.ones(1)))
         assert "watch_headroom_bits" not in report_of(metrics)
         gradients.counts.attempted = HEADROOM_PERIOD
-        gradients.look(having(torch.ones(1)))
+        gradients.measure(having(torch.ones(1)))
         assert report_of(metrics)["watch_headroom_bits"] == pytest.approx(math.log2(65504))
 
     def test_headroom_is_that_of_a_loss_scale_only(self) -> None:
         context: Any = Context()
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_BF16)).metrics
-        gradients_of(metrics).look(having(torch.ones(1)))
+        gradients_of(metrics).measure(having(torch.ones(1)))
         assert "watch_headroom_bits" not in report_of(metrics)
 
     def test_wait_for_data_is_a_share_of_the_timed_batches(self) -> None:
@@ -444,8 +440,14 @@ class TestTrainingMetrics:
 
     def test_is_asked_in_training_only(self) -> None:
         context: Any = Context()
-        metrics = TrainingMetrics(context, lambda: (torch.ones(()), torch.ones(())), scaled=False)
-        assert context.registered == [(metrics, {"for_validation": False})]
+        metrics = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False)).metrics
+        metrics.add(torch.tensor(1.0), 8)
+        ((reducer, when),) = context.registered
+        assert when == {"for_validation": False}
+        reported = reducer.cross_slot_reduce([reducer.per_slot_reduce()])
+        assert reported["loss"] == 1
+        reducer.reset()
+        assert "loss" not in report_of(metrics)
 
 
 class TestTimedLoader:

@@ -16,9 +16,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
-from determined_amp.amp.checkpoint import SafeController, patched, use_safe_controller
 from determined_amp.amp.metrics import WARMUP_BATCHES
+from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import undisturbed
+from determined_amp.trial.determined_0_38 import SafeController, use_safe_controller
 from tests import loops, training
 from tests.test_metrics import Context
 
@@ -442,7 +443,7 @@ class TrainsAgainWithoutSteps(StrangersTrial):
             self.amp.scaler.state_dict(),
             gradients.counts.state_dict(),
             float(gradients.norm_sum.total()),
-            dict(self.amp.scaler.stepped),
+            dict(self.amp.scaler.outcomes),
         )
 
     def everything(self, batch: Any) -> None:

@@ -23,12 +23,12 @@ from determined.common import storage
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.unmodified import trial_of
 from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
 from trials.data import loading
 
@@ -279,7 +279,7 @@ def copy_from_pageable(batch: Sequence[torch.Tensor], device: torch.device) -> l
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-METRICS = "determined_amp.amp.mixed_precision.TrainingMetrics"
+METRICS = "determined_amp.amp.loop.TrainingMetrics"
 
 # Where it is planted, what is, and what each batch then costs.
 PLANTED: dict[str, tuple[str, object, Counter[str]]] = {

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import loops, overhead
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
-from determined_amp.amp.checkpoint import SafeController, controlled_by
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 ROOT = Path(__file__).parents[1]
 FEW = 12

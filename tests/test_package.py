@@ -49,9 +49,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves folders behind where it builds, and reads old ones."""
     copy = tmp_path_factory.mktemp("checkout") / "copy"
     here_only = shutil.ignore_patterns(
-        ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "pictures"
+        ".*", "build", "dist", "*.egg-info", "__pycache__", "pictures"
     )
-    shutil.copytree(ROOT, copy, ignore=here_only)
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        run_folders = {"runs"} if Path(folder) == ROOT else set()
+        return {*here_only(folder, names), *run_folders}
+
+    shutil.copytree(ROOT, copy, ignore=ignored)
     dist = copy.parent / "dist"
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(dist)]
     ended(start([*PIP, "wheel", *options, str(copy)], copy.parent))

@@ -13,12 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from benchmarks import loss_scale_choice
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Window
 from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report import page
-from determined_amp.report.loss_scale_figure import draw, draw_models
+from determined_amp.report.loss_scale_figure import draw
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import as_svg
 from tests.reporting import Rows, finding, found_scale, observed, scored
@@ -255,7 +256,7 @@ def test_models_of_a_comparison_are_side_by_side() -> None:
     ]
     comparison = {"choice_log2": 8, "verdict": "tie"}
     model = {"name": "one", "window_log2": [0, 9], "comparison": comparison, "trainings": trainings}
-    figure = draw_models([model, {**model, "name": "two"}])
+    figure = loss_scale_choice.draw_models([model, {**model, "name": "two"}])
     assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
     assert [2.0, 2.0] in heights(figure.axes[0])
 

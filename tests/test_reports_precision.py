@@ -61,6 +61,7 @@ class TestRealRuns:
         for sentence in told:
             assert sentence in shown.text
             assert sentence in said
+        assert said.startswith("# use ")
         assert said.index(told[0]) < said.index("| claim") < said.index("| precision |")
         assert "audit: every finished run computed all products" in said
         assert "24 batches of 32" in said
@@ -78,16 +79,16 @@ class TestRealRuns:
         (run,) = [run for run in found["runs"] if run["precision"] == "amp_fp16"]
         speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
         assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
-        assert run["final"] == accuracies[-1]
-        assert run["best"] == max(accuracies)
+        assert run["metrics"]["validation_accuracy"] == accuracies[-1]
+        assert [value for _, value in run["curve"]] == accuracies
         assert run["peak_memory_mib"] == training[-1]["watch_peak_memory_mib"]
         assert run["audit_share"] == training[0]["watch_audit_share"]
         assert run["applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
-        assert run["device"].startswith("cpu (")
-        assert found["torch"] == run["torch"]
+        assert run["machine"]["device"].startswith("cpu (")
+        assert found["machine"] == run["machine"]
         assert {c["verdict"] for c in found["comparisons"]} == {"cannot be told"}
-        assert {"python", "numpy", "determined"} <= set(found["versions"])
+        assert {"python", "numpy", "determined"} <= set(found["machine"]["versions"])
 
     def test_have_the_settings_that_the_written_ones_have(self, trained: Path) -> None:
         resolved = yaml.safe_load((trained / "amp/resolved.yaml").read_text())

@@ -12,8 +12,16 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.experiment.amp_settings import Precision
-from determined_amp.report.precision_comparison import Equivalence, Interval, Ratio, paired, welch
-from determined_amp.report.precision_findings import Findings, Judgement, advise, claims, find
+from determined_amp.report.claims import Judgement, judge
+from determined_amp.report.precision_comparison import (
+    Equivalence,
+    Interval,
+    Ratio,
+    paired,
+    speed_ratio,
+    welch,
+)
+from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import sentences
 from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
@@ -138,7 +146,7 @@ class TestMetric:
             ((0.001, 0.0, -0.001), "equal within the margin of 0.003"),
             ((-0.05, -0.051, -0.049), "different, worse"),
             ((0.05, 0.051, 0.049), "different, better"),
-            ((-0.01, 0.0, 0.01), "cannot be told with 3 seeds: it would take about "),
+            ((-0.01, 0.0, 0.01), "inconclusive with 3 seeds; about "),
         ],
     )
     def test_verdict_is_said(self, tmp_path: Path, shifts: Sequence[float], said: str) -> None:
@@ -163,12 +171,12 @@ class TestMetric:
         findings = found(
             write_run(tmp_path / "a", "fp32", 1), write_run(tmp_path / "b", "amp_bf16", 1)
         )
-        assert "cannot be told with 1 seed: it takes 2 at least" in "\n".join(sentences(findings))
+        assert "inconclusive with 1 seed; 2 at least are needed" in "\n".join(sentences(findings))
 
     def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
         findings = self.findings(tmp_path, BASE)
         said = "\n".join(sentences(findings))
-        assert "told with 3 seeds: the difference is the same in all, which leaves" in said
+        assert "inconclusive with 3 seeds; the difference is the same for all, which leaves" in said
 
     def test_margin_is_the_users(self, tmp_path: Path) -> None:
         folders = [
@@ -205,12 +213,12 @@ class TestMetric:
         )
         assert findings.margin == pytest.approx(0.3)
         (comparison,) = findings.comparisons
-        assert claims(comparison)[2].judgement is Judgement.UNMEASURED
+        assert comparison.claims[2].judgement is Judgement.UNMEASURED
 
     def test_accuracy_of_exactly_one_is_not_in_percent(self, tmp_path: Path) -> None:
         findings = self.findings(tmp_path, (1.0, 1.0, 0.99))
         assert findings.margin == pytest.approx(0.003)
-        assert claims(findings.comparisons[0])[2].judgement is not Judgement.UNMEASURED
+        assert findings.comparisons[0].claims[2].judgement is not Judgement.UNMEASURED
 
     def test_margin_of_a_negative_metric_is_positive(self, tmp_path: Path) -> None:
         folders = [
@@ -257,7 +265,7 @@ class TestSpeed:
             write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 0.0, 300.0, 110.0]),
             write_run(tmp_path / "b", "amp_fp16", 1, speed=220.0),
         )
-        speeds = [s.speed.median for s in findings.summaries if s.speed]
+        speeds = [s.samples_per_second.median for s in findings.summaries if s.samples_per_second]
         assert speeds == [110.0, 220.0]
         ratio = findings.comparisons[0].speed
         assert ratio is not None
@@ -268,7 +276,7 @@ class TestSpeed:
         resumed = {"watch_audit_share": 1.0, "samples_per_second": 9999.0}
         run = write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 7.0], trained=resumed)
         findings = found(run, write_run(tmp_path / "b", "amp_fp16", 1))
-        speed = findings.summaries[0].speed
+        speed = findings.summaries[0].samples_per_second
         assert speed is not None
         assert speed.median == 100.0
 
@@ -299,10 +307,23 @@ class TestSpeed:
         findings = found(*folders)
         summary, ratio = findings.summaries[1], findings.comparisons[0].speed
         assert ratio is not None
-        assert summary.speed is not None
+        assert summary.samples_per_second is not None
         assert ratio.median == pytest.approx(2.2)
-        assert summary.speed.median == pytest.approx(2200.0)
+        assert summary.samples_per_second.median == pytest.approx(2200.0)
         assert summary.data_wait_share == pytest.approx(0.1)
+
+    def test_ratio_of_two_pairs_inverts_if_they_are_swapped(self, tmp_path: Path) -> None:
+        folders = [
+            write_run(tmp_path / f"{precision}{seed}", precision, seed, speed=speed)
+            for precision, speeds in (("fp32", (1000.0, 1000.0)), ("amp_fp16", (2000.0, 8000.0)))
+            for seed, speed in enumerate(speeds)
+        ]
+        fp32, fp16 = found(*folders).summaries
+        there, back = speed_ratio(fp16, fp32), speed_ratio(fp32, fp16)
+        assert there is not None
+        assert back is not None
+        assert there.median == pytest.approx(4.0)
+        assert there.median * back.median == pytest.approx(1.0)
 
     def test_without_equal_seeds_all_are_paired_with_all(self, tmp_path: Path) -> None:
         folders = [
@@ -341,19 +362,30 @@ class TestClaims:
         ]
         (comparison,) = found(*base, *amp).comparisons
         words = {"h": Judgement.HOLDS, "f": Judgement.FAILS, "u": Judgement.UNKNOWN}
-        assert [c.judgement for c in claims(comparison)] == [words[letter] for letter in judged]
+        assert [c.judgement for c in comparison.claims] == [words[letter] for letter in judged]
 
     def test_memory_of_a_cpu_is_not_judged(self, tmp_path: Path) -> None:
         base = write_seeds(tmp_path, "fp32", BASE, device=CPU, memory=1000)
         amp = write_seeds(tmp_path, "amp_fp16", BASE, device=CPU, memory=100)
         (comparison,) = found(*base, *amp).comparisons
-        assert claims(comparison)[1].judgement is Judgement.UNMEASURED
+        assert comparison.claims[1].judgement is Judgement.UNMEASURED
+
+    def test_are_those_of_this_repositorys_trials_or_asked_for(self, tmp_path: Path) -> None:
+        other = {"settings": {"hyperparameters.trial": "model_def:MyTrial"}}
+        folders = [write_run(tmp_path / p, p, 1, **other) for p in ("fp32", "amp_fp16")]  # type: ignore[arg-type]
+        assert not found(*folders).comparisons[0].claims
+        assert len(found(*folders, judge_claims=True).comparisons[0].claims) == 3
+
+    def test_range_across_a_limit_cannot_be_told(self) -> None:
+        assert judge((1.9, 2.1), 2.0, math.inf) is Judgement.UNKNOWN
+        assert judge((-math.inf, math.inf), -0.003, 0.003) is Judgement.UNKNOWN
+        assert judge(None, 2.0, math.inf) is Judgement.UNMEASURED
 
     def test_accuracy_is_judged_whatever_metric_is_compared(self, tmp_path: Path) -> None:
         base = write_seeds(tmp_path, "fp32", BASE)
         amp = write_seeds(tmp_path, "amp_fp16", ALIKE)
         (comparison,) = found(*base, *amp, metric="validation_loss").comparisons
-        assert claims(comparison)[2].judgement is Judgement.HOLDS
+        assert comparison.claims[2].judgement is Judgement.HOLDS
 
 
 class TestAdvice:

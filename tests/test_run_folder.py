@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp import ConfigError
 from determined_amp import __main__ as door
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, complete_checkpoints
-from determined_amp.local.run import Resume, _are_finite, _check_ranks
+from determined_amp.local.run import Resume, _are_finite
 from determined_amp.runs.folder import FolderInUseError, RunFolder, fresh_folder
+from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
 
 
@@ -265,25 +264,7 @@ class TestWeightsThatAreNotFinite:
             Resume.latest(run)
 
 
-class TestLinks:
-    def test_of_a_user_are_not_deleted(self, tmp_path: Path) -> None:
-        reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
-        processes: Any = SimpleNamespace(rank=0, size=1)
-        folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-        folder.mkdir()
-        elsewhere.mkdir()
-        (elsewhere / "metadata.json").write_text('{"best": false, "steps_completed": 1}')
-        (folder / "batch-00000001").symlink_to(elsewhere)
-        storage = LocalCheckpoints(processes, folder, reports)
-        for batches in (2, 3):
-            with storage.store_path({"steps_completed": batches}) as (saved, _):
-                torch.save({}, saved / "state_dict.pth")
-        assert (folder / "batch-00000001").is_symlink()
-        assert (elsewhere / "metadata.json").exists()
-        refused = pytest.raises(CheckpointError, match="is a symbolic link")
-        with refused, storage.store_path({"steps_completed": 1}):
-            pass
-
+class TestReplaced:
     def test_checkpoint_that_was_being_replaced_comes_back(self, tmp_path: Path) -> None:
         (tmp_path / ".batch-00000002.replaced").mkdir()
         (tmp_path / ".batch-00000003.partial").mkdir()
@@ -316,19 +297,3 @@ def test_name_is_one_folder_inside_the_root(tmp_path: Path, name: str, folder: s
     made = fresh_folder(tmp_path, name)
     assert made.parent.parent == tmp_path
     assert made.parent.name == folder
-
-
-class TestRanks:
-    def experiment(self) -> Any:
-        config = {"hyperparameters": {"amp": {"precision": "fp32"}, "lr": 0.1}}
-        return SimpleNamespace(name="run", resolved=lambda: config)
-
-    def test_with_equal_configurations_train(self) -> None:
-        _check_ranks(self.experiment(), SimpleNamespace(allgather=lambda ours: [ours, ours]))  # type: ignore[arg-type]
-
-    def test_with_different_ones_are_refused(self) -> None:
-        def allgather(ours: dict[str, Any]) -> list[dict[str, Any]]:
-            return [ours, {**ours, "hyperparameters.lr": 0.2}]
-
-        with pytest.raises(ConfigError, match=r"by rank: hyperparameters\.lr: 0\.1, 0\.2$"):
-            _check_ranks(self.experiment(), SimpleNamespace(allgather=allgather))  # type: ignore[arg-type]

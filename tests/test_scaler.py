@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.scaler import ObservedScaler, StepCounts
+from determined_amp.amp.mistakes import IN_A_LOOP, IN_A_TRIAL, TRANSITIONS, Mistake, Stage
+from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.steps import StepCounts
 from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.settings import ConfigError
 from tests.fake_cuda import Syncs
@@ -36,13 +39,13 @@ class Stepped:
 
     def __init__(self, optimizer_class: Any = torch.optim.SGD, **settings: float) -> None:
         given: dict[str, Any] = {"init_scale": 4.0, **settings}
-        self.scaler = ObservedScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
+        self.scaler = LossScaler(AmpSettings(Precision.AMP_FP16, **given), "cpu")
         self.optimizer = self.another(optimizer_class)
 
     def another(self, optimizer_class: Any = torch.optim.SGD) -> Any:
         """One more optimizer, with a weight of its own."""
         made = optimizer_class([nn.Parameter(torch.ones(1))], lr=1.0)
-        made.register_step_pre_hook(lambda *call: setattr(self.scaler, "moved", True))
+        made.register_step_pre_hook(lambda *call: self.scaler.check_step())
         return made
 
     def backward(self, gradient: float, optimizer: Any = None) -> nn.Parameter:
@@ -59,20 +62,19 @@ class Stepped:
     def step_and_update(self, gradient: float) -> float:
         """The scale after a step and an update."""
         self.step(gradient)
-        self.scaler.stepped.clear()
-        self.scaler.update()
+        self.scaler.finish()
         return float(self.scaler.get_scale())
 
 
 class TestSettings:
     def test_left_out_are_torchs(self) -> None:
-        ours = ObservedScaler(AmpSettings(Precision.AMP_FP16), "cpu")
+        ours = LossScaler(AmpSettings(Precision.AMP_FP16), "cpu")
         theirs = torch.amp.GradScaler("cpu")
         assert ours.state_dict() == theirs.state_dict() != {}
 
     def test_given_are_the_scalers(self) -> None:
         given = AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7)
-        assert ObservedScaler(given, "cpu").state_dict() == {
+        assert LossScaler(given, "cpu").state_dict() == {
             "scale": 8.0,
             "growth_factor": 3.0,
             "backoff_factor": 0.25,
@@ -86,12 +88,11 @@ class TestStep:
     def test_that_is_applied_or_skipped_is_noted(self, optimizer_class: Any) -> None:
         made = Stepped(optimizer_class)
         assert made.step(0.25) == 0.75
-        noted = made.scaler.stepped.pop(made.optimizer)
-        assert noted == 0
-        assert isinstance(noted, torch.Tensor) is (optimizer_class is Fused)
-        made.scaler.update()
+        (outcome,) = made.scaler.finish().values()
+        assert outcome == 0
+        assert isinstance(outcome, torch.Tensor) is (optimizer_class is Fused)
         assert made.step(math.inf) == 0.75
-        assert made.scaler.stepped == {made.optimizer: 1}
+        assert made.scaler.outcomes == {made.optimizer: 1}
 
     def test_that_skips_on_any_of_several_devices_is_noted(self) -> None:
         made = Stepped(Fused)
@@ -115,49 +116,122 @@ class TestStep:
         with pytest.raises(ZeroDivisionError):
             made.step(1.0)
         assert made.scaler.stepping is False
-        assert made.scaler.stepped == {}
+        assert made.scaler.outcomes == {}
+        made.scaler.check_end()
 
-    @pytest.mark.parametrize("name", ["step", "unscale_"])
-    def test_of_an_optimizer_that_was_stepped_is_refused_until_an_update(self, name: str) -> None:
-        made = Stepped()
-        made.step(1.0)
-        again = getattr(made.scaler, name)
-        with pytest.raises(ConfigError, match=r"the trial: train_batch: steps an optimizer twice"):
-            again(made.optimizer)
-        made.scaler.stepped.clear()
-        made.scaler.update()
-        again(made.optimizer)
 
-    def test_that_clips_without_unscaling_first_is_refused(self) -> None:
-        made = Stepped()
-        made.scaler.clips = True
-        made.backward(1.0)
-        with pytest.raises(ConfigError, match="clips gradients that may still be scaled"):
-            made.scaler.step(made.optimizer)
+def reach(made: Stepped, stage: Stage) -> None:
+    """Bring the optimizer there by what a training calls."""
+    made.backward(1.0)
+    if stage is Stage.UNSCALED:
         made.scaler.unscale_(made.optimizer)
-        assert made.scaler.unscaled == {made.optimizer}
+    elif stage is Stage.STEPPED:
         made.scaler.step(made.optimizer)
-        made.scaler.stepped.clear()
-        made.scaler.update()
-        with pytest.raises(ConfigError, match="clips gradients"):
+
+
+def clip_and_step(made: Stepped) -> None:
+    made.scaler.clips = True
+    try:
+        made.scaler.step(made.optimizer)
+    finally:
+        made.scaler.clips = False
+
+
+CALLS: dict[str, Callable[[Stepped], object]] = {
+    "unscale": lambda made: made.scaler.unscale_(made.optimizer),
+    "clip": clip_and_step,
+    "step": lambda made: made.scaler.step(made.optimizer),
+    "end": lambda made: made.scaler.check_end(),
+}
+
+
+class TestStages:
+    @pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.FP32])
+    @pytest.mark.parametrize(("stage", "call"), TRANSITIONS)
+    def test_table_is_what_happens(self, precision: Precision, stage: Stage, call: str) -> None:
+        made = Stepped()
+        if precision is Precision.FP32:
+            made.scaler = LossScaler(AmpSettings(precision), "cpu")
+        reach(made, stage)
+        after = TRANSITIONS[stage, call]
+        if isinstance(after, Mistake):
+            with pytest.raises(ConfigError, match=after.value.replace("(", r"\(")[:40]):
+                CALLS[call](made)
+        elif (stage, call) == (Stage.UNSCALED, "unscale") and precision is Precision.AMP_FP16:
+            with pytest.raises(RuntimeError, match="unscale_"):  # torch's own
+                CALLS[call](made)
+        else:
+            CALLS[call](made)
+            has_stepped = made.optimizer in made.scaler.outcomes
+            assert has_stepped is (after is Stage.STEPPED or call == "clip")
+            assert made.scaler.is_unscaled(made.optimizer) is (
+                after is Stage.UNSCALED and call != "clip"
+            )
+
+    def test_every_optimizer_has_a_stage_of_its_own(self) -> None:
+        made = Stepped()
+        other = made.another()
+        made.step(1.0)
+        assert made.step(1.0, other) == 0.0
+        with pytest.raises(ConfigError, match="steps an optimizer twice"):
             made.step(1.0)
 
-    def test_begins_without_anything_noted(self) -> None:
-        scaler = Stepped().scaler
-        assert (scaler.clips, scaler.stepping, scaler.moved) == (False, False, False)
-        assert (scaler.has_scaled, scaler.updated) == (False, False)
+    def test_update_and_finish_end_every_stage(self) -> None:
+        made = Stepped()
+        made.backward(1.0)
+        made.scaler.unscale_(made.optimizer)
+        made.step(1.0, made.another())
+        made.scaler.update()
+        assert not made.scaler.is_unscaled(made.optimizer)
+        assert len(made.scaler.finish()) == 1
+        made.scaler.check_end()
+        assert made.scaler.finish() == {}
+        made.step(1.0)
+
+    @pytest.mark.parametrize(
+        ("remedies", "words"),
+        [
+            (IN_A_LOOP, "the loop: it does not scale the loss; allowed: amp.scaler.scale(loss)"),
+            (IN_A_TRIAL, "the trial: train_batch: it does not scale the loss; allowed: context."),
+        ],
+    )
+    def test_error_names_what_to_write_there(self, remedies: Any, words: str) -> None:
+        scaler = LossScaler(AmpSettings(Precision.FP32), "cpu", remedies=remedies)
+        made = Stepped()
+        made.scaler = scaler
+        made.backward(1.0)
+        scaler.has_scaled = False
+        with pytest.raises(ConfigError) as raised:
+            scaler.step(made.optimizer)
+        assert str(raised.value).startswith(words)
+
+    def test_step_of_the_optimizer_itself_is_a_mistake(self) -> None:
+        made = Stepped()
+        made.backward(1.0)
+        with pytest.raises(ConfigError, match="gradients may still be scaled"):
+            made.optimizer.step()
+
+    def test_each_mistake_of_the_table_has_words_and_most_a_remedy(self) -> None:
+        assert set(IN_A_LOOP) == set(IN_A_TRIAL) == {*Mistake} - {Mistake.UPDATES_NOTHING}
+        assert "amp.update" in Mistake.UPDATES_NOTHING.value
 
 
 class TestUpdate:
     def test_ends_what_scale_and_step_began(self) -> None:
         made = Stepped()
+        for _ in range(2):
+            made.step(1.0)
+            assert (made.scaler.has_scaled, len(made.scaler.outcomes)) == (True, 1)
+            made.scaler.finish()
+            assert (made.scaler.has_scaled, len(made.scaler.outcomes)) == (False, 0)
+
+    def test_of_the_training_itself_is_not_made_twice(self) -> None:
+        """Growth after every step: 4, and 8 after one update."""
+        made = Stepped(growth_interval=1)
         made.step(1.0)
-        assert (made.scaler.has_scaled, made.scaler.updated) == (True, False)
         made.scaler.update()
-        assert (made.scaler.has_scaled, made.scaler.updated) == (False, True)
-        made.scaler.stepped.clear()
-        made.step(1.0)
-        assert (made.scaler.has_scaled, made.scaler.updated) == (True, False)
+        made.scaler.finish()
+        assert made.scaler.get_scale() == 8
 
     def test_takes_the_scale_no_further_than_its_floor(self) -> None:
         made = Stepped(min_scale=1.5)
@@ -186,25 +260,24 @@ class TestUpdate:
         made.step(1.0)
         made.step(math.inf, other)
         made.scaler.update()
-        assert made.scaler.stepped == {made.optimizer: 0, other: 1}
+        assert made.scaler.outcomes == {made.optimizer: 0, other: 1}
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.TF32, Precision.AMP_BF16])
 def test_without_a_scale_everything_passes_through(precision: Precision) -> None:
     made = Stepped()
-    made.scaler = scaler = ObservedScaler(AmpSettings(precision), "cpu")
+    made.scaler = scaler = LossScaler(AmpSettings(precision), "cpu")
     one = torch.ones(())
     assert scaler.scale(one) is one
-    assert scaler.has_scaled
     weight = made.backward(0.25)
     scaler.unscale_(made.optimizer)
     assert scaler.step(made.optimizer, lambda: 7.0) == 7
-    assert scaler.stepped == {made.optimizer: False}
-    assert (scaler.unscaled, weight.item()) == (set(), 0.75)
-    scaler.update()
-    assert (scaler.updated, scaler.has_scaled) == (True, False)
+    assert scaler.outcomes == {made.optimizer: False}
+    assert (scaler.is_unscaled(made.optimizer), weight.item()) == (False, 0.75)
+    scaler.finish()
+    assert not scaler.has_scaled
     assert scaler.times(one) == scaler.scale_of_newest_step(one) == 1
-    scaler.stepped.clear()
+    scaler.scale(one)
     assert scaler.step(made.optimizer, closure=lambda: 8.0) == 8
     assert scaler.state_dict() == {}
 

@@ -25,7 +25,7 @@ from benchmarks.small_trials import (
     SummedLoss,
     TinyLoss,
 )
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder import score as scoring

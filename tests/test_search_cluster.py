@@ -17,10 +17,10 @@ from determined.common import storage
 
 from determined_amp import __main__ as door
 from determined_amp import cluster
-from determined_amp.amp import guard
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
 from determined_amp.search.search_plan import SearchPlan
+from determined_amp.trial import notes
 from tests import searching
 
 
@@ -76,7 +76,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masters: list[Master])
     def note(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
         masters[-1].metadata.update(values)
 
-    for module in (cluster, guard):
+    for module in (cluster, notes):
         monkeypatch.setattr(module, "note_on_master", note)
 
     def run(search: str, *overrides: str, seed: int = 1) -> Master:

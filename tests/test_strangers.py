@@ -25,10 +25,10 @@ from determined_amp.experiment.factory import load_factory
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
-from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.open_trial import open_trial
 from determined_amp.runs.folder import read_metrics
+from determined_amp.trial.fitting import fit
 from tests import strangers, training
 
 TRIAL = "tests.strangers:Stranger"

@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, AuditError, ConfigError, GuardError, MixedPrecision
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.unmodified import _autocast_is_on, fuse, make_with_amp
 from determined_amp.experiment.settings import read_section
+from determined_amp.trial.unmodified import _autocast_is_on, fuse, make_with_amp
 from tests import habits
 from tests.loops import Fitted, Reports, content, fit, loader
 from tests.test_amp import FUSED_ON_CPU
@@ -278,7 +278,7 @@ def test_outputs_left_in_16_bits_train_something_else(
     amp = {"precision": "amp_fp16", "init_scale": 16.0}
     right = trained(run(Squares, folder, amp), folder)
     assert right == trained(run(Squares, folder, amp), folder)
-    monkeypatch.setattr("determined_amp.amp.unmodified.as_float32", lambda value: value)
+    monkeypatch.setattr("determined_amp.trial.unmodified.as_float32", lambda value: value)
     assert trained(run(Squares, folder, amp), folder) != right
 
 
@@ -834,7 +834,7 @@ class TestFused:
             return next(made.trial.model.parameters()).item()  # type: ignore[no-any-return]
 
         assert last_weight() == -0.25
-        never = "determined_amp.amp.mixed_precision.fill_momentum"
+        never = "determined_amp.amp.steps.fill_momentum"
         monkeypatch.setattr(never, lambda *_, **named: None)
         assert math.isnan(last_weight())  # the negative control
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.cli import train
 from determined_amp.runs.folder import read_record
 from trials.mlp import MLPTrial

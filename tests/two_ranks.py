@@ -26,11 +26,11 @@ from torch.utils.data import TensorDataset
 
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
-from determined_amp.amp import mixed_precision as amp
-from determined_amp.amp.checkpoint import patched
-from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import undisturbed
 from determined_amp.local.processes import process_group
+from determined_amp.trial import mixed_precision as amp
+from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import habits, strangers, test_unmodified, training
 from tests.loops import fit
 from tests.one_weight import OneWeightTrial, Recipe, run

@@ -44,7 +44,7 @@ class TwoWeights(pytorch.PyTorchTrial):
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
-        self.diagnosed += not self.amp._steps
+        self.diagnosed += self.amp.is_replaying
         xs = batch
         losses = []
         for x, model, optimizer in zip(xs, self.models, self.optimizers, strict=True):
@@ -59,7 +59,7 @@ class TwoWeights(pytorch.PyTorchTrial):
         return True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.amp._steps:
+        if not self.amp.is_replaying:
             (parameter,) = optimizer.param_groups[0]["params"]
             self.norms.append(float(parameter.grad))
         if self.how == "context":
@@ -67,7 +67,7 @@ class TwoWeights(pytorch.PyTorchTrial):
             self.context.step_optimizer(optimizer, clip_grads=clip, scaler=self.amp.scaler)
             return
         self.amp.scaler.step(optimizer)
-        if self.how == "optimizer" and not self.amp._steps:
+        if self.how == "optimizer" and self.amp.is_replaying:
             optimizer.step()  # a trial that steps by hand, whatever the guard wants
         optimizer.zero_grad()
 

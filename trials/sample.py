@@ -24,11 +24,11 @@ from rich.progress import track
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from determined_amp.amp.checkpoint import CheckpointError, check_bytes
 from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
 from determined_amp.experiment.errors import UserError, limits_of_the_machine, one_line
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser

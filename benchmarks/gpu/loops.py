@@ -19,14 +19,14 @@ from benchmarks.gpu.box import Box
 from benchmarks.gpu.resnet import BATCHES, TINY_BATCHES, Bare, batch_on
 from benchmarks.loops import NoReports, take_turns
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.fitting import fit
 from determined_amp.local.context import trial_context
 from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.unmodified import trial_of
 
 CONFIGS = Path(__file__).parents[2] / "experiment_configs" / "resnet50"
 YAMLS = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from determined_amp.amp.origin import (
     only_views,
 )
 from determined_amp.amp.replay import float16_as, parameters_in, tensors_of, undisturbed
+from determined_amp.amp.slots import OneSlot, Slots
 
 # Trains the batch at this loss scale: forward, loss and backward as in training, without a step.
 Train = Callable[[float], object]
@@ -72,7 +73,7 @@ def find_cause(
     Returns:
         None if everything is finite here, or another slot is the first that has a cause.
     """
-    replays = _Replays(models, train, optimizers, slots or _OneSlot())
+    replays = _Replays(models, train, optimizers, slots or OneSlot())
     known = _bad_parameter(models)
     if known and any(map(_has_nan, filter(_is_plain, tensors_of(batch)))):
         known = _bad_input(batch)  # without a loss scale it has made them so
@@ -112,22 +113,6 @@ def _cause(seen: _Seen, batch: Any, replays: _Replays, scale: float, grown: floa
     if overflow is not None:
         return _forward_sentence(overflow, exact, replays, grown)
     return _gradient_sentence(seen, replays, scale, None)
-
-
-class Slots(Protocol):
-    """The processes of a training, as Determined's `DistributedContext` has them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def allgather(self, value: Any) -> list[Any]: ...
-
-
-class _OneSlot:
-    rank = 0
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
 
 
 class _Place(NamedTuple):

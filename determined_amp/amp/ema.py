@@ -15,8 +15,7 @@ from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from determined_amp.amp.mixed_precision import MixedPrecision
-from determined_amp.amp.scaler import StepCounts
+from determined_amp.amp.steps import StepCounts
 
 
 class AppliedStepEMA(EMAModel):  # type: ignore[misc]  # diffusers is not typed
@@ -72,7 +71,7 @@ class EMAWeights(pytorch.PyTorchCallback):
     def __init__(
         self,
         model: nn.Module,
-        amp: MixedPrecision,
+        amp: Any,
         decay: float,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -81,7 +80,7 @@ class EMAWeights(pytorch.PyTorchCallback):
         assert isinstance(inner, nn.Module)
         self._model = inner
         self._names = [name for name, _ in self._model.named_parameters()]
-        self._counts = amp.metrics.first_counts if optimizer is None else amp.steps(optimizer)
+        self._counts = amp.metrics.first.counts if optimizer is None else amp.steps(optimizer)
         self._average = AppliedStepEMA(self._model.parameters(), self._counts, decay)
         self._followed = 0
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.errors import UserError
 
 

@@ -24,12 +24,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from determined import pytorch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.scaler import ObservedScaler, parameters_of
+from determined_amp.amp.scaler import LossScaler, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +40,34 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class TrueGradients:
-    """The gradients of everything that a trial trains.
+    """The gradients of everything that is trained.
 
     Args:
-        context: The trial's context.
-        scaler: Its scaler, enabled.
+        models: Those of the training.
+        optimizers: The same; more may come later.
+        scaler: Their scaler, enabled.
+        device: Where the loss is.
+        slots: The processes of the training.
 
     Attributes:
         scale: While something goes backward scaled, the loss scale, (), float32, on the device.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, scaler: ObservedScaler) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        scaler: LossScaler,
+        *,
+        device: torch.device,
+        slots: int,
+    ) -> None:
         self.scale: torch.Tensor | None = None
-        self._context = context
+        self._models = models
+        self._optimizers = optimizers
+        self._slots = slots
         self._scaler = scaler
-        self._one = torch.ones((), device=context.device)
+        self._one = torch.ones((), device=device)
         self._groups: dict[_Owners, list[torch.Tensor]] = {}
         self._known: set[int] = set()
         self._lists: list[tuple[int, int]] = []
@@ -177,13 +189,13 @@ class TrueGradients:
 
         The graph does not show what a reentrant checkpoint computes again; the models do.
         """
-        optimizers = list(self._context.optimizers)
+        optimizers = list(self._optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         lists = [(id(group["params"]), len(group["params"])) for group in groups]
         if lists != self._lists or not self._known:
             self._lists = lists
             owners: dict[torch.Tensor, list[Optimizer]] = {
-                parameter: [] for model in self._context.models for parameter in model.parameters()
+                parameter: [] for model in self._models for parameter in model.parameters()
             }
             for optimizer in optimizers:
                 for parameter in dict.fromkeys(parameters_of(optimizer)):
@@ -196,9 +208,9 @@ class TrueGradients:
         return {**self._groups, (): [*self._groups[()], *others, *self._retained.values()]}
 
     def _groups_with(self, optimizer: Optimizer) -> list[_Owners]:
-        if optimizer in self._context.optimizers:
+        if optimizer in self._optimizers:
             return [owners for owners in self._found if optimizer in owners]
-        # One that the context does not know has what nobody has, and what another one has, too.
+        # One that the training does not know has what nobody has, and what another one has, too.
         its = {id(parameter) for parameter in parameters_of(optimizer)}
         return [
             owners
@@ -266,7 +278,7 @@ class TrueGradients:
                 else:  # in 16 bits or on another device, as no parameter of a model is
                     one.add_((~_are_finite(gradients)).to(one.device))
                     torch._foreach_mul_(gradients, inverse.to(device, dtype))
-        if self._context.distributed.size > 1:
+        if self._slots > 1:
             # Without an exchange of gradients in this batch, only this rank knows.
             distributed.all_reduce(found, distributed.ReduceOp.MAX)
         for kinds, one in zip(groups, found.unbind(), strict=True):

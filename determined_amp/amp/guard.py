@@ -1,42 +1,29 @@
 """Ends a run that no longer trains, after a checkpoint of its last good state and with the cause.
 
-`GradScaler` skips steps silently, however many there are. The guard looks at numbers that the
-report has read anyway, so it costs no synchronisation of its own. They are the same on every rank,
-so all ranks stop together.
+`GradScaler` skips steps silently, however many there are. The guard judges numbers that the report
+has read anyway, so it costs no synchronisation of its own. They are the same on every slot, so all
+slots stop together.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import platform
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import determined as det
 import torch
-from determined import core, pytorch
-from determined.common.api import bindings, errors
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
-from determined_amp.amp.metrics import MetricName, Report, StepReport
-from determined_amp.amp.precision import described_device
-from determined_amp.experiment.amp_settings import OnOverflow
+from determined_amp.amp.metrics import MetricName, Report, StepReport, TrainingMetrics
+from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.slots import Slots
+from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow
 from determined_amp.experiment.errors import GuardError
 
-if TYPE_CHECKING:
-    from determined_amp.amp.mixed_precision import MixedPrecision
-
 logger = logging.getLogger(__name__)
-
-# With these searchers a NaN makes the master stop the whole search, not only the trial (0.38.1
-# sends it as a string where it expects a number).
-_STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
 
 # Optimizer steps that max_skip_ratio is judged over, at least; and applied steps from the beginning
 # of a run until it is judged at all, since the loss scale finds its level there.
@@ -45,35 +32,53 @@ MIN_STEPS_TO_JUDGE = 10
 # So many skips at the start are worth a line in the log.
 _WORTH_A_LINE = 5
 
-# What a request to the master may raise.
-_REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
-
-# Characters of a status that the overview of a run shows well.
-_STATUS_WIDTH = 100
+# The end of a message where the newest batch shows no cause.
+_FINITE = "The newest batch alone is finite"
 
 # The newest batch, and how to train it at a loss scale without a step; None before the first batch.
 Replay = Callable[[], "tuple[Any, Train] | None"]
 
 
-class Guard(pytorch.PyTorchCallback):
-    """Watches all models and optimizers of one trial; `MixedPrecision.callbacks` makes it.
+class Guard:
+    """Watches all models and optimizers of one training.
 
     Args:
-        context: The trial's context. Its searcher decides how a failed trial ends.
-        amp: The trial's mixed precision; its settings say what counts as failure.
+        settings: The `amp` section, which says what counts as failure.
+        metrics: Those of the training; their newest report is judged.
+        scaler: That of the training.
+        models: Those of the training; more may come until `start`.
+        optimizers: The same.
+        slots: The processes of the training. All of them judge at the same time.
         replay: Gives the newest batch, and how to train it again.
+
+    Attributes:
+        enabled: Set it to False to let everything pass.
+        batches_per_step: Batches that go backward before an optimizer steps.
+        without_replay: In place of the cause if there is no batch to train again.
     """
 
     def __init__(
-        self, context: pytorch.PyTorchTrialContext, amp: MixedPrecision, replay: Replay
+        self,
+        settings: AmpSettings,
+        metrics: TrainingMetrics,
+        scaler: LossScaler,
+        *,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        slots: Slots,
+        replay: Replay,
     ) -> None:
-        searcher = (context._exp_conf or {}).get("searcher") or {}
-        self._method = str(searcher.get("name", "single"))
-        self._metric = str(searcher.get("metric"))
-        self._context = context
-        self._amp = amp
+        self.enabled = True
+        self.batches_per_step = 1
+        self.without_replay = _FINITE
+        self._settings = settings
+        self._metrics = metrics
+        self._scaler = scaler
+        self._models = models
+        self._optimizers = optimizers
+        self._slots = slots
         self._replay = replay
-        self._statistics = RunningStatistics(context.models)
+        self._statistics = RunningStatistics(())
         # Applied and skipped steps of each optimizer when the run began, and when their ratio was
         # judged last.
         self._began_at: dict[str, tuple[int, int]] = {}
@@ -81,111 +86,94 @@ class Guard(pytorch.PyTorchCallback):
         self._norm_at_start: torch.Tensor | None = None
         self._scale_at_start = 1.0
         self._explained = False
-        self._said_drift = False
-        self._said: set[str] = set()
-        self._said_no_step = False
+        self._warned: set[str] = set()
 
-    def on_training_start(self) -> None:
+    def start(self) -> None:
+        """Remember how the run begins; synchronises."""
+        if not self.enabled:
+            return
+        self._statistics = RunningStatistics(self._models)
         self._statistics.remember()
-        settings = self._amp.settings
-        note_on_master(
-            self._context,
-            precision=settings.precision.value,
-            init_scale=settings.init_scale if settings.scales_the_loss else None,
-            seed=self._context._trial_seed,  # None in a Trainer outside of a cluster
-            failure=None,
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            machine={
-                **described_device(self._amp.device),
-                "slots": self._context.distributed.size,
-                "versions": {"python": platform.python_version()},
-            },
-        )
-        several = len(self._context.optimizers) > 1
-        for index, gradients in enumerate(self._amp.metrics.all()):
+        several = len(self._optimizers) > 1
+        for index, gradients in enumerate(self._metrics.all()):
             counts = gradients.counts
             applied = int(counts.applied)
             name = f"_{index}" if several else ""
             self._began_at[name] = applied, counts.attempted - applied
         self._judged_at = dict(self._began_at)
-        self._norm_at_start = _norm(self._context.models)
-        self._scale_at_start = self._amp.scaler.get_scale()
+        self._norm_at_start = _norm(self._models)
+        self._scale_at_start = self._scaler.get_scale()
 
-    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
-        """Called on every rank with the same numbers, right after they were reported."""
-        if not self._amp.watched:
+    def judge(self, metrics: Mapping[str, Any], batches: int) -> None:
+        """Judge the newest report, right after it was made.
+
+        Args:
+            metrics: What was reported, the same on every slot.
+            batches: How many batches it covers.
+
+        Raises:
+            GuardError: if the run no longer trains, unless `on_overflow` is `warn`.
+        """
+        if not self.enabled:
             return
-        self._statistics.repair()
-        report = self._amp.metrics.latest
+        self.repair()
+        report = self._metrics.latest
         if report is None:
             return
-        self._say_drift(avg_metrics)
-        self._say_skips_at_the_start(report)
-        self._say_no_step(report, len(batch_metrics or ()))
-        for found in self._failures(report, avg_metrics):
-            self._fail(found)
-            return
+        self._warn_of_drift(metrics)
+        self._warn_of_skips_at_the_start(report)
+        self._warn_of_no_step(report, batches)
+        failure = next(self._failures(report, metrics), None)
+        if failure is not None:
+            self.fail(failure)
 
-    def on_validation_start(self) -> None:
+    def repair(self) -> None:
+        """Put back running statistics that are not finite; before a validation, too."""
         self._statistics.repair()
 
-    def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called before the metrics are reported: one that is not finite never reaches a search."""
-        value = metrics.get(self._metric)
-        if not self._amp.watched or not _is_not_finite(value):
-            return
-        found = f"{self._metric} is {value}"
-        if self._method in _STOPPED_BY_NAN:
-            self._end_trial(found)
-        self._fail(found)
+    def fail(self, failure: str) -> None:
+        """End the run, or warn, with the cause of a failure.
 
-    def _fail(self, found: str) -> None:
+        Args:
+            failure: A sentence without its full stop.
+
+        Raises:
+            GuardError: unless `on_overflow` is `warn`.
+        """
         # What a trial keeps itself, such as a queue, moves with every replay: one for a warning.
-        is_known = self._amp.settings.on_overflow is OnOverflow.WARN and self._explained
+        warns = self._settings.on_overflow is OnOverflow.WARN
+        is_known = warns and self._explained
         self._explained = True
-        self._act(f"{found}. {'Its cause is not looked for again' if is_known else self._cause()}")
+        message = f"{failure}. {'Its cause is not looked for again' if is_known else self._cause()}"
+        if not warns:
+            raise GuardError(message, state_is_good=self._settings.scales_the_loss)
+        logger.warning("%s", message)
 
     def _cause(self) -> str:
-        """Train the newest batch of every rank again, and say what the first of them found."""
+        """Train the newest batch of every slot again; the first cause that one of them finds."""
         replay, cause = self._replay(), None
         try:
-            if replay is not None:  # the same on every rank
-                models = self._context.models
+            if replay is not None:  # the same on every slot
                 cause = find_cause(
-                    models,
+                    self._models,
                     *replay,
-                    scale=self._amp.scaler.get_scale(),
-                    optimizers=self._context.optimizers,
-                    grown=_growth(self._norm_at_start, _norm(models)),
-                    slots=self._context.distributed,
+                    scale=self._scaler.get_scale(),
+                    optimizers=self._optimizers,
+                    grown=_growth(self._norm_at_start, _norm(self._models)),
+                    slots=self._slots,
                 )
-        except Exception as error:  # other ranks wait for this one, and the failure must be said
+        except Exception as error:  # other slots wait below, and the failure must be reported
             cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
-        causes = self._context.distributed.allgather(cause)
-        return next(
-            (f"Cause: {cause}" for cause in causes if cause), "The newest batch alone is finite"
-        )
+        causes = self._slots.allgather(cause)
+        unknown = self.without_replay if replay is None else _FINITE
+        return next((f"Cause: {cause}" for cause in causes if cause), unknown)
 
-    def _act(self, message: str) -> None:
-        if self._amp.settings.on_overflow is OnOverflow.WARN:
-            logger.warning("%s", message)
-            return
-        if self._method != "single":
-            self._end_trial(message)
-        note_on_master(self._context, failure=message)
-        raise GuardError(message, state_is_good=self._amp.settings.scales_the_loss)
-
-    def _end_trial(self, message: str) -> NoReturn:
-        logger.error("%s", message)  # InvalidHP ends the trial without a word
-        note_on_master(self._context, failure=message)
-        raise det.InvalidHP(message)
-
-    def _failures(self, report: Report, metrics: dict[str, Any]) -> Iterator[str]:
+    def _failures(self, report: Report, metrics: Mapping[str, Any]) -> Iterator[str]:
         """What is wrong with a report, worst first."""
-        settings = self._amp.settings
+        settings = self._settings
         if not settings.scales_the_loss:
             loss = metrics.get("loss") if report.loss is None else report.loss
-            if _is_not_finite(loss):
+            if is_not_finite(loss):
                 yield f"the training loss is {loss} in {settings.precision.value}"
             elif loss is None and not self._weights_are_finite():
                 yield f"a parameter is not finite in {settings.precision.value}"
@@ -196,14 +184,15 @@ class Guard(pytorch.PyTorchCallback):
                 yield whose + failure
 
     def _weights_are_finite(self) -> bool:
-        """Of a trial that reports no loss; synchronises once."""
-        models = self._context.models
-        parameters = [p for m in models for p in m.parameters() if p.is_floating_point()]
-        sums = [p.detach().sum().to(self._amp.device) for p in parameters]
-        return not sums or bool(torch.isfinite(torch.stack([s.double() for s in sums])).all())
+        """Judge a training that reports no loss; synchronises once."""
+        parameters = [p for m in self._models for p in m.parameters() if p.is_floating_point()]
+        if not parameters:
+            return True
+        sums = [p.detach().sum().double().to(parameters[0].device) for p in parameters]
+        return bool(torch.isfinite(torch.stack(sums)).all())
 
     def _failures_of(self, step: StepReport, used_scale: float) -> Iterator[str]:
-        settings = self._amp.settings
+        settings = self._settings
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
@@ -233,15 +222,15 @@ class Guard(pytorch.PyTorchCallback):
         self._judged_at[step.name] = (step.applied, step.skipped)
         return 0.0 if is_settling else skipped / (applied + skipped)
 
-    def _say_skips_at_the_start(self, report: Report) -> None:
+    def _warn_of_skips_at_the_start(self, report: Report) -> None:
         """Once per optimizer, in the first report that has an applied step."""
         for step in report.steps:
             applied, skipped = self._began_at.get(step.name, (0, 0))
-            if step.applied == applied or step.name in self._said or step.consecutive_skips:
+            key = f"skips of optimizer {step.name}"
+            if step.applied == applied or step.consecutive_skips or not self._is_new(key):
                 continue
-            self._said.add(step.name)
             skips = step.skipped - skipped
-            if skips >= _WORTH_A_LINE and self._context.distributed.rank == 0:
+            if skips >= _WORTH_A_LINE and self._slots.rank == 0:
                 logger.warning(
                     "%d steps were skipped at the start, while the loss scale fell from %g to %g: "
                     "with that as amp.init_scale none would have been",
@@ -250,56 +239,32 @@ class Guard(pytorch.PyTorchCallback):
                     report.scale_of_newest_step,
                 )
 
-    def _say_no_step(self, report: Report, batches: int) -> None:
+    def _warn_of_no_step(self, report: Report, batches: int) -> None:
         stepped = any(step.new_attempted for step in report.steps)
-        if stepped or self._said_no_step or not self._amp.scaler.has_scaled:
+        if stepped or not self._scaler.has_scaled or batches < self.batches_per_step:
             return
-        if batches >= self._context._aggregation_frequency:
-            self._said_no_step = True
+        if self._is_new("no step"):
             logger.warning(
                 "%d batches went backward, and no optimizer was stepped since the last report: "
                 "is a condition of train_batch never met?",
                 batches,
             )
 
-    def _say_drift(self, metrics: dict[str, Any]) -> None:
+    def _warn_of_drift(self, metrics: Mapping[str, Any]) -> None:
         name = MetricName.LR_DRIFT_STEPS
         drift = max((v for k, v in metrics.items() if k.startswith(name)), default=0)
-        if drift and not self._said_drift:
-            self._said_drift = True
+        if drift and self._is_new("drift"):
             logger.warning(
                 "a scheduler of context.wrap_lr_scheduler moved on %d skipped steps, which left "
                 "the weights alone; amp.wrap_lr_scheduler moves it on applied steps only",
                 drift,
             )
 
-
-def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
-    """Note values in the metadata of the run, which the lists of the WebUI can show as columns.
-
-    Only the chief does, and only on a cluster. None removes a value.
-    """
-    train = context._core.train
-    if context.distributed.rank or isinstance(train, core.DummyTrainContext):
-        return
-    try:
-        known = train.get_metadata() or {}
-        amp = {**known.get("amp", {}), **values}
-        kept = {name: value for name, value in amp.items() if value is not None}
-        train.set_metadata({**known, "amp": kept})
-    except _REFUSED as error:
-        logger.warning("the master did not take the metadata of this run: %s", error)
-
-
-def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
-    """Note why a trial ended, and let the overview of the run in the WebUI begin with it.
-
-    Called when its loop is over, which shows the state "checkpointing" at its end.
-    """
-    note_on_master(context, failure=reason)
-    if context.distributed.rank == 0:
-        with suppress(*_REFUSED):  # which has been said by then
-            context._core.train.set_status(textwrap.shorten(reason, _STATUS_WIDTH))
+    def _is_new(self, warning: str) -> bool:
+        """Whether a warning has not been given yet; from now on it has."""
+        is_new = warning not in self._warned
+        self._warned.add(warning)
+        return is_new
 
 
 def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
@@ -320,7 +285,8 @@ def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
     return float(now.to(before.device) / before)
 
 
-def _is_not_finite(value: Any) -> bool:
+def is_not_finite(value: Any) -> bool:
+    """Whether a value is a number, but not a finite one."""
     try:
         return value is not None and not math.isfinite(value)
     except TypeError:  # not a number

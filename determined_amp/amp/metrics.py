@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import math
 import resource
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from determined import pytorch
 
-from determined_amp.amp.scaler import StepCounts
+from determined_amp.amp.device_sum import DeviceSum
+from determined_amp.amp.steps import OptimizerSteps, StepsOfEach
+from determined_amp.amp.throughput import DataWait, Stopwatch
 
 # The largest finite float16.
 FLOAT16_MAX = 65504.0
 
 # The first batches of a process allocate memory and let cuDNN time its algorithms.
 WARMUP_BATCHES = 10
-
-# Optimizer steps between two looks at the largest gradient, which reads all of them.
-HEADROOM_PERIOD = 10
 
 
 class MetricName:
@@ -60,7 +56,7 @@ class MetricName:
     # ones; if there is one that moves by batches or steps, and a scaler.
     LR_DRIFT_STEPS = "watch_lr_drift_steps"
     # * log2 of 65504 over the largest scaled gradient of a parameter; the smallest of the report,
-    # looked at on every tenth step. `amp_fp16` with `amp.clip` only.
+    # measured on every tenth step. `amp_fp16` with `amp.clip` only.
     HEADROOM_BITS = "watch_headroom_bits"
     # Over all slots, first batches of the process excluded.
     SAMPLES_PER_SECOND = "samples_per_second"
@@ -110,86 +106,20 @@ class Report:
     steps: tuple[StepReport, ...]
 
 
-class Gradients:
-    """The gradients of one optimizer since the last report.
-
-    Args:
-        counts: The optimizer's steps.
-        device: Where its parameters are.
-        scaled: Whether a loss scale has multiplied them.
-    """
-
-    def __init__(self, counts: StepCounts, device: torch.device, *, scaled: bool) -> None:
-        self.counts = counts
-        self.norm_sum = DeviceSum(device, finite_only=True)
-        self.largest = torch.zeros((), device=device)
-        self.has_norm = False
-        self.applied_before = counts.applied.clone()
-        self.attempted_before = counts.attempted
-        self._scaled = scaled
-
-    def look(
-        self,
-        parameters: Sequence[torch.Tensor],
-        scale: Callable[[], torch.Tensor] | None = None,
-    ) -> None:
-        """Look at the scaled gradients of one step, on every tenth step. No synchronisation.
-
-        Gradients that are not finite are left out: their step is skipped.
-
-        Args:
-            parameters: Those of the optimizer.
-            scale: Gives the loss scale, if their gradients are unscaled already.
-        """
-        if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
-            return
-        gradients = gradients_of(parameters)
-        if not gradients:
-            return
-        norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-        largest = torch.nan_to_num(norm * scale() if scale else norm, nan=0.0, posinf=0.0)
-        torch.maximum(self.largest, largest, out=self.largest)
-
-    def add_norm(self, norm: torch.Tensor) -> None:
-        """Count the norm of one step, (), on the device; ignored if not finite."""
-        self.has_norm = True
-        self.norm_sum.add(norm)
-
-    def reset(self) -> None:
-        self.norm_sum.reset()
-        self.largest.zero_()
-        self.applied_before.copy_(self.counts.applied)
-        self.attempted_before = self.counts.attempted
-
-    def on_device(self) -> tuple[torch.Tensor, ...]:
-        """Five numbers, (), that a report reads."""
-        counts = self.counts
-        return (
-            self.norm_sum.total(),
-            self.largest,
-            counts.applied,
-            self.applied_before,
-            counts.consecutive_skips(),
-        )
-
-
-def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of those that got a dense one."""
-    found = (parameter.grad for parameter in parameters)
-    return [gradient for gradient in found if gradient is not None and not gradient.is_sparse]
-
-
-class TrainingMetrics(pytorch.MetricReducer):
+class TrainingMetrics:
     """Loss, scale, steps, speed and memory of the batches since the last report.
 
     `MetricName` lists what it reports.
 
     Args:
-        context: The trial's context; registers itself there.
+        device: Where the training computes.
+        optimizers: Those of the training; more may come later.
+        slots: The number of processes of the training.
         scales: Give the current scale, and that of the newest step, (), on the device.
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
+        batches: Batches counted since the last report.
         latest: The newest report; None before the first.
         trial_reports_loss: Set it where the trial itself returns a metric `loss`, which then stays.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
@@ -197,50 +127,44 @@ class TrainingMetrics(pytorch.MetricReducer):
 
     def __init__(
         self,
-        context: pytorch.PyTorchTrialContext,
+        device: torch.device,
+        optimizers: Sequence[torch.optim.Optimizer],
+        slots: int,
         scales: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         *,
         scaled: bool,
     ) -> None:
-        self._device = context.device
-        self._optimizers = context.optimizers
-        self._slots: int = context.distributed.size
+        self._device = device
+        self._optimizers = optimizers
+        self._slots = slots
         self._scales = scales
         self._scaled = scaled
-        self._loss_sum = DeviceSum(context.device)
-        self._of: dict[torch.optim.Optimizer, Gradients] = {}
-        self._first_counts = StepCounts(context.device, can_skip=scaled)
+        self._loss_sum = DeviceSum(device)
+        self._steps = StepsOfEach(device, optimizers, scaled=scaled)
         self._losses = 0
         self._samples = 0
+        self.batches = 0
         self._timed_samples = 0
-        self._wait = DataWait(context.device)
-        self._stopwatch = Stopwatch(context.device)
+        self._wait = DataWait(device)
+        self._stopwatch = Stopwatch(device)
         self._batches_of_process = 0
         self._peaks: dict[str, float] = {}
         self.latest: Report | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
-        context.wrap_reducer(self, for_validation=False)
 
     @property
-    def first_counts(self) -> StepCounts:
-        """The steps of the optimizer that is wrapped first, before it is there."""
-        return self._first_counts
+    def first(self) -> OptimizerSteps:
+        """The steps of the optimizer that comes first, before it is there."""
+        return self._steps.first
 
-    def of(self, optimizer: torch.optim.Optimizer) -> Gradients:
-        """What is counted of an optimizer."""
-        found = self._of.get(optimizer)
-        if found is None:
-            is_first = optimizer is next(iter(self._optimizers), optimizer)
-            scaled = self._scaled
-            new = StepCounts(self._device, can_skip=scaled)
-            counts = self._first_counts if is_first else new
-            found = self._of[optimizer] = Gradients(counts, self._device, scaled=scaled)
-        return found
+    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerSteps:
+        """The steps of an optimizer."""
+        return self._steps.of(optimizer)
 
-    def all(self) -> list[Gradients]:
-        """Of every optimizer of the context, in its order."""
-        return [self.of(optimizer) for optimizer in self._optimizers]
+    def all(self) -> list[OptimizerSteps]:
+        """The steps of every optimizer, in their order."""
+        return self._steps.all()
 
     def add(
         self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
@@ -269,6 +193,7 @@ class TrainingMetrics(pytorch.MetricReducer):
 
     def _count(self, weight: int, samples: int | None) -> None:
         self._samples += weight
+        self.batches += 1
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
             forget_peak_memory(self._device)
@@ -286,11 +211,12 @@ class TrainingMetrics(pytorch.MetricReducer):
     def reset(self) -> None:
         """Called by Determined before every stretch of training and every validation."""
         self._loss_sum.reset()
-        for gradients in self.all():
-            gradients.reset()
+        for steps in self.all():
+            steps.reset()
         self._losses = 0
         self._wait.reset()
         self._samples = 0
+        self.batches = 0
         self._timed_samples = 0
         self._stopwatch.stop()
         if self._batches_of_process >= WARMUP_BATCHES:
@@ -305,8 +231,8 @@ class TrainingMetrics(pytorch.MetricReducer):
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         everything = self.all()
         on_device = [self._loss_sum.total(), *self._scales()]
-        for gradients in everything:
-            on_device.extend(gradients.on_device())
+        for steps in everything:
+            on_device.extend(steps.on_device())
         loss, scale, used, *numbers = torch.stack([value.double() for value in on_device]).tolist()
         return {
             "loss_sum": loss,
@@ -358,22 +284,21 @@ class TrainingMetrics(pytorch.MetricReducer):
     def _step_report(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[float]
     ) -> StepReport:
-        gradients = self.of(optimizer)
+        steps = self.of(optimizer)
         _, _, applied, applied_before, consecutive = numbers
         several = len(self._optimizers) > 1
         return StepReport(
             name=f"_{self._optimizers.index(optimizer)}" if several else "",
             applied=int(applied),
-            skipped=int(gradients.counts.attempted - applied),
+            skipped=int(steps.counts.attempted - applied),
             consecutive_skips=int(consecutive),
             new_applied=int(applied - applied_before),
-            new_attempted=gradients.counts.attempted - gradients.attempted_before,
+            new_attempted=steps.counts.attempted - steps.attempted_before,
         )
 
     def _metrics_of(
         self, optimizer: torch.optim.Optimizer, step: StepReport, numbers: Sequence[float]
     ) -> dict[str, Any]:
-        gradients = self.of(optimizer)
         norm, largest = numbers[:2]
         new = step.new_attempted
         metrics: dict[str, Any] = {MetricName.APPLIED_STEPS: step.applied}
@@ -388,187 +313,9 @@ class TrainingMetrics(pytorch.MetricReducer):
             metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
         if largest:
             metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)
-        if gradients.has_norm and step.new_applied:
+        if self.of(optimizer).has_norm and step.new_applied:
             metrics[MetricName.GRAD_NORM] = norm / step.new_applied
         return {name + step.name: value for name, value in metrics.items()}
-
-
-class DeviceSum:
-    """A float64 sum of many small device tensors, added up a handful at a time.
-
-    Adding each one costs the host several kernels per batch. Keeping it costs nothing.
-
-    Args:
-        device: Where the sum is.
-        finite_only: Leave out what is not finite.
-    """
-
-    _HANDFUL = 64
-
-    def __init__(self, device: torch.device, *, finite_only: bool = False) -> None:
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._finite_only = finite_only
-        self._waiting: list[torch.Tensor] = []
-        self._weight = 1
-
-    def add(self, value: torch.Tensor, weight: int = 1) -> None:
-        """Count `weight` times a tensor, (), that nobody changes any more. No synchronisation."""
-        if weight != self._weight or len(self._waiting) == self._HANDFUL:
-            self.total()
-            self._weight = weight
-        self._waiting.append(value)
-
-    def total(self) -> torch.Tensor:
-        """The sum, (), float64, on the device. No synchronisation."""
-        if self._waiting:
-            values = torch.stack(self._waiting).double()
-            if self._finite_only:
-                values = torch.nan_to_num(values, nan=0.0, posinf=0.0)
-            self._sum.add_(values.sum(), alpha=self._weight)
-            self._waiting.clear()
-        return self._sum
-
-    def reset(self) -> None:
-        self._waiting.clear()
-        self._sum.zero_()
-
-
-class Stopwatch:
-    """Seconds the device spent, without waiting for it to start: CUDA events, or the clock.
-
-    Args:
-        device: Whose work is timed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._started: Any = None
-
-    @property
-    def running(self) -> bool:
-        return self._started is not None
-
-    def start(self) -> None:
-        self._started = self._now()
-
-    def stop(self) -> None:
-        self._started = None
-
-    def seconds(self) -> float:
-        """Seconds since `start`, 0 if it was not started; waits for the device."""
-        if self._started is None:
-            return 0.0
-        now = self._now()
-        if self._cuda:
-            now.synchronize()
-            return float(self._started.elapsed_time(now)) / 1000.0
-        return float(now - self._started)
-
-    def _now(self) -> Any:
-        return _event() if self._cuda else time.perf_counter()
-
-
-class DataWait:
-    """Seconds that the device had nothing to do because the loop waited for a batch.
-
-    On a GPU the host runs ahead: while it waits for a batch, the device may still compute the one
-    before. So there an event is recorded behind each batch and another one when the next batch has
-    come, and what counts of the host's wait is what lies between the two.
-
-    Args:
-        device: Whose idle time is counted.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds: float | None = None
-        self._begun: Any = None
-        # The host's seconds, and the events before and after; of batches not known to be over.
-        self._open: deque[tuple[float, Any, Any]] = deque()
-
-    def begin(self) -> None:
-        """A batch has been queued. No synchronisation."""
-        if self._cuda:
-            self._begun = _event()
-
-    def end(self, seconds: float) -> None:
-        """The next batch has come, after the host waited that long. No synchronisation."""
-        if not self._cuda:
-            self._seconds = (self._seconds or 0.0) + seconds
-        elif self._begun is not None:
-            self._open.append((seconds, self._begun, _event()))
-            while self._open and self._open[0][2].query():
-                self._close()
-
-    def seconds(self) -> float | None:
-        """In all since `reset`; None before the first batch. Waits for the device."""
-        while self._open:
-            self._open[-1][2].synchronize()
-            self._close()
-        return self._seconds
-
-    def reset(self) -> None:
-        self._seconds = None
-        self._begun = None
-        self._open.clear()
-
-    def _close(self) -> None:
-        seconds, begun, ended = self._open.popleft()
-        idle = begun.elapsed_time(ended) / 1000.0
-        self._seconds = (self._seconds or 0.0) + min(seconds, idle)
-
-
-def _event() -> Any:
-    """An event that the device comes to behind all that has been queued."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
-    event.record()
-    return event
-
-
-def timed(loader: Any, waited: Callable[[float], None]) -> Any:
-    """Call `waited` with the seconds that the loop waits for each batch of `loader`.
-
-    A loader that is not Determined's own is returned as it is and not timed.
-    """
-    make = getattr(loader, "get_data_loader", None)
-    if make is None:
-        return loader
-
-    def get_data_loader(*arguments: Any, **options: Any) -> Any:
-        made = make(*arguments, **options)
-        # A trial may use one loader for its validation, too, whose type Determined checks.
-        return _Timed(made, waited) if options.get("repeat") else made
-
-    loader.get_data_loader = get_data_loader
-    return loader
-
-
-class _Timed:
-    """The batches of a loader, each with the time it took to come."""
-
-    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
-        self._loader = loader
-        self._waited = waited
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        # Now, not with the first batch: Determined starts the workers before it restores a state.
-        return self._time(iter(self._loader))
-
-    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            start = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._waited(time.perf_counter() - start)
-            yield batch
 
 
 def peak_memory_mib(device: torch.device) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.checkpoint import patched
+from determined_amp.amp.patched import patched
 
 # In place of a module's name: what no module computes, usually the loss; and the model itself.
 OUTSIDE = "(outside the model)"

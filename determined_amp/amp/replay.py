@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from determined import pytorch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.compiled import as_written
+from determined_amp.amp.patched import patched
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -64,23 +63,27 @@ def parameters_in(
 
 
 @contextmanager
-def without_steps(context: pytorch.PyTorchTrialContext, scaler: Any) -> Iterator[None]:
+def without_steps(
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Iterable[tuple[object, str]] = (),
+) -> Iterator[None]:
     """Inside this block no step, zero_grad or unscale_ has any effect.
 
     Args:
-        context: The trial's context; its optimizers and schedulers stand still.
-        scaler: The trial's `GradScaler`; its scale stays.
+        scaler: Its scale stays.
+        optimizers: They stand still.
+        others: Objects, and names of methods of theirs that do nothing either.
     """
-    still = [(scaler, name) for name in ("step", "update", "unscale_")]
-    still.append((context, "step_optimizer"))
-    still += [(optimizer, name) for optimizer in context.optimizers for name in _STEPPING]
-    still += [(wrapped._scheduler, "step") for wrapped in context.lr_schedulers]
+    still: list[tuple[object, str]] = [(scaler, name) for name in _SCALING]
+    still += [(optimizer, name) for optimizer in optimizers for name in _STEPPING]
     with ExitStack() as stack:
-        for owner, name in still:
+        for owner, name in (*still, *others):
             stack.enter_context(patched(owner, name, _do_nothing))
         yield
 
 
+_SCALING = ("step", "update", "unscale_")
 _STEPPING = ("step", "zero_grad")
 
 

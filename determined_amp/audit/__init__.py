@@ -8,7 +8,7 @@ convolutions and fused attention (on a CPU, torch 2.3 does not count fused atten
 layers and anything in `torch.inference_mode` are not counted.
 """
 
-from determined_amp.audit.batch import audited
+from determined_amp.audit.batch import audit_loss, audited
 from determined_amp.audit.count import ProductCount
 from determined_amp.audit.kernels import tensor_core_share
 from determined_amp.audit.report import Audit, AuditError, AuditMetrics
@@ -18,6 +18,7 @@ __all__ = [
     "AuditError",
     "AuditMetrics",
     "ProductCount",
+    "audit_loss",
     "audited",
     "tensor_core_share",
 ]

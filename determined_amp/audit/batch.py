@@ -11,6 +11,9 @@ import torch
 from determined import pytorch
 from torch.profiler import ProfilerActivity, profile
 
+from determined_amp.amp.loop import AmpLoop
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.replay import undisturbed
 from determined_amp.audit.count import ProductCount
 from determined_amp.audit.kernels import tensor_core_share
 from determined_amp.audit.report import Audit, AuditError
@@ -44,15 +47,38 @@ def audited(
     def counting() -> Iterator[None]:
         with ProductCount() as count:
             yield
-        audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
-        if not audit.passed:
-            raise AuditError(audit)
+        audit = _judged(precision, count, has_tf32=has_tf32)
         if time_kernels and device.type == "cuda" and torch.version.hip is None:
             _around_next_batch(trial, _timing(audit, on_done))
         else:
             on_done(audit)
 
     _around_next_batch(trial, counting())
+
+
+def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
+    """Audit one batch of a loop of one's own, forward and backward, without a step.
+
+    Parameters, gradients, buffers and random state are restored.
+
+    Args:
+        amp: The loop's; its models are those given to `prepare`.
+        loss_fn: Runs the forward of a batch and returns the loss; called under autocast.
+        batch: A training batch.
+
+    Raises:
+        AuditError: if the batch is not computed in the precision of the settings.
+    """
+    with undisturbed(*amp.models, optimizers=amp.optimizers), ProductCount() as count:
+        amp.replay(batch, loss_fn)
+    return _judged(amp.settings.precision, count, has_tf32=DeviceSupport.of(amp.device).tf32)
+
+
+def _judged(precision: Precision, count: ProductCount, *, has_tf32: bool) -> Audit:
+    audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+    if not audit.passed:
+        raise AuditError(audit)
+    return audit
 
 
 @contextmanager

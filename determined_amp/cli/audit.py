@@ -11,8 +11,6 @@ from typing import Any
 
 from determined import pytorch
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.audit import Audit, AuditError, audited
 from determined_amp.cli.options import (
@@ -25,6 +23,8 @@ from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by, end_loop
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 def audit_here(
@@ -66,7 +66,7 @@ def _audit(
 
     def stop(audit: Audit) -> None:
         done.append(audit)
-        raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+        end_loop()
 
     has_tf32 = DeviceSupport.of(context.device).tf32
     audited(trial, context.device, asked, stop, has_tf32=has_tf32, time_kernels=True)

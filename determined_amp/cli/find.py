@@ -19,7 +19,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.cli.options import (
     add_batches_option,
     add_override_option,
@@ -35,6 +34,7 @@ from determined_amp.finder.advice import FoundScale, yaml_changes
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.yaml_copy import write_copy
 from determined_amp.local.open_trial import OpenTrial, open_trial
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@
     python -m determined_amp report precision runs/SEARCH/TIME                     # a local search
     python -m determined_amp report precision 12 13                                # on DET_MASTER
     python -m determined_amp report precision SOURCE [SOURCE ...] [--margin X] [--output FOLDER]
-                                [--metric NAME [--better larger|smaller]]
+                                [--metric NAME [--better larger|smaller]] [--claims]
 
 The runs must differ in precision and seed only, and include fp32 or tf32. It writes precision.png,
 precision.html, precision.md and precision.json, and prints the text.
@@ -15,8 +15,8 @@ precision.html, precision.md and precision.json, and prints the text.
     python -m determined_amp report loss-scale 12                        # on DET_MASTER
     python -m determined_amp report loss-scale SOURCE [--finding FINDING] [--output FOLDER]
 
-It writes loss_scale.png and loss_scale.html. It runs the finder on this machine, which takes
-seconds, unless FINDING names a finding: a file written by
+It writes loss_scale.png, loss_scale.html, loss_scale.md and loss_scale.json. It runs the finder on
+this machine, which takes seconds, unless FINDING names a finding: a file written by
 `python -m determined_amp find CONFIG --json FILE`, or the id of an experiment of
 `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
 """
@@ -107,6 +107,11 @@ def _precision_parser() -> argparse.ArgumentParser:
         help="difference that does not matter; default: 0.003 of an accuracy, else 1 %% of the "
         "baseline's mean",
     )
+    parser.add_argument(
+        "--claims",
+        action="store_true",
+        help="judge the claims of the literature for ResNet-50, as for this repository's trials",
+    )
     return parser
 
 
@@ -139,7 +144,12 @@ def _report_precisions(options: argparse.Namespace) -> None:
     folder = options.output or folder_beside(source)
     better = None if options.better is None else options.better == "smaller"
     written = precision_report.write_report(
-        sources, folder, options.metric, options.margin, smaller_is_better=better
+        sources,
+        folder,
+        metric=options.metric,
+        margin=options.margin,
+        smaller_is_better=better,
+        judge_claims=options.claims,
     )
     print(f"{written.markdown}\nwritten: {', '.join(map(str, written.files))}")
 
@@ -165,7 +175,7 @@ def _loss_scale_parser() -> argparse.ArgumentParser:
 def _report_loss_scale(options: argparse.Namespace) -> None:
     told, files = loss_scale_report.write_report(options.source, options.output, options.finding)
     print("\n".join(told))
-    print(f"written: {' and '.join(map(str, files))}")
+    print(f"written: {', '.join(map(str, files))}")
 
 
 # By the name of a report: its parser, and what writes it.

@@ -18,9 +18,8 @@ import torch
 from determined import pytorch
 from torch import nn
 
-from determined_amp.amp.checkpoint import SafeController, controlled_by, patched
-from determined_amp.amp.diagnosis import Slots, find_cause
-from determined_amp.amp.mixed_precision import MixedPrecision
+from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import (
     float16_as,
     own_copy,
@@ -28,7 +27,16 @@ from determined_amp.amp.replay import (
     undisturbed,
     without_steps,
 )
+from determined_amp.amp.slots import Slots
 from determined_amp.experiment.errors import UserError
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    controlled_by,
+    end_loop,
+    scaler_of,
+    what_steps,
+)
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 T = TypeVar("T")
 
@@ -182,7 +190,11 @@ class TrialBatch(FrozenBatch):
         amp = MixedPrecision.of(context)
         before = scaler.state_dict()
         # `MixedPrecision` also counts steps and advances the learning rate with them: stop both.
-        still = without_steps(context, scaler) if amp is None else amp.without_steps()
+        still = (
+            without_steps(scaler, context.optimizers, what_steps(context))
+            if amp is None
+            else amp.without_steps()
+        )
         with still:
             scaler.load_state_dict({**before, "scale": scale})
             try:
@@ -238,7 +250,7 @@ def in_training(
                 results.append(work(frozen))
             except det.InvalidHP as error:  # Determined's loop would save a checkpoint first
                 invalid.append(error)
-            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+            end_loop()
         # With several slots, an empty dict would raise an IndexError on the chief.
         return {"batch_samples": 0.0}
 
@@ -262,7 +274,7 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
     Raises:
         LossScaleError: if there is none.
     """
-    scaler: Any = context._scaler
+    scaler = scaler_of(context)
     if scaler is None or not scaler.is_enabled():
         remedy = (
             "it has no enabled GradScaler that context.wrap_scaler knows; --precision amp_fp16 "

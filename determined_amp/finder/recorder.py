@@ -22,8 +22,8 @@ from torch.amp import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.origin import Origin, backwards_through, hooked, only_views
+from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import parameters_in
 from determined_amp.finder.histogram import Histogram, Tally
 

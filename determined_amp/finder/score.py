@@ -26,7 +26,6 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.experiment.errors import UserError
 from determined_amp.finder.frozen import (
     FrozenBatch,
@@ -37,6 +36,7 @@ from determined_amp.finder.frozen import (
 )
 from determined_amp.finder.passes import Observation, Place, cause_of, observe, predict
 from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 # If a smaller share of the values is left, nothing trains.
 _FEWEST_VALUES = 0.01

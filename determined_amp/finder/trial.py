@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from determined import pytorch
 
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.finder.advice import FoundScale, run_now
 from determined_amp.finder.frozen import FrozenBatch, in_training, wrapped_scaler
 from determined_amp.finder.verdict import find
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 def find_in_trial(

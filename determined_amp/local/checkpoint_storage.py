@@ -19,8 +19,8 @@ from typing import Any
 from determined import core
 from determined.common import storage
 
-from determined_amp.amp.checkpoint import CheckpointError
 from determined_amp.local.run_listener import LocalReports
+from determined_amp.trial.checkpoint import CheckpointError
 
 # Errors of the machine, not the trial: no space, a quota, a disk or mount gone or read-only.
 _OF_THE_MACHINE = frozenset(
@@ -83,10 +83,6 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     ) -> Iterator[tuple[Path, str]]:
         assert metadata is not None
         name = checkpoint_name(metadata["steps_completed"])
-        if (self._folder / name).is_symlink():
-            raise CheckpointError(
-                f"{self._folder / name}: is a symbolic link, and would be replaced; move it away"
-            )
         partial = self._folder / f".{name}.partial"
         assert self._reports is not None
         metadata["best"] = self._reports.is_best(metadata["steps_completed"])
@@ -128,7 +124,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             *[path for path in saved if metadata[path].get("finite", True)][-1:],
         }
         for path in metadata:
-            if path not in keep and not path.is_symlink():  # links are the user's
+            if path not in keep:
                 # Renamed first: a process killed here leaves no half-deleted `batch-*`.
                 doomed = path.rename(path.with_name(f".{path.name}.deleted"))
                 shutil.rmtree(doomed)

@@ -12,6 +12,7 @@ from determined import core, pytorch
 
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.settings import ConfigError
+from determined_amp.trial.determined_0_38 import average_by_default
 
 
 def trial_context(
@@ -74,4 +75,4 @@ def make_context(
 
 def set_averaging(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
     """Make Determined average aggregated gradients if the experiment says so."""
-    context._set_default_average_aggregated_gradients(experiment.plan.average_aggregated_gradients)
+    average_by_default(context, experiment.plan.average_aggregated_gradients)

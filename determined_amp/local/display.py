@@ -23,6 +23,7 @@ from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import Report, Reports
 
 # The metrics of a report line, in this order, with their formats.
 _SHOWN = {
@@ -81,6 +82,7 @@ class Display(RunListener):
         self._console = console
         self._latest: dict[str, float] = {}
         self._of_training: dict[str, float] = {}
+        self._reports = Reports()
         self._progress = progress_bar(console, "batches")
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
@@ -105,6 +107,7 @@ class Display(RunListener):
         # A training and a validation metric may share a name: the table shows the training metric.
         if group == "training":
             self._of_training.update(numbers)
+            self._reports.add(group, Report(batches, numbers))
         self._latest.update({**numbers, **self._of_training})
         self._update(completed=batches)
         shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
@@ -126,7 +129,9 @@ class Display(RunListener):
         )
         table.add_column(style="bold")
         table.add_column(justify="right")
-        numbers = self._latest
+        numbers = dict(self._latest)
+        if self._reports.speed is not None:  # the last report is as good as its few batches
+            numbers[MetricName.SAMPLES_PER_SECOND] = self._reports.speed.median
         for title, name, text in _CLOSING:
             if name in numbers:
                 table.add_row(title, text.format(numbers[name]))

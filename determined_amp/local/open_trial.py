@@ -11,13 +11,13 @@ from typing import Any
 
 from determined import core, pytorch
 
-from determined_amp.amp.checkpoint import CheckpointError
-from determined_amp.amp.unmodified import trial_of
 from determined_amp.experiment.errors import limits_of_the_machine
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.local.context import trial_context
 from determined_amp.local.run import Resume
+from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.unmodified import trial_of
 
 
 @dataclass(frozen=True)

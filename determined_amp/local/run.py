@@ -20,20 +20,10 @@ from determined.common import detignore
 from rich.console import Console
 from torch import nn
 
-from determined_amp.amp.checkpoint import (
-    CheckpointError,
-    SafeController,
-    check_bytes,
-    controlled_by,
-    patched,
-)
-from determined_amp.amp.unmodified import trial_of
-from determined_amp.experiment.dotted import flat
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.errors import UserError, limits_of_the_machine
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
-from determined_amp.fitting import fit
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     check_state,
@@ -48,6 +38,10 @@ from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import Run, RunState
+from determined_amp.trial.checkpoint import CheckpointError, check_bytes
+from determined_amp.trial.determined_0_38 import SafeController, controlled_by, epoch_length
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.unmodified import trial_of
 
 logger = logging.getLogger(__name__)
 
@@ -226,10 +220,10 @@ class LocalController(SafeController):
             )
 
     def _run(self) -> None:
-        assert self.context._epoch_len is not None
-        total = self._length.in_batches(self.context._epoch_len)
+        epoch = epoch_length(self.context)
+        total = self._length.in_batches(epoch)
         for listener in self._listeners:
-            listener.on_epoch_length(self.context._epoch_len)
+            listener.on_epoch_length(epoch)
             listener.on_training(self.start_from_batch, total)
         super()._run()
 
@@ -275,7 +269,6 @@ def train(
         StopOnSignal(processes).listening() as stop,
     ):
         chief = processes.rank == 0
-        _check_ranks(experiment, processes)
         chosen = choose_folder() if chief else None
         path = processes.broadcast(chosen.path if chosen else None)
         folder = chosen or RunFolder(path)
@@ -305,20 +298,6 @@ def train(
                 policy = CheckpointPolicy.ALL.value
                 fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         return folder
-
-
-def _check_ranks(experiment: Experiment[Any], processes: core.DistributedContext) -> None:
-    """Raise if ranks differ in settings: they would diverge, or wait for each other for ever."""
-    ranks = processes.allgather(flat(experiment.resolved()))
-    names = sorted({name for rank in ranks for name in rank})
-    differing = [
-        f"{name}: {', '.join(repr(rank.get(name)) for rank in ranks)}"
-        for name in names
-        if any(rank.get(name) != ranks[0].get(name) for rank in ranks)
-    ]
-    if differing:
-        said = f"the ranks have different configurations, by rank: {'; '.join(differing)}"
-        raise ConfigError(experiment.name, [said])
 
 
 @contextmanager

@@ -1,17 +1,17 @@
-"""The loss-scale figures: panels one below the other, or models side by side."""
+"""The figure of a loss-scale report: panels one below the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.verdict import DEFAULT_LOG2, Finding, Window
+from determined_amp.finder.verdict import DEFAULT_LOG2, Finding
 from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import STYLE
@@ -120,33 +120,3 @@ def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]
         scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
         scales += [DEFAULT_LOG2, *(seen.scale_log2 for seen in finding.verified)]
     return min(scales) - 1, max(scales) + 1
-
-
-def draw_models(models: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw validation loss and skipped steps by scale, with a thin line per seed.
-
-    Args:
-        models: The models from `benchmarks.loss_scale_choice`, each with `name`, `window_log2`,
-            `comparison` and `trainings`.
-    """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.0 * len(models), 4.4), layout="constrained")
-        axes = figure.subplots(2, len(models), squeeze=False, sharex="col", height_ratios=[2, 1])
-        for column, model in enumerate(models):
-            _draw_model(axes[0, column], axes[1, column], model)
-        return figure
-
-
-def _draw_model(loss: Axes, skips: Axes, model: Mapping[str, Any]) -> None:
-    comparison, trainings = model["comparison"], model["trainings"]
-    low, top = model["window_log2"]
-    window = Window(low, top, comparison["choice_log2"])
-    losses = [Point(t["scale_log2"], t["validation_loss"], t["seed"]) for t in trainings]
-    panels.metric(loss, losses, "validation_loss", window)
-    skipped = [Point(t["scale_log2"], t["skipped_steps"]) for t in trainings]
-    panels.skips(skips, skipped, window)
-    for axes in (loss, skips):
-        panels.mark_scales(axes, window, label=axes is loss)
-        axes.set_xlim(min(p.scale_log2 for p in losses) - 1, max(p.scale_log2 for p in losses) + 1)
-    loss.set_title(f"{model['name']}: {comparison['verdict']}", pad=18)
-    skips.set_xlabel("log₂ of the initial loss scale")

@@ -23,9 +23,6 @@ from determined_amp.search.task import Task
 # The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
 
-# For the cost comparison: the trainings in a grid, and the batches of each training.
-_GRID_POINTS, _SHORT_TRAINING = 12, 200
-
 # A best value within this many standard deviations of the window's mean counts as a tie.
 _SDS_OF_A_TIE = 2.0
 
@@ -81,7 +78,7 @@ def _experiment(search: Source) -> dict[str, Any]:
 
 
 def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
-    """Sentences on how well prediction and search agree, the best trial, and the cost."""
+    """Sentences on how well prediction and search agree, and on the best trial."""
     finding = None if found is None else found.finding
     if found is not None and finding is not None:
         yield from _overflow(finding, search)
@@ -89,8 +86,6 @@ def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
         yield from _scores(found, search)
         yield from _skips(finding, search)
     yield from _best(finding, search)
-    if found is not None:
-        yield from _cost(found, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
@@ -182,28 +177,3 @@ def _best(finding: Finding | None, search: Source) -> Iterator[str]:
             f"inside the window {search.metric} is {centre:.4g}, and seeds differ by {spread:.2g} "
             f"(standard deviation); the best is {distance:.2g} from that: {word}"
         )
-
-
-def _cost(found: FoundScale, search: Source) -> Iterator[str]:
-    ours, theirs = found.passed_samples, passed_samples(search, found)
-    per_batch = found.run.samples / found.run.batches
-    grid = _GRID_POINTS * _SHORT_TRAINING * per_batch
-    yield (
-        f"samples passed forward and backward: {ours} by the finder, {theirs:.0f} by this search "
-        f"({theirs / ours:.0f} times as many), {grid:.0f} by a grid of {_GRID_POINTS} trainings "
-        f"of {_SHORT_TRAINING} batches ({grid / ours:.0f} times)"
-    )
-
-
-def passed_samples(search: Source, found: FoundScale) -> float:
-    """Number of samples that a search passed through the model, forward and backward.
-
-    A trained trial passes each sample once. A scored trial passes its batches four times: in
-    bfloat16, in float32, and twice in float16 (with the recorder and without it). With an overflow
-    it is in bfloat16, and in float16 until the end of the overflow is found, mostly four times.
-    """
-    per_batch = found.run.samples / found.run.batches
-    passes = sum(
-        run.batches * ((5 if run.overflow else 4) if run.is_scored else 1) for run in search.runs
-    )
-    return float(passes * per_batch)

@@ -26,6 +26,7 @@ from determined_amp.runs.settings import SEED, of_experiment
 from determined_amp.search.task import Task, Verb
 
 if TYPE_CHECKING:
+    from determined.common.api import Session
     from determined.experimental.client import Checkpoint, Determined, Trial
 
 MASTER = "DET_MASTER"
@@ -35,6 +36,8 @@ _TEXT = "precision.md"
 
 # The platform's names for floats that JSON cannot write as numbers.
 _NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
+
+_PAGE = 500  # runs in one answer of the master
 
 # The states of trials that have ended, without `STATE_`.
 _ENDED = {
@@ -60,10 +63,10 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
         experiment = determined.get_experiment(number)
         trials = experiment.list_trials()
         config = experiment.config or {}
-        reports = _reports(determined, trials)
+        reports, noted = _reports(determined, trials), _noted(determined._session, number)
         runs = (
-            _run(determined, origin, config, trial, reports[trial.id], with_settings=with_settings)
-            for trial in trials
+            _run(origin, config, t, reports[t.id], noted.get(t.id, {}), with_settings=with_settings)
+            for t in trials
         )
         return Source(origin, tuple(runs), config, notes=_unknown(trials))
 
@@ -149,15 +152,14 @@ def _downloaded(checkpoint: Checkpoint, origin: str, instead: str) -> Iterator[P
 
 
 def _run(
-    determined: Determined,
     origin: str,
     config: Mapping[str, Any],
     trial: Trial,
     reports: Reports,
+    noted: Mapping[str, Any],
     *,
     with_settings: bool,
 ) -> Run:
-    noted = _noted(determined, trial)
     settings: dict[str, Any] = {}
     if with_settings:
         settings = _settings(origin, config, trial.hparams or {})
@@ -175,11 +177,21 @@ def _run(
     )
 
 
-def _noted(determined: Determined, trial: Trial) -> Mapping[str, Any]:
-    """What the trial noted in the metadata of its run."""
-    answer = bindings.get_GetRunMetadata(determined._session, runId=trial.id)
-    noted = (answer.metadata or {}).get("amp")
-    return noted if isinstance(noted, Mapping) else {}
+def _noted(session: Session, experiment: int) -> dict[int, Mapping[str, Any]]:
+    """What the trials of an experiment noted in the metadata of their runs, by trial id."""
+    of_experiment = {
+        **{"columnName": "experimentId", "kind": "field", "location": "LOCATION_TYPE_RUN"},
+        **{"operator": "=", "type": "COLUMN_TYPE_NUMBER", "value": experiment},
+    }
+    group = {"children": [of_experiment], "conjunction": "and", "kind": "group"}
+    wanted = json.dumps({"filterGroup": group, "showArchived": True})
+    noted: dict[int, Mapping[str, Any]] = {}
+    while True:
+        page = bindings.v1SearchRunsRequest(filter=wanted, limit=_PAGE, offset=len(noted))
+        runs = bindings.post_SearchRuns(session, body=page).runs
+        noted |= {run.id: (run.metadata or {}).get("amp") or {} for run in runs}
+        if len(runs) < _PAGE:
+            return noted
 
 
 def _ended(

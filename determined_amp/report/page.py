@@ -1,20 +1,31 @@
-"""The parts of an HTML page that needs no other file: no script, font or picture.
+"""Writes a report: Markdown, the same text as an HTML page, its picture, and its numbers as JSON.
 
-Figures use the colours of the page, which follow the reader's colour scheme. The palette is by
-Okabe and Ito: people with any colour vision can tell its colours apart.
+The page needs no other file: no script, font or picture. Figures use the colours of the page, which
+follow the reader's colour scheme. The palette is by Okabe and Ito: people with any colour vision
+can tell its colours apart.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import io
+import json
+import math
+import platform
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+
+from determined_amp.report.source import ReportError
 
 # `as_svg` replaces these with the page's variables, so no other colour may have these values.
 INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
@@ -39,7 +50,7 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "svg.fonttype": "none",
-    "svg.hashsalt": "loss scale",
+    "svg.hashsalt": "determined_amp",
 }
 
 _STYLE = """
@@ -49,88 +60,80 @@ _STYLE = """
   --ink: #e4e7ea; --muted: #9aa1a8; --paper: #16191d; --line: #363c43; --blue: #56b4e9; } }
 body { margin: 2rem auto; max-width: 74rem; padding: 0 1rem; background: var(--paper);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; }
-p, li { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; }
-.verdict { border-left: 3px solid #009e73; padding-left: 1rem; font-size: 1.1rem;
-  font-weight: 600; }
-figure { margin: 1.5rem 0; } figure > div, details, .table { overflow-x: auto; }
-svg { width: 100%; min-width: 40rem; height: auto; }
-figcaption, footer { color: var(--muted); font-size: 0.9rem; }
-pre { border-left: 3px solid #009e73; padding: 0.5rem 1rem; overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.15rem 0.8rem; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
-summary { cursor: pointer; font-weight: 600; margin-top: 1rem; }
+h1, pre { border-left: 3px solid #009e73; padding-left: 1rem; }
+h1 { font-size: 1.2rem; } p, li { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; }
+figure { margin: 1.5rem 0; overflow-x: auto; } svg { width: 100%; min-width: 40rem; height: auto; }
+figcaption, body > p:last-child { color: var(--muted); font-size: 0.9rem; }
+table { display: block; overflow-x: auto; border-collapse: collapse; margin: 1.5rem 0;
+  font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+th, td { padding: 0.15rem 0.8rem; border-bottom: 1px solid var(--line); }
 """
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """The whole HTML file.
+def write(
+    folder: Path, name: str, markdown: str, figure: Figure, record: Mapping[str, Any]
+) -> list[Path]:
+    """Write a report into a folder, and return its files.
 
     Args:
-        title: Title of the page.
-        parts: HTML of its parts, from top to bottom; empty ones are left out.
+        folder: The folder.
+        name: Name of the files, without their suffix.
+        markdown: The text, which begins with its heading. Where it shows the picture `NAME.png`,
+            the page has the picture itself.
+        figure: The picture.
+        record: The numbers: plain values, dataclasses and enums. JSON has no infinity and no NaN;
+            they become null.
+
+    Raises:
+        ReportError: if a file cannot be written.
     """
+    paths = {kind: folder / f"{name}.{kind}" for kind in ("png", "html", "md", "json")}
+    numbers = {"drawn": drawn_with(), **record}
+    try:
+        save_png(figure, paths["png"])
+        paths["md"].write_text(markdown, encoding="utf-8")
+        paths["html"].write_text(as_html(markdown, as_svg(figure)), encoding="utf-8")
+        paths["json"].write_text(json.dumps(_plain(numbers), indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ReportError(
+            f"{folder}: the report cannot be written: {error}; allowed: --output with a folder "
+            "that can"
+        ) from error
+    return list(paths.values())
+
+
+def drawn_with() -> dict[str, str]:
+    """The date of a report, and the versions it was made with."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "matplotlib": matplotlib.__version__,
+    }
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as Markdown, its first column to the left; empty without rows."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    cells = ([re.sub(r"\s+", " ", cell).replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) if len(lines) > 2 else ""
+
+
+def as_html(markdown: str, svg: str) -> str:
+    """Markdown as an HTML page: its first line is the title, and `svg` takes a picture's place."""
+    title = markdown.partition("\n")[0].lstrip("# ")
+    # Without the preset's `html`, tags in names that others wrote stay text.
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+
+    def picture(image: re.Match[str]) -> str:
+        return f"<figure>{svg}<figcaption>{image[1]}</figcaption></figure>"
+
+    body = re.sub(r'<p><img src="[^"]*" alt="([^"]*)" /></p>', picture, body)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(part for part in (f"<h1>{escape(title)}</h1>", *parts) if part)
-        + "\n</body></html>\n"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}</body></html>\n"
     )
-
-
-def verdict(sentence: str, lines: str) -> str:
-    """The verdict, the first part of a page.
-
-    Args:
-        sentence: The verdict.
-        lines: Lines to paste into a YAML; may be empty.
-    """
-    said = f'<p class="verdict">{escape(sentence)}</p>'
-    return said + (f"<pre>{escape(lines)}</pre>" if lines else "")
-
-
-def bullets(sentences: Iterable[str]) -> str:
-    """A list with an item per sentence."""
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
-
-
-def picture(svg: str, caption: str) -> str:
-    """A figure from `as_svg`, with its caption."""
-    return f"<figure><div>{svg}</div><figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def table(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *, folded: bool = True
-) -> str:
-    """A table with a title; a table wider than the page scrolls.
-
-    Args:
-        title: Title of the table.
-        heads: Heads of the columns.
-        rows: Cells of the rows.
-        folded: Whether only the title shows until the reader opens the table.
-    """
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    cells = f"<table><tr>{head}</tr>\n{body}</table>"
-    if folded:
-        return f"<details><summary>{escape(title)}</summary>{cells}</details>"
-    return f'<h2>{escape(title)}</h2><div class="table">{cells}</div>'
-
-
-def footer(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """The origin of the numbers: a paragraph per part, with facts by name."""
-    told = (
-        f"<p>{escape(part)}: "
-        + escape(", ".join(f"{name} {value}" for name, value in facts.items()))
-        + "</p>"
-        for part, facts in parts.items()
-    )
-    return f"<footer>{''.join(told)}</footer>"
 
 
 def save_png(figure: Figure, path: Path) -> None:
@@ -152,3 +155,16 @@ def as_svg(figure: Figure) -> str:
     for color, name in inks.items():
         svg = svg.replace(color, f"var({name})")
     return svg[svg.index("<svg") :]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,13 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from determined_amp.amp.metrics import MetricName
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STYLE, VERMILION
-from determined_amp.report.precision_comparison import Comparison, Equivalence, Ratio, Summary
+from determined_amp.report.precision_comparison import (
+    Comparison,
+    Equivalence,
+    MeasuredRun,
+    Ratio,
+    Summary,
+)
 from determined_amp.report.precision_findings import Findings
 from determined_amp.report.precision_text import seeds, setting
-from determined_amp.runs.run import Run
 
 COLORS = {
     Precision.FP32: INK,
@@ -39,6 +43,7 @@ _MOST_COLUMN_WIDTH = 0.6
 _JITTER = 0.32
 _HEADROOM = 1.15
 _LINE = 150
+_MOST_CURVES = 60
 _SHORT = {
     Equivalence.EQUAL: "equal",
     Equivalence.DIFFERENT: "different",
@@ -51,7 +56,7 @@ def draw(findings: Findings) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots(2, 2)
-        ratios = {c.ours.precision: c for c in findings.with_baseline}
+        ratios = {c.precision: c for c in findings.with_baseline}
         _learning(axes[0, 0], findings)
         _speeds(axes[0, 1], findings, {p: c.speed for p, c in ratios.items()})
         _memory(axes[1, 0], findings, {p: c.memory for p, c in ratios.items()})
@@ -65,9 +70,9 @@ def draw(findings: Findings) -> Figure:
 def _learning(axes: Axes, findings: Findings) -> None:
     """Draw the metric of every validation: a thin line per run, a thick one for their mean."""
     for summary in findings.summaries:
-        curves = [run.curve(findings.metric) for run in summary.runs]
+        curves = [run.curve for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
-        for curve in curves:
+        for curve in curves[:_MOST_CURVES]:
             axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.6)
         if curves:
             batches, values = _mean_curve(curves)
@@ -89,15 +94,12 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int
 
 
 def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    def speed(run: Run) -> float | None:
-        return run.speed.median if run.speed else None
-
-    _columns(axes, findings, speed, ratios)
+    _columns(axes, findings, lambda run: run.speed, ratios)
     axes.set_title("Samples per second (more is better)")
 
 
 def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, lambda run: run.last(MetricName.PEAK_MEMORY_MIB), ratios)
+    _columns(axes, findings, lambda run: run.peak_memory_mib, ratios)
     on_gpu = findings.machine.on_gpu
     whose = "allocated by torch (less is better)" if on_gpu else "of the process (not judged)"
     axes.set_title(f"Peak memory {whose}")
@@ -107,7 +109,7 @@ def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None
 def _columns(
     axes: Axes,
     findings: Findings,
-    value: Callable[[Run], float | None],
+    value: Callable[[MeasuredRun], float | None],
     ratios: dict[Precision, Ratio | None],
 ) -> None:
     """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
@@ -169,7 +171,7 @@ def _differences(axes: Axes, findings: Findings) -> None:
     axes.axhline(0.0, color=MUTED, linewidth=0.8)
     for place, comparison in enumerate(compared):
         _difference(axes, place, comparison)
-    names = [f"{c.ours.name}\n- {c.base.name}:\n{_SHORT[c.verdict]}" for c in compared]
+    names = [f"{c.precision.value}\n- {c.against.value}:\n{_SHORT[c.verdict]}" for c in compared]
     axes.set_xticks(range(len(compared)), names)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.6, max(len(compared), 1) - 0.4)
@@ -182,7 +184,7 @@ def _differences(axes: Axes, findings: Findings) -> None:
 
 
 def _difference(axes: Axes, place: int, comparison: Comparison) -> None:
-    found, color = comparison.difference, COLORS[comparison.ours.precision]
+    found, color = comparison.difference, COLORS[comparison.precision]
     known = found.half_width is not None
     axes.errorbar(
         place,

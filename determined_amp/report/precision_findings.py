@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
@@ -12,10 +11,10 @@ from determined_amp.report.precision_comparison import (
     MIN_EFFECT,
     Comparison,
     Equivalence,
+    MeasuredRun,
     Ratio,
     Summary,
     comparisons,
-    difference,
     speed_ratio,
     summaries,
 )
@@ -28,6 +27,7 @@ from determined_amp.runs.settings import (
     PRECISION,
     SEED,
     SMALLER_IS_BETTER,
+    TRIAL,
 )
 
 _ACCURACY_MARGIN = 0.003
@@ -39,8 +39,8 @@ _MAY_DIFFER = frozenset(
 )
 _NAMED_RUNS = 2
 
-# The claims of the literature about AMP for ResNet-50.
-SPEED, MEMORY, POINTS = 2.0, 0.5, 0.3
+# The claims of the literature are about trials such as those of this repository.
+_OWN_TRIALS = "trials."
 
 RULE = (
     "the fastest of those that are not worse, lost no run and are faster than the baseline in "
@@ -50,14 +50,16 @@ RULE = (
 
 @dataclass(frozen=True)
 class Findings:
-    """The comparison of some runs.
+    """The comparison of some runs, in plain values.
 
     Args:
-        metric: The compared validation metric.
+        metric: The compared metric.
         smaller_is_better: Direction of the metric.
         margin: Difference of the metric that does not matter.
         baseline: The precision that the others are compared with.
-        runs: The finished and the failed runs.
+        settings: The settings that all compared runs have in common, by dotted name.
+        machine: The machine of all completed runs.
+        dates: The first and the last day on which a run began, or one day; empty if unknown.
         summaries: A summary per precision, in the order of `Precision`.
         comparisons: Comparisons, those with the baseline first.
         left_out: A sentence for each run that does not count.
@@ -68,33 +70,29 @@ class Findings:
     smaller_is_better: bool
     margin: float
     baseline: Precision
-    runs: tuple[Run, ...]
-    summaries: tuple[Summary, ...]
-    comparisons: tuple[Comparison, ...]
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    settings: Mapping[str, Any]
+    machine: Machine
+    dates: Sequence[str]
+    summaries: Sequence[Summary]
+    comparisons: Sequence[Comparison]
+    left_out: Sequence[str]
+    notes: Sequence[str] = ()
 
     @property
-    def machine(self) -> Machine:
-        """The machine of all finished runs; dates may differ."""
-        return next(run for run in self.runs if run.state is RunState.COMPLETED).machine
-
-    @property
-    def dates(self) -> tuple[str, ...]:
-        """The first and the last day on which a run began, or one day; empty if unknown."""
-        days = sorted({run.date[:10] for run in self.runs if run.date})
-        return tuple(dict.fromkeys(days[:1] + days[-1:]))
+    def runs(self) -> list[MeasuredRun]:
+        """The completed and the failed runs."""
+        return [run for summary in self.summaries for run in (*summary.runs, *summary.failed)]
 
     @property
     def drift(self) -> Ratio | None:
         """The drift of the machine: the speed of tf32 over fp32 on a device without TF32."""
-        base = [s for s in self.summaries if s.precision is Precision.FP32]
-        same = [s for s in self.summaries if s.is_only_fp32]
+        base = [s for s in self.summaries if s.precision is Precision.FP32 and s.runs]
+        same = [s for s in self.summaries if s.is_only_fp32 and s.runs]
         return speed_ratio(same[0], base[0]) if base and same else None
 
     @property
-    def with_baseline(self) -> tuple[Comparison, ...]:
-        return tuple(c for c in self.comparisons if c.base.precision is self.baseline)
+    def with_baseline(self) -> list[Comparison]:
+        return [c for c in self.comparisons if c.against is self.baseline]
 
 
 def find(
@@ -103,6 +101,7 @@ def find(
     margin: float | None = None,
     *,
     smaller_is_better: bool | None = None,
+    judge_claims: bool = False,
 ) -> Findings:
     """Compare all runs of some sources.
 
@@ -113,6 +112,8 @@ def find(
             if it is in percent), and 1 % of the baseline's mean for another metric.
         smaller_is_better: Direction of the metric; by default the searcher's for its own metric,
             else the direction that the name implies.
+        judge_claims: Whether to judge the claims of the literature on any trial; they are judged on
+            the trials of this repository in any case.
 
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
@@ -135,23 +136,38 @@ def find(
     check_comparable(runs)
     finished = [run for run in runs if run.state is RunState.COMPLETED]
     metric = _metric(finished, metric)
-    found = summaries(runs, metric)
+    found = summaries([MeasuredRun.of(run, metric) for run in runs], metric)
     if smaller_is_better is None:
         smaller_is_better = _smaller_is_better(finished[0], metric)
     base = baseline(runs)
     margin = _margin(found, base, metric) if margin is None else margin
-    compared = comparisons(found, base, smaller_is_better=smaller_is_better, margin=margin)
+    compared = comparisons(
+        found,
+        base,
+        metric,
+        smaller_is_better=smaller_is_better,
+        margin=margin,
+        judge_claims=judge_claims or str(runs[0].settings[TRIAL]).startswith(_OWN_TRIALS),
+    )
+    settings = {n: value for n, value in finished[0].settings.items() if n not in _MAY_DIFFER}
     return Findings(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=base,
-        runs=runs,
-        summaries=tuple(found),
-        comparisons=tuple(compared),
-        left_out=tuple(left_out),
-        notes=tuple(note for source in sources for note in source.notes),
+        settings=settings,
+        machine=finished[0].machine,
+        dates=_dates(runs),
+        summaries=found,
+        comparisons=compared,
+        left_out=left_out,
+        notes=[note for source in sources for note in source.notes],
     )
+
+
+def _dates(runs: Sequence[Run]) -> list[str]:
+    days = sorted({run.date[:10] for run in runs if run.date})
+    return list(dict.fromkeys(days[:1] + days[-1:]))
 
 
 def _counts(run: Run) -> bool:
@@ -205,7 +221,8 @@ def _margin(found: Sequence[Summary], base: Precision, metric: str) -> float:
     (mean,) = (summary.mean for summary in found if summary.precision is base)
     assert mean is not None  # every finished run has the metric
     if is_accuracy(metric):
-        in_percent = max(value for summary in found for value in summary.values()) > 1.0
+        values = (run.metrics[metric] for summary in found for run in summary.runs)
+        in_percent = max(values) > 1.0
         return _ACCURACY_MARGIN * (100 if in_percent else 1)
     return _RELATIVE_MARGIN * abs(mean)
 
@@ -291,79 +308,6 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
         yield "there is no baseline"
 
 
-class Judgement(Enum):
-    """The judgement of a claim."""
-
-    HOLDS = "yes"
-    FAILS = "no"
-    UNKNOWN = "cannot be told"
-    UNMEASURED = "not measured"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim and its judgement.
-
-    Args:
-        text: The claim.
-        judgement: Whether it holds.
-        measured: The measurement, or why there is none, in words.
-    """
-
-    text: str
-    judgement: Judgement
-    measured: str
-
-
-def claims(comparison: Comparison) -> tuple[Claim, ...]:
-    """The three claims for one AMP precision against a baseline."""
-    return _speed(comparison), _memory(comparison), _accuracy(comparison)
-
-
-def _speed(comparison: Comparison) -> Claim:
-    text, ratio = f"{SPEED:.1f}x the speed", comparison.speed
-    if ratio is None:
-        shared = any(r.shares_device for r in (*comparison.ours.runs, *comparison.base.runs))
-        why = "several ran at a time" if shared else "no report but the first has a speed"
-        return Claim(text, Judgement.UNMEASURED, why)
-    judgement = _judged(ratio.low >= SPEED, ratio.high < SPEED)
-    return Claim(text, judgement, f"{ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}")
-
-
-def _memory(comparison: Comparison) -> Claim:
-    text, ratio = "half the memory", comparison.memory
-    if ratio is None:
-        on_gpu = comparison.ours.machine.on_gpu
-        why = "no report has it" if on_gpu else "a CPU's is that of the process and its libraries"
-        return Claim(text, Judgement.UNMEASURED, why)
-    judgement = _judged(ratio.high <= MEMORY, ratio.low > MEMORY)
-    return Claim(text, judgement, f"{ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}")
-
-
-def _accuracy(comparison: Comparison) -> Claim:
-    text = f"within {POINTS} points of accuracy"
-    ours, base = comparison.ours, comparison.base
-    everything = len(ours.runs) + len(base.runs)
-    if len(ours.values(ACCURACY)) + len(base.values(ACCURACY)) < everything:
-        return Claim(text, Judgement.UNMEASURED, f"the runs do not report {ACCURACY}")
-    if max(*ours.values(ACCURACY), *base.values(ACCURACY)) > 1.0:
-        return Claim(text, Judgement.UNMEASURED, f"{ACCURACY} is not a share of 1")
-    found = difference(ours, base, ACCURACY)
-    within = found.verdict(POINTS / 100) is Equivalence.EQUAL
-    different = found.verdict(POINTS / 100) is Equivalence.DIFFERENT
-    outside = different and (found.low > POINTS / 100 or found.high < -POINTS / 100)
-    measured = f"{100 * found.mean:+.2f} points"
-    if found.std and found.half_width is not None:
-        measured += f", 95 % interval {100 * found.low:+.2f} to {100 * found.high:+.2f}"
-    return Claim(text, _judged(within, outside), measured)
-
-
-def _judged(holds: bool, fails: bool) -> Judgement:
-    if holds:
-        return Judgement.HOLDS
-    return Judgement.FAILS if fails else Judgement.UNKNOWN
-
-
 @dataclass(frozen=True)
 class Advice:
     """The precision to use.
@@ -379,40 +323,42 @@ class Advice:
 
 def advise(findings: Findings) -> Advice:
     """Apply `RULE`; `Comparison.is_not_worse` says what "not worse" means."""
-    good = [c for c in findings.with_baseline if c.is_not_worse and not c.ours.failed]
+    good = [c for c in findings.with_baseline if c.is_not_worse and not c.lost_runs]
     faster = [(c.speed.median, c) for c in good if c.speed and c.speed.is_larger]
     if not faster:
         return Advice(findings.baseline, "; ".join(_against(findings)))
     times, best = max(faster, key=lambda pair: pair[0])
-    why = f"it is {times:.2f} times as fast as {best.base.name}"
+    metric, why = findings.metric, f"it is {times:.2f} times as fast as {best.against.value}"
     if best.verdict is Equivalence.UNKNOWN:
         seeds = best.difference.seeds
         why += (
-            f", but whether its {best.metric} is the same cannot be told with {seeds} "
+            f", but whether its {metric} is the same cannot be told with {seeds} "
             f"seed{'s' * (seeds != 1)}: train more before you rely on it"
         )
     elif best.verdict is Equivalence.EQUAL:
-        why += f" with equal {best.metric}"
+        why += f" with equal {metric}"
     else:
-        why += f" with better {best.metric}"
-    return Advice(best.ours.precision, why)
+        why += f" with better {metric}"
+    return Advice(best.precision, why)
 
 
 def _against(findings: Findings) -> list[str]:
     """The reasons against each precision that is not the baseline."""
     reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
-    return reasons + [f"{c.ours.name} {_fault(c)}" for c in findings.with_baseline]
+    return reasons + [
+        f"{c.precision.value} {_fault(c, findings.metric)}" for c in findings.with_baseline
+    ]
 
 
-def _fault(comparison: Comparison) -> str:
-    if comparison.ours.failed:
+def _fault(comparison: Comparison, metric: str) -> str:
+    if comparison.lost_runs:
         return "lost a run"
     if not comparison.is_not_worse:
         if comparison.verdict is Equivalence.DIFFERENT:
-            return f"has a worse {comparison.metric}"
+            return f"has a worse {metric}"
         seeds = comparison.difference.seeds
         return (
-            f"has a worse mean {comparison.metric}, and {seeds} seed{'s' * (seeds != 1)} cannot "
+            f"has a worse mean {metric}, and {seeds} seed{'s' * (seeds != 1)} cannot "
             "tell whether that is chance"
         )
     if comparison.speed is None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from determined_amp.amp.metrics import MetricName
 from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
 from determined_amp.finder.advice import yaml_lines
+from determined_amp.report.claims import Claim
+from determined_amp.report.page import table as markdown_table
 from determined_amp.report.precision_comparison import (
     WAITS_FOR_DATA,
     Comparison,
     Equivalence,
     Interval,
+    MeasuredRun,
     Ratio,
     Summary,
 )
-from determined_amp.report.precision_findings import RULE, Advice, Findings, claims
-from determined_amp.runs.run import Run, Spread
+from determined_amp.report.precision_findings import RULE, Advice, Findings
+from determined_amp.runs.run import Spread
 from determined_amp.runs.settings import AMP, BATCH_SIZE
+
+_CAPTION = (
+    "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
+    "median. Two precisions are equal if the whole interval is inside the green band. A hollow dot "
+    "has one seed and no interval."
+)
+
+_METHOD = "Speed is that of the steady reports: the first report of every process is left out."
+
+# A sentence names at most this many seeds.
+_MOST_SEEDS = 10
 
 HEADS = (
     "precision",
@@ -44,18 +58,18 @@ def answer(advice: Advice) -> str:
 def lines_to_paste(findings: Findings, advice: Advice) -> str:
     """Lines to paste into an experiment YAML."""
     changes: dict[str, Any] = {"precision": advice.precision.value}
-    settings = next(r for r in findings.runs if r.precision is advice.precision).settings
-    if advice.precision.autocast_dtype and settings.get(f"{AMP}.fp32_modules"):
-        changes["fp32_modules"] = list(settings[f"{AMP}.fp32_modules"])
+    if advice.precision.autocast_dtype and findings.settings.get(f"{AMP}.fp32_modules"):
+        changes["fp32_modules"] = list(findings.settings[f"{AMP}.fp32_modules"])
     if advice.precision is Precision.AMP_FP16:
-        changes["init_scale"] = settings[f"{AMP}.init_scale"]
+        run = next(run for run in findings.runs if run.precision is advice.precision)
+        changes["init_scale"] = run.scaler["init_scale"]
     return yaml_lines(changes)
 
 
 def sentences(findings: Findings) -> list[str]:
     """All sentences besides the answer, the comparisons first."""
     return [
-        *(f"{_title(c)}: {_compared(c)}" for c in findings.comparisons),
+        *(f"{_title(c)}: {_compared(c, findings.metric)}" for c in findings.comparisons),
         *findings.notes,
         *_waiting(findings),
         *_left_out(findings),
@@ -72,7 +86,7 @@ def short_answer(findings: Findings, advice: Advice) -> str:
     The tables, the setting of the measurement and its general limits are in the report's files.
     """
     said = [
-        *(f"{_title(c)}: {_compared(c)}" for c in findings.with_baseline),
+        *(f"{_title(c)}: {_compared(c, findings.metric)}" for c in findings.with_baseline),
         *findings.notes,
         *_waiting(findings),
         *_left_out(findings),
@@ -83,21 +97,27 @@ def short_answer(findings: Findings, advice: Advice) -> str:
 
 
 def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows, a row per claim; no rows if no AMP precision has a finished run."""
-    compared = [c for c in findings.with_baseline if c.ours.precision.autocast_dtype]
-    judged = zip(*(claims(c) for c in compared), strict=True)
+    """Heads and rows, a row per claim; no rows if no claim was judged."""
+    judged = [c for c in findings.with_baseline if c.claims]
     rows = [
-        [same[0].text, *(f"{claim.judgement.value} ({claim.measured})" for claim in same)]
-        for same in judged
+        [same[0].text, *map(_judged, same)]
+        for same in zip(*(c.claims for c in judged), strict=True)
     ]
-    return ["claim for ResNet-50", *map(_title, compared)], rows
+    return ["claim for ResNet-50", *map(_title, judged)], rows
+
+
+def _judged(claim: Claim) -> str:
+    if claim.measured is None or math.isinf(claim.measured[0]):
+        return claim.judgement.value
+    low, high = claim.measured
+    return f"{claim.judgement.value} ({low:.3g} to {high:.3g})"
 
 
 def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     """Heads and rows, a row per precision."""
     memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
     heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
-    speeds = {c.ours.precision: c.speed for c in findings.with_baseline}
+    speeds = {c.precision: c.speed for c in findings.with_baseline}
     rows = []
     for summary in findings.summaries:
         ratio = speeds.get(summary.precision)
@@ -108,35 +128,40 @@ def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(title: str, findings: Findings, advice: Advice) -> str:
-    """Answer, sentences and tables as one Markdown file."""
-    tables = (
-        "\n".join(f"| {' | '.join(line)} |" for line in (heads, _rule(heads), *rows))
-        for heads, rows in (claims_table(findings), table(findings))
-        if rows
-    )
-    items = "\n".join(f"- {sentence}" for sentence in sentences(findings))
-    lines = f"```yaml\n{lines_to_paste(findings, advice)}\n```"
-    parts = [f"# {title}", f"**{answer(advice)}**", lines, items, *tables, f"The rule: {RULE}."]
-    return "\n\n".join(parts) + "\n"
-
-
-def _rule(heads: Sequence[str]) -> list[str]:
-    return ["---", *["---:"] * (len(heads) - 1)]
+    """The report as Markdown: the answer first, then sentences, the picture and tables."""
+    items = "\n".join(f"* {sentence}" for sentence in sentences(findings))
+    heads = ["run", "precision", "seed", "state", "reason"]
+    rows = [
+        [r.name, r.precision.value, str(r.seed), r.state.value, r.reason] for r in findings.runs
+    ]
+    versions = ", ".join(f"{name} {value}" for name, value in findings.machine.versions.items())
+    parts = [
+        f"# {answer(advice)}",
+        f"```yaml\n{lines_to_paste(findings, advice)}\n```",
+        items,
+        f"![{_CAPTION}](precision.png)",
+        markdown_table(*claims_table(findings)),
+        markdown_table(*table(findings)),
+        markdown_table(heads, rows),
+        f"{title}. {_METHOD} The rule: {RULE}. Versions: {versions}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def setting(findings: Findings) -> str:
     """Device, versions, length and date of all runs, in one line."""
-    run, machine = findings.runs[0], findings.machine
+    machine = findings.machine
     dates = " to ".join(findings.dates) or "date unknown"
-    batches = max(run.trained_batches for run in findings.runs)
-    size = run.settings[BATCH_SIZE]
+    batches = max(run.batches for run in findings.runs)
+    size = findings.settings[BATCH_SIZE]
     return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
 
 
 def seeds(summary: Summary) -> str:
     """The number of runs, and their seeds, in words."""
     count = len(summary.runs)
-    known = ", ".join(map(str, summary.seeds)) or "unknown"
+    known = ", ".join(map(str, summary.seeds[:_MOST_SEEDS])) or "unknown"
+    known += ", ..." if len(summary.seeds) > _MOST_SEEDS else ""
     plural = "s" * (count != 1)
     failed = f" and {len(summary.failed)} failed" if summary.failed else ""
     return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
@@ -162,11 +187,11 @@ def _left_out(findings: Findings) -> Iterator[str]:
 
 def _audited(findings: Findings) -> Iterator[str]:
     finished = [run for summary in findings.summaries for run in summary.runs]
-    unaudited = [run.short_name for run in finished if run.reports.audit_share is None]
-    alike: dict[tuple[Precision, str], list[Run]] = {}
+    unaudited = [run.short_name for run in finished if run.audit_share is None]
+    alike: dict[tuple[Precision, str], list[MeasuredRun]] = {}
     for run in finished:
-        if run.reports.audit_share is not None and run.reports.audit_share < 1.0:
-            alike.setdefault((run.precision, f"{run.reports.audit_share:.1%}"), []).append(run)
+        if run.audit_share is not None and run.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.audit_share:.1%}"), []).append(run)
     for (precision, share), runs in alike.items():
         several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
         who = runs[0].short_name if len(runs) == 1 else several
@@ -181,9 +206,7 @@ def _audited(findings: Findings) -> Iterator[str]:
 
 
 def _all_in_precision(findings: Findings) -> bool:
-    return all(
-        run.reports.audit_share == 1.0 for summary in findings.summaries for run in summary.runs
-    )
+    return all(run.audit_share == 1.0 for summary in findings.summaries for run in summary.runs)
 
 
 def _mixed(findings: Findings) -> Iterator[str]:
@@ -191,7 +214,7 @@ def _mixed(findings: Findings) -> Iterator[str]:
     for summary in findings.summaries:
         runs = (*summary.runs, *summary.failed)
         for key in SCALER_KEYS:
-            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
+            values = dict.fromkeys(str(run.scaler[key]) for run in runs)
             if len(values) > 1:
                 yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
     for name in findings.machine.versions:
@@ -220,15 +243,15 @@ def _notes(findings: Findings) -> Iterator[str]:
 
 
 def _title(comparison: Comparison) -> str:
-    return f"{comparison.ours.name} against {comparison.base.name}"
+    return f"{comparison.precision.value} against {comparison.against.value}"
 
 
-def _compared(comparison: Comparison) -> str:
+def _compared(comparison: Comparison, metric: str) -> str:
     parts = [_speed(comparison.speed)]
     if comparison.memory is not None:
         ratio = comparison.memory
         parts.append(f"memory {_times(ratio)}: {_size(ratio, 'more', 'less', 'as much')}")
-    return "; ".join([*parts, _metric(comparison)])
+    return "; ".join([*parts, _metric(comparison, metric)])
 
 
 def _speed(ratio: Ratio | None) -> str:
@@ -253,7 +276,7 @@ def _times(ratio: Ratio) -> str:
     return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
 
 
-def _metric(comparison: Comparison) -> str:
+def _metric(comparison: Comparison, metric: str) -> str:
     found, verdict = comparison.difference, comparison.verdict
     direction = "better" if comparison.is_better else "worse"
     said = {
@@ -265,18 +288,18 @@ def _metric(comparison: Comparison) -> str:
     if found.std and found.half_width is not None:
         kind = "paired by seed" if found.paired else "seeds differ"
         interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
-    return f"{comparison.metric} {found.mean:+.2g}{interval}: {said}"
+    return f"{metric} {found.mean:+.2g}{interval}: {said}"
 
 
 def _untold(found: Interval, margin: float) -> str:
-    said = f"cannot be told with {found.seeds} seed{'s' * (found.seeds != 1)}"
+    said = f"inconclusive with {found.seeds} seed{'s' * (found.seeds != 1)}"
     if found.std is None:
-        return f"{said}: it takes 2 at least, and how many more shows only then"
+        return f"{said}; 2 at least are needed to see how much seeds differ"
     if found.std == 0.0:  # as with a metric of few validation samples
-        return f"{said}: the difference is the same in all, which leaves no spread to judge by"
+        return f"{said}; the difference is the same for all, which leaves no spread to judge by"
     needed = found.seeds_needed(margin)
     many = "more than 1000" if needed is None else f"about {needed}"
-    return f"{said}: it would take {many}, if they go on like this (margin {margin:.2g})"
+    return f"{said}; {many} should suffice at this variance (margin {margin:.2g})"
 
 
 def _waiting(findings: Findings) -> Iterator[str]:
@@ -298,15 +321,15 @@ def _numbers(summary: Summary, times: str) -> list[str]:
     if not summary.runs:
         return [""] * (len(HEADS) - 2)
     std = "" if summary.std is None else f" ± {summary.std:.2g}"
-    shares = summary.spread(lambda run: run.reports.audit_share)
+    shares = summary.spread(lambda run: run.audit_share)
     wait = summary.data_wait_share
     return [
         f"{summary.mean:.4g}{std}",
-        _range(summary.speed),
+        _range(summary.samples_per_second),
         times,
         _memory(summary),
-        _range(summary.spread(lambda run: run.last(MetricName.APPLIED_STEPS))),
-        _range(summary.spread(lambda run: run.last(MetricName.SKIPPED_STEPS))),
+        _range(summary.spread(lambda run: run.applied_steps)),
+        _range(summary.spread(lambda run: run.skipped_steps)),
         _scale(summary),
         "" if wait is None else f"{wait:.0%}",
         "" if shares is None else f"{shares.low:.1%}",
@@ -315,14 +338,14 @@ def _numbers(summary: Summary, times: str) -> list[str]:
 
 
 def _memory(summary: Summary) -> str:
-    reserved = summary.reserved_memory
+    reserved = summary.spread(lambda run: run.peak_reserved_memory_mib)
     also = "" if reserved is None else f"; {_range(reserved)}"
-    return _range(summary.memory) + also
+    return _range(summary.peak_memory_mib) + also
 
 
 def _scale(summary: Summary) -> str:
     """The loss scale at the end; only float16 has one."""
-    scale = summary.spread(lambda run: run.last(MetricName.LOSS_SCALE_LOG2))
+    scale = summary.spread(lambda run: run.loss_scale_log2)
     if scale is None or summary.precision is not Precision.AMP_FP16:
         return "none"
     ends = dict.fromkeys((scale.low, scale.high))

@@ -319,13 +319,14 @@ def fresh_folder(root: Path, name: str) -> Path:
     """
     name = re.sub(r"[^\w.+=@ -]+", "-", name).strip(". ")[:100] or "unnamed"
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for suffix in ("", *(f"-{count}" for count in range(2, 1000))):
-        path = root / name / (stamp + suffix)
+    path, count = root / name / stamp, 1
+    while True:
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            continue
+        except FileExistsError:  # another run of this second
+            count += 1
+            path = root / name / f"{stamp}-{count}"
         except OSError as error:
             raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
-        return path
-    raise FileExistsError(f"{root / name}: a thousand runs in one second")
+        else:
+            return path

@@ -111,15 +111,20 @@ def random_state(gpu: int) -> dict[str, Any]:
     Args:
         gpu: The one of this process, if the machine has any.
     """
-    name, keys, *rest = np.random.get_state()
     state = {
         "cpu_rng_state": torch.random.get_rng_state(),
-        "np_rng_state": (str(name), [int(key) for key in keys], *rest),
+        "np_rng_state": plain_numbers(np.random.get_state()),
         "random_rng_state": random.getstate(),
     }
     if torch.cuda.device_count():
         state["gpu_rng_state"] = torch.cuda.get_rng_state(gpu)
     return state
+
+
+def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
+    """The state of numpy's generator without an array, which only code could load."""
+    name, keys, position, has_gauss, gauss = state
+    return str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)
 
 
 def restore_random_state(state: dict[str, Any], gpu: int) -> None:

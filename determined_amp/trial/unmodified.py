@@ -26,15 +26,21 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from determined_amp.amp.checkpoint import patched
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.gradients import TrueGradients
-from determined_amp.amp.mixed_precision import MixedPrecision
 from determined_amp.amp.origin import backwards_through
+from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import parameters_of
 from determined_amp.experiment.amp_settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.experiment.settings import ConfigError
+from determined_amp.trial.determined_0_38 import (
+    ends_step,
+    forget_scaler,
+    has_amp_of_its_own,
+    scaler_of,
+)
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 logger = logging.getLogger(__name__)
 
@@ -213,10 +219,11 @@ class _Unmodified(pytorch.PyTorchCallback):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         context = self._context
         if self.amp is None and MixedPrecision.of(context) is None:
-            theirs: Any = context._scaler
+            theirs = scaler_of(context)
             if theirs is not None and not theirs.is_enabled():
-                context._scaler = theirs = None  # a trial whose own AMP is switched off
-            if theirs is not None or context._use_apex or context.experimental._auto_amp:
+                forget_scaler(context)  # a trial whose own AMP is switched off
+                theirs = None
+            if theirs is not None or has_amp_of_its_own(context):
                 raise _wrong("it has a GradScaler of its own", _NO_AMP)
             self.amp = MixedPrecision(context, self._settings)
             self._autocast = _Autocast(self.amp)
@@ -323,12 +330,13 @@ class _Unmodified(pytorch.PyTorchCallback):
             assert clip_grads is not None
             clip_grads(parameters)
 
-        if self._context._should_communicate_and_update():
+        if ends_step(self._context):
             amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
         self._step_optimizer(optimizer, clip if clip_grads else None, auto_zero_grads, amp.scaler)
-        if amp.scaler.stepped.get(optimizer) is True and optimizer in self._weights:
+        skipped = amp.scaler.outcomes.get(optimizer)
+        if skipped is True and optimizer in self._weights:
             self._let_put_back(optimizer, auto_zero_grads)
-        if optimizer in amp.scaler.stepped:
+        if skipped is not None:
             self._weights.pop(optimizer, None)
 
     @contextmanager
@@ -343,7 +351,7 @@ class _Unmodified(pytorch.PyTorchCallback):
         """End its window; returns `found_inf` of it if there is a loss scale."""
         assert self.amp is not None
         scaler = self.amp.scaler
-        if self._counted_as(optimizer) in scaler.stepped:  # a second step in a batch
+        if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self.amp.finish_steps()
         scaler.has_scaled = True
         return None if self._gradients is None else self._gradients.close(optimizer)
@@ -405,8 +413,8 @@ class _Unmodified(pytorch.PyTorchCallback):
             assert self.amp is not None
             scaler = self.amp.scaler
             counted = self._counted_as(optimizer)
-            scaler.stepping = scaler.updated = False
-            scaler.stepped[counted] = self._own_skipped
+            scaler.stepping = False
+            scaler.has_stepped(counted, self._own_skipped)
             self._weights.pop(counted, None)
 
     def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -462,7 +470,13 @@ class _Unmodified(pytorch.PyTorchCallback):
         assert self.amp is not None
         _refuse_16_bit_weights(self._context)
         if self.amp.scaler.is_enabled():
-            self._gradients = TrueGradients(self._context, self.amp.scaler)
+            self._gradients = TrueGradients(
+                self._context.models,
+                self._context.optimizers,
+                self.amp.scaler,
+                device=self._context.device,
+                slots=self._context.distributed.size,
+            )
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),

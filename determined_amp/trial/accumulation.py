@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from determined_amp.trial.determined_0_38 import average_gradients_by
+
 
 def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
     """From now on the mean over an accumulation window is one kernel, not one per parameter."""
@@ -27,7 +29,7 @@ def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
             for gradient in gradients:
                 gradient.div_(float(divisor))
 
-    context._average_gradients = average_gradients  # type: ignore[method-assign]
+    average_gradients_by(context, average_gradients)
 
 
 def share_gradients_once(

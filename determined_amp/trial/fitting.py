@@ -12,6 +12,7 @@ from determined import pytorch
 from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.plan import Plan, read_plan
 from determined_amp.experiment.settings import ConfigError, read
+from determined_amp.trial.determined_0_38 import aggregation_frequency
 
 
 def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:
@@ -42,12 +43,13 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:
     """Raise if the context was made with another frequency: it does not read the configuration."""
-    if frequency != context._aggregation_frequency:
+    made_with = aggregation_frequency(context)
+    if frequency != made_with:
         raise ConfigError(
             "experiment configuration",
             [
                 f"aggregation_frequency: got {frequency}, but the context was made with "
-                f"{context._aggregation_frequency}; allowed: the same, by "
+                f"{made_with}; allowed: the same, by "
                 f"pytorch.init(aggregation_frequency={frequency})"
             ],
         )

@@ -1,0 +1,76 @@
+"""The famous mistakes with a loss scale, each an illegal transition of one optimizer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from determined_amp.experiment.settings import ConfigError
+
+
+class Stage(enum.Enum):
+    """Where one optimizer is between the backward and the end of its step."""
+
+    SCALED = "its gradients may be scaled"
+    UNSCALED = "its gradients are divided by the scale"
+    STEPPED = "it has stepped, and the scale has not been updated"
+
+
+class Mistake(enum.Enum):
+    """A mistake, with the words that describe it."""
+
+    CLIPS_SCALED = "its clip_grads clips gradients that may still be scaled"
+    STEPS_TWICE = "steps an optimizer twice"
+    STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
+    SCALES_NO_LOSS = "it does not scale the loss"
+    UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
+
+
+# What a training does with an optimizer in each stage, and what comes of it. A step of the
+# optimizer that does not go through the scaler is a mistake in every stage, and so is one without a
+# scaled loss since the last update.
+TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
+    (Stage.SCALED, "unscale"): Stage.UNSCALED,
+    (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
+    (Stage.SCALED, "step"): Stage.STEPPED,
+    (Stage.SCALED, "end"): Stage.SCALED,
+    (Stage.UNSCALED, "unscale"): Stage.UNSCALED,  # torch itself refuses it, if it scales
+    (Stage.UNSCALED, "clip"): Stage.UNSCALED,
+    (Stage.UNSCALED, "step"): Stage.STEPPED,
+    (Stage.UNSCALED, "end"): Stage.UNSCALED,
+    (Stage.STEPPED, "unscale"): Mistake.STEPS_TWICE,
+    (Stage.STEPPED, "clip"): Mistake.STEPS_TWICE,
+    (Stage.STEPPED, "step"): Mistake.STEPS_TWICE,
+    (Stage.STEPPED, "end"): Mistake.UPDATES_NOTHING,
+}
+
+_TWICE = "with amp.finish_steps() between two steps of a batch"
+
+# What to write instead, in a loop of the user's own.
+IN_A_LOOP: Mapping[Mistake, str] = {
+    Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
+    Mistake.STEPS_TWICE: _TWICE,
+    Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
+    Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",
+}
+
+# The same in the `train_batch` of a trial.
+IN_A_TRIAL: Mapping[Mistake, str] = {
+    Mistake.CLIPS_SCALED: "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
+    "amp.scaler.unscale_(optimizer) first",
+    Mistake.STEPS_TWICE: _TWICE,
+    Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
+    Mistake.SCALES_NO_LOSS: "context.backward(amp.scaler.scale(loss))",
+}
+
+
+def error_of(mistake: Mistake, remedies: Mapping[Mistake, str]) -> ConfigError:
+    """The error for a mistake.
+
+    Args:
+        mistake: What was done.
+        remedies: `IN_A_LOOP` or `IN_A_TRIAL`.
+    """
+    source, place = ("the trial", "train_batch: ") if remedies is IN_A_TRIAL else ("the loop", "")
+    remedy = f"; allowed: {remedies[mistake]}" if mistake in remedies else ""
+    return ConfigError(source, [f"{place}{mistake.value}{remedy}"])

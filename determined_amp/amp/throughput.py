@@ -1,0 +1,148 @@
+"""How long a training takes, and how long it waits for data."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class Stopwatch:
+    """Seconds the device spent, without waiting for it to start: CUDA events, or the clock.
+
+    Args:
+        device: Whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._started: Any = None
+
+    @property
+    def running(self) -> bool:
+        return self._started is not None
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        self._started = None
+
+    def seconds(self) -> float:
+        """Seconds since `start`, 0 if it was not started; waits for the device."""
+        if self._started is None:
+            return 0.0
+        now = self._now()
+        if self._cuda:
+            now.synchronize()
+            return float(self._started.elapsed_time(now)) / 1000.0
+        return float(now - self._started)
+
+    def _now(self) -> Any:
+        return _event() if self._cuda else time.perf_counter()
+
+
+class DataWait:
+    """Seconds that the device had nothing to do because the loop waited for a batch.
+
+    On a GPU the host runs ahead: while it waits for a batch, the device may still compute the one
+    before. So there an event is recorded behind each batch and another one when the next batch has
+    come, and what counts of the host's wait is what lies between the two.
+
+    Args:
+        device: Whose idle time is counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._seconds: float | None = None
+        self._begun: Any = None
+        # The host's seconds, and the events before and after; of batches not known to be over.
+        self._open: deque[tuple[float, Any, Any]] = deque()
+
+    def begin(self) -> None:
+        """A batch has been queued. No synchronisation."""
+        if self._cuda:
+            self._begun = _event()
+
+    def end(self, seconds: float) -> None:
+        """The next batch has come, after the host waited that long. No synchronisation."""
+        if not self._cuda:
+            self._seconds = (self._seconds or 0.0) + seconds
+        elif self._begun is not None:
+            self._open.append((seconds, self._begun, _event()))
+            while self._open and self._open[0][2].query():
+                self._close()
+
+    def seconds(self) -> float | None:
+        """All seconds since `reset`; None before the first batch. Waits for the device."""
+        while self._open:
+            self._open[-1][2].synchronize()
+            self._close()
+        return self._seconds
+
+    def reset(self) -> None:
+        self._seconds = None
+        self._begun = None
+        self._open.clear()
+
+    def _close(self) -> None:
+        seconds, begun, ended = self._open.popleft()
+        idle = begun.elapsed_time(ended) / 1000.0
+        self._seconds = (self._seconds or 0.0) + min(seconds, idle)
+
+
+def _event() -> Any:
+    """An event that the device comes to behind all that has been queued."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+    event.record()
+    return event
+
+
+def timed(loader: Any, waited: Callable[[float], None]) -> Any:
+    """Call `waited` with the seconds that the loop waits for each batch of `loader`.
+
+    A loader that is not Determined's own is returned as it is and not timed.
+    """
+    make = getattr(loader, "get_data_loader", None)
+    if make is None:
+        return loader
+
+    def get_data_loader(*arguments: Any, **options: Any) -> Any:
+        made = make(*arguments, **options)
+        # A trial may use one loader for its validation, too, whose type Determined checks.
+        return _Timed(made, waited) if options.get("repeat") else made
+
+    loader.get_data_loader = get_data_loader
+    return loader
+
+
+class _Timed:
+    """The batches of a loader, each with the time it took to come."""
+
+    def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
+        self._loader = loader
+        self._waited = waited
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Now, not with the first batch: Determined starts the workers before it restores a state.
+        return self._time(iter(self._loader))
+
+    def _time(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited(time.perf_counter() - start)
+            yield batch

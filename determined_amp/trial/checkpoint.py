@@ -1,0 +1,201 @@
+"""Checkpoints that every supported torch reads, without unpickling code.
+
+Determined 0.38.1 saves numpy's random state as an array and loads with `torch.load(path)`. From
+torch 2.6 on that call unpickles weights only and refuses the array, so no trial can be resumed; up
+to torch 2.5 it unpickles anything, so a checkpoint can run code. This module fixes both:
+`PortableCheckpoint` saves plain types only, and `SafeController` always loads weights only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+
+from determined_amp.experiment.errors import UserError
+from determined_amp.trial.random_state import plain_numbers
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class PortableCheckpoint(pytorch.PyTorchCallback):
+    """Saves numpy's random state as numbers; `numpy.random.set_state` takes them back.
+
+    And the state of schedulers as plain types: that of torch 2.3 holds counters and methods.
+
+    Args:
+        of_ranks: The random state of every rank, if there are several; Determined saves that of
+            the chief.
+    """
+
+    NAME = "determined_amp.portable_checkpoint"
+
+    def __init__(self, of_ranks: Sequence[dict[str, Any]] | None = None) -> None:
+        self._of_ranks = of_ranks
+
+    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["rng_state"]
+        state["np_rng_state"] = plain_numbers(state["np_rng_state"])
+        if self._of_ranks is not None:
+            checkpoint["rng_state_of_ranks"] = self._of_ranks
+        states = checkpoint.get("lr_schedulers_state_dict", [])
+        checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
+
+
+# What torch, pickle and the trial's own `load_state_dict` raise for a state of another kind.
+_NOT_RESTORED = (
+    *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
+    *(EOFError, OSError, pickle.PickleError),
+)
+
+
+@contextmanager
+def restoring(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except _NOT_RESTORED as error:
+        raise CheckpointError(
+            f"{checkpoint}: cannot be restored into this trial: {error}"
+        ) from error
+
+
+def load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
+    """Torch's `load` without code. Determined takes what is no dict for nothing to restore."""
+    found = load(*given, **named, weights_only=True)
+    if not isinstance(found, dict):
+        raise TypeError(f"state_dict.pth holds a {type(found).__name__}, not the state of a trial")
+    of_ranks = found.pop("rng_state_of_ranks", ())
+    if rank < len(of_ranks):
+        found["rng_state"] = of_ranks[rank]
+    return found
+
+
+def check_bytes(checkpoint: Path) -> None:
+    """Compare the weights of a checkpoint with the checksums that torch wrote beside them.
+
+    Raises:
+        CheckpointError: if a byte has changed, or the file is cut off.
+    """
+    file = checkpoint / "state_dict.pth"
+    if not file.exists():
+        raise CheckpointError(f"{checkpoint}: not a checkpoint: it has no state_dict.pth")
+    try:
+        with zipfile.ZipFile(file) as content:
+            damaged = content.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{checkpoint}: state_dict.pth is damaged: {damaged} has changed")
+
+
+def allow_numpy_random_state() -> None:
+    """Let weights-only loading read the array in checkpoints of trials without our callback.
+
+    torch before 2.5 has no such list: there, such a checkpoint is refused.
+    """
+    add_safe_globals = getattr(torch.serialization, "add_safe_globals", None)
+    if add_safe_globals is None:
+        return
+    reconstruct = np.empty(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    array_types = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
+
+
+_MOVED_BY_SCHEDULERS = {
+    *("lr", "initial_lr", "max_lr", "min_lr"),
+    *("betas", "momentum", "base_momentum", "max_momentum"),
+}
+
+
+def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups (rate, decay, betas), as plain numbers."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def settle_groups(
+    checkpoint: dict[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    scheduled_by_context: Collection[torch.optim.Optimizer],
+    constructed: list[list[dict[str, Any]]],
+    before: Mapping[str, Any],
+) -> None:
+    """Decide, for every setting of every optimizer, between a checkpoint and this trial.
+
+    A value that the run itself moved continues from the checkpoint: a rate that follows a scheduler
+    of `context.wrap_lr_scheduler`, or that the trial sets by hand. A value that the constructor got
+    differently than in the saved run is taken from this trial, because its YAML was changed.
+
+    Args:
+        checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
+        optimizers: Those of the trial.
+        scheduled_by_context: Those with a scheduler of `context.wrap_lr_scheduler`.
+        constructed: `plain_groups` of every optimizer as this trial made it.
+        before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
+            which only takes over what such a scheduler moves.
+    """
+    saved_optimizers = checkpoint.get("optimizers_state_dict", [])
+    for index, (saved, optimizer) in enumerate(zip(saved_optimizers, optimizers, strict=False)):
+        then = _at(before.get("constructed"), index, [])
+        # A rate that followed the applied steps is computed again from their count.
+        scheduled = _at(before.get("scheduled"), index, False)
+        groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+        for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
+            was, now = _at(then, number, {}), constructed[index][number]
+            for key in group.keys() & saved_group.keys() - {"params"}:
+                schedulable = key in _MOVED_BY_SCHEDULERS
+                # A scheduler of the context continues from the checkpoint, and so does what it
+                # has moved.
+                moved_there = key == "lr" or key not in was or _plain(saved_group[key]) != was[key]
+                if schedulable and optimizer in scheduled_by_context and moved_there:
+                    continue
+                unchanged = key in was and was[key] == now.get(key)
+                if not unchanged or (schedulable and scheduled):
+                    saved_group[key] = group[key]
+            saved_group.update({key: group[key] for key in group.keys() - saved_group.keys()})
+
+
+def _without_code(state: Any) -> Any:
+    if isinstance(state, (list, tuple)):
+        return type(state)(_without_code(item) for item in state)
+    if isinstance(state, dict):
+        return {key: _without_code(value) for key, value in state.items() if not callable(value)}
+    return state
+
+
+def _at(values: Sequence[Any] | None, index: int, missing: Any) -> Any:
+    return values[index] if values is not None and index < len(values) else missing
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain values are allowed")
+
+
+def read_without_code(path: Path) -> dict[str, Any]:
+    """What Determined unpickles afterwards; refused if it holds more than plain values."""
+    with path.open("rb") as file:
+        state: Any = _PlainUnpickler(file).load()
+    if not isinstance(state, dict):
+        raise TypeError(f"{path.name} holds a {type(state).__name__}, not the state of a loop")
+    return state

@@ -1,0 +1,276 @@
+"""Every private name of Determined 0.38.1 that this library touches, and nothing else does.
+
+Determined offers no argument or method for what is done here. So a port to another version is a
+review of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import determined as det
+import torch
+from determined import core, pytorch, util
+
+from determined_amp.amp.patched import patched
+from determined_amp.experiment.errors import GuardError, UserError
+from determined_amp.experiment.settings import ConfigError
+from determined_amp.trial.checkpoint import (
+    PortableCheckpoint,
+    allow_numpy_random_state,
+    check_bytes,
+    load_plain,
+    read_without_code,
+    restoring,
+)
+from determined_amp.trial.random_state import random_state, restore_random_state, settle_order
+
+# What a context knows and does not give away.
+
+
+def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:
+    """Takes the reports and the metadata of the run."""
+    return context._core.train
+
+
+def checkpoint_context(context: pytorch.PyTorchTrialContext) -> core.CheckpointContext:
+    """What stores checkpoints for this context."""
+    return context._core.checkpoint
+
+
+def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
+    """Batches of one optimizer step."""
+    return int(context._aggregation_frequency)
+
+
+def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
+    """Whether the gradients of the batches of a step are averaged, for every optimizer."""
+    configs = context._optimizer_configs.values()
+    return all(config["average_aggregated_gradients"] for config in configs)
+
+
+def hyperparameters(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any] | None:
+    """Those of the trial; None if nobody gave any."""
+    return context._hparams
+
+
+def searcher(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any]:
+    """The section of the configuration; empty without one."""
+    return (context._exp_conf or {}).get("searcher") or {}
+
+
+def trial_seed(context: pytorch.PyTorchTrialContext) -> int | None:
+    """None in a `Trainer` outside of a cluster."""
+    return context._trial_seed
+
+
+def average_by_default(
+    context: pytorch.PyTorchTrialContext, average_aggregated_gradients: bool
+) -> None:
+    """Set what `wrap_optimizer` does about the gradients of the batches of a step."""
+    context._set_default_average_aggregated_gradients(average_aggregated_gradients)
+
+
+def epoch_length(context: pytorch.PyTorchTrialContext) -> int:
+    """Batches of an epoch on one slot, once the loaders are there."""
+    assert context._epoch_len is not None
+    return context._epoch_len
+
+
+def current_batch(context: pytorch.PyTorchTrialContext) -> int | None:
+    """The index of the batch that is trained; None before the first."""
+    return context._current_batch_idx
+
+
+def ends_step(context: pytorch.PyTorchTrialContext) -> bool:
+    """Whether an optimizer steps in the batch that is trained."""
+    return context._should_communicate_and_update()
+
+
+def scaler_of(context: pytorch.PyTorchTrialContext) -> Any:
+    """The `GradScaler` that Determined saves, of any class; None without one."""
+    return context._scaler
+
+
+def forget_scaler(context: pytorch.PyTorchTrialContext) -> None:
+    """Leave the `GradScaler` out of checkpoints. No method does that."""
+    context._scaler = None
+
+
+def has_amp_of_its_own(context: pytorch.PyTorchTrialContext) -> bool:
+    """Whether the trial has asked Determined for Apex or for its automatic AMP."""
+    return bool(context._use_apex or context.experimental._auto_amp)
+
+
+def schedulers(
+    context: pytorch.PyTorchTrialContext,
+) -> list[tuple[Any, pytorch.LRScheduler.StepMode]]:
+    """Torch's schedulers of `context.wrap_lr_scheduler`, and when Determined steps each."""
+    return [(wrapped._scheduler, wrapped._step_mode) for wrapped in context.lr_schedulers]
+
+
+def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
+    """Objects of a context and names of their methods that move weights or schedules."""
+    return [(context, "step_optimizer"), *((each, "step") for each, _ in schedulers(context))]
+
+
+def average_gradients_by(
+    context: pytorch.PyTorchTrialContext, average: Callable[[Any, int], None]
+) -> None:
+    """Let `step_optimizer` average by another function: Determined's starts a kernel for each."""
+    context._average_gradients = average  # type: ignore[assignment,method-assign]
+
+
+def task_configuration(info: det.ClusterInfo) -> dict[str, Any]:
+    """The experiment configuration of a cluster's task, as the master has completed it."""
+    return info.trial._config
+
+
+def end_loop() -> NoReturn:
+    """End the training from within a batch, without a checkpoint or an error."""
+    raise pytorch._ShouldExit(skip_exit_checkpoint=True)
+
+
+class SafeController(pytorch._PyTorchTrialController):
+    """Determined's training loop, loading checkpoints without running what is in them.
+
+    A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
+    validation lacks the metric of the searcher. A resumed run sees the batches and the random
+    numbers of an undisturbed one.
+    """
+
+    _metric_problem: str | None = None
+    _before_validation: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        # Off a cluster `Trainer` knows of no earlier batches.
+        if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
+            with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
+                self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
+            self.context._steps_completed = self.start_from_batch
+        super().run()
+
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
+        seed = self.context._trial_seed  # None off a cluster, where a script sets its own
+        seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
+        settle_order(self.training_loader, seed, say=self.is_chief)
+        if not self.context._epoch_len:  # Determined asserts it, at the first batch
+            raise UserError(
+                "the training data loader has no batch: the data is empty, or smaller than the one "
+                "batch that drop_last drops; allowed: more data, or a smaller batch"
+            )
+
+    def _run(self) -> None:
+        try:
+            super()._run()
+        except GuardError as error:
+            if error.state_is_good and not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
+            raise
+
+    def _validate(self) -> dict[str, Any]:
+        if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
+            # A longer run has no validation here, and each one draws from the random state.
+            self._before_validation = random_state(self.context.distributed.local_rank)
+        metrics: dict[str, Any] = super()._validate()
+        if self.is_chief and self.searcher_metric_name:
+            self._check_searcher_metric(metrics)
+        # Only the chief has the metrics, and all ranks must end.
+        problem = self.context.distributed.broadcast(self._metric_problem)
+        if problem is not None:
+            if not self._checkpoint_is_current():
+                self._checkpoint(already_exiting=True)
+            raise ConfigError("experiment", [problem])
+        return metrics
+
+    def _is_due(self) -> bool:
+        """Whether a validation comes here in a run of any length."""
+        assert self.state
+        assert self.context._epoch_len
+        if isinstance(self.validation_period, pytorch.Batch):
+            return self.validation_period.should_stop(self.state.batches_trained)
+        epochs, more = divmod(self.state.batches_trained, self.context._epoch_len)
+        return not more and self.validation_period.should_stop(epochs)
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        if self._before_validation is not None:
+            restore_random_state(self._before_validation, self.context.distributed.local_rank)
+        self._of_ranks = self.context.distributed.gather(
+            random_state(self.context.distributed.local_rank)
+        )
+        super()._checkpoint(already_exiting)
+
+    def _save(self, path: Path) -> None:
+        """Save as Determined does, also for a trial that returns no callbacks of ours."""
+        several = self.context.distributed.size > 1
+        portable = PortableCheckpoint(self._of_ranks if several else None)
+        callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
+        with patched(self, "callbacks", callbacks):
+            super()._save(path)
+
+    def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
+        """Note what is wrong with it, instead of raising while the other ranks wait."""
+        metric = self.searcher_metric_name
+        numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
+        if metric in numbers:
+            return val_metrics[metric]
+        fault = "is no number" if metric in val_metrics else "the trial does not report"
+        self._metric_problem = (
+            f"searcher.metric: got {metric}, which {fault}; allowed: {', '.join(numbers)}, "
+            "or no metric, and then no checkpoint is the best"
+        )
+        return 0.0
+
+    def _load(self, load_path: Path) -> None:
+        """Restore the trial from a checkpoint folder.
+
+        Raises:
+            CheckpointError: if the checkpoint is incomplete, damaged, unsafe or does not fit.
+        """
+        allow_numpy_random_state()
+        check_bytes(load_path)
+        same_trial = bool(self._counts_in(load_path))
+        rank = self.context.distributed.rank
+        with restoring(load_path), patched(torch, "load", partial(load_plain, torch.load, rank)):
+            for callback in self.callbacks.values():
+                tell = getattr(callback, "on_checkpoint_of", None)
+                if tell is not None:
+                    tell(same_trial=same_trial)
+            super()._load(load_path)
+
+    def _counts_in(self, load_path: Path) -> dict[str, Any]:
+        """The counts of the loop in a checkpoint of this trial; nothing in that of another one."""
+        with restoring(load_path):
+            saved = read_without_code(load_path / "trial_state.pkl")
+        return saved if saved.get("trial_id") == self.trial_id else {}
+
+
+# What is replaced for the whole process, and why. Everything else is replaced on one object.
+#
+# * `pytorch._PyTorchTrialController`, by every `MixedPrecision`: `Trainer.fit` takes no loop as an
+#   argument, and a trial that a script of its own trains must load, save and end as promised, too.
+# * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
+#   before 2.6 runs the code in a checkpoint without it.
+# * `sys.excepthook`, by every `MixedPrecision`: a script of the trial's own ends with exit status 2
+#   and the one line "no retry can help", which a log policy of the master matches.
+
+
+def use_safe_controller() -> None:
+    """Let `pytorch.Trainer.fit` of this process run its loop in `SafeController`, from now on.
+
+    A loop that other code has put there stays.
+    """
+    if pytorch._PyTorchTrialController is SafeController.__base__:
+        pytorch._PyTorchTrialController = SafeController  # type: ignore[misc]
+
+
+@contextmanager
+def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) -> Iterator[None]:
+    """Let `pytorch.Trainer.fit` run its loop in `controller`; it offers no parameter for that."""
+    with patched(pytorch, "_PyTorchTrialController", controller):
+        yield

@@ -1,0 +1,97 @@
+"""The guard of a trial: when Determined's loop asks it, and how a failed trial ends."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any, NoReturn
+
+import determined as det
+from determined import pytorch
+
+from determined_amp.amp.guard import Guard, is_not_finite
+from determined_amp.amp.precision import described_device
+from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.experiment.errors import GuardError
+from determined_amp.trial.determined_0_38 import searcher, trial_seed
+from determined_amp.trial.notes import note_on_master
+
+logger = logging.getLogger(__name__)
+
+# With these searchers a NaN makes the master stop the whole search, not only the trial (0.38.1
+# sends it as a string where it expects a number).
+_STOPPED_BY_NAN = ("adaptive_asha", "async_halving")
+
+
+class TrialGuard(pytorch.PyTorchCallback):
+    """Asks the guard after every report and validation; `MixedPrecision.callbacks` makes it.
+
+    Args:
+        context: The trial's context. Its searcher decides how a failed trial ends.
+        guard: Watches the models and optimizers.
+        settings: The `amp` section.
+    """
+
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, guard: Guard, settings: AmpSettings
+    ) -> None:
+        method = searcher(context)
+        self._method = str(method.get("name", "single"))
+        self._metric = str(method.get("metric"))
+        self._context = context
+        self._guard = guard
+        self._settings = settings
+
+    def on_training_start(self) -> None:
+        self._guard.start()
+        settings = self._settings
+        note_on_master(
+            self._context,
+            precision=settings.precision.value,
+            init_scale=settings.init_scale if settings.scales_the_loss else None,
+            seed=trial_seed(self._context),
+            failure=None,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            machine={
+                **described_device(self._context.device),
+                "slots": self._context.distributed.size,
+                "versions": {"python": platform.python_version()},
+            },
+        )
+
+    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
+        """Called on every rank with the same numbers, right after they were reported."""
+        with self._ending_the_trial():
+            self._guard.judge(avg_metrics, len(batch_metrics or ()))
+
+    def on_validation_start(self) -> None:
+        self._guard.repair()
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        """Called before the metrics are reported: one that is not finite never reaches a search."""
+        value = metrics.get(self._metric)
+        if not self._guard.enabled or not is_not_finite(value):
+            return
+        failure = f"{self._metric} is {value}"
+        if self._method in _STOPPED_BY_NAN:
+            self._end_search_trial(failure)
+        with self._ending_the_trial():
+            self._guard.fail(failure)
+
+    @contextmanager
+    def _ending_the_trial(self) -> Iterator[None]:
+        try:
+            yield
+        except GuardError as error:
+            if self._method != "single":
+                self._end_search_trial(str(error))
+            note_on_master(self._context, failure=str(error))
+            raise
+
+    def _end_search_trial(self, message: str) -> NoReturn:
+        logger.error("%s", message)  # InvalidHP ends the trial without a word
+        note_on_master(self._context, failure=message)
+        raise det.InvalidHP(message)

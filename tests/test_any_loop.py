@@ -1,0 +1,603 @@
+"""The heart in any loop: the same bits in a plain loop, by the Core API and in a `PyTorchTrial`.
+
+One training with two models, two optimizers, clipping, accumulation, schedules and skipped steps
+is written three times. `tests.fake_cuda` counts what waits for the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import core, pytorch
+from determined.common import storage
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+from determined_amp import (
+    AmpLoop,
+    AmpSettings,
+    AuditError,
+    ConfigError,
+    GuardError,
+    MixedPrecision,
+    OnOverflow,
+    Precision,
+    find_loss_scale,
+)
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.audit import audit_loss
+from tests import loops
+from tests.fake_cuda import fake_cuda
+from tests.test_amp import FUSED_ON_CPU
+from tests.test_no_sync import needs_fake_cuda
+
+ROOT = Path(__file__).parents[1]
+WINDOW, BATCHES, RATE, MAX_NORM = 2, 24, 0.05, 0.1
+# So large that the first steps overflow; and it grows soon enough to overflow again.
+FP16 = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=3)
+Batch = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one row of the table trains.
+
+    Args:
+        settings: The precision, and all else.
+        optimizers: One or two, with a model each.
+        fused: Whether they are.
+        schedule: Makes a scheduler of an optimizer; None for a constant rate.
+    """
+
+    settings: AmpSettings = FP16
+    optimizers: int = 1
+    fused: bool = False
+    schedule: Callable[[Any], Any] | None = None
+
+    def models(self) -> list[nn.Module]:
+        torch.manual_seed(1)
+        return [
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+            for _ in range(self.optimizers)
+        ]
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=RATE, fused=self.fused)
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        settings = self.settings
+        section: dict[str, Any] = {"precision": settings.precision.value, "audit": False}
+        if settings.scales_the_loss:
+            section |= {
+                "init_scale": settings.init_scale,
+                "growth_interval": settings.growth_interval,
+            }
+        return section
+
+
+def halving(optimizer: Any) -> Any:
+    return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, RATE, BATCHES // WINDOW)
+
+
+NEEDS_FUSED = pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused one on the CPU")
+CASES = {
+    "fp16": Case(),
+    "fp16, scheduled": Case(schedule=halving),
+    "fp16, fused, scheduled": Case(fused=True, schedule=one_cycle),
+    "fp16, two optimizers, scheduled": Case(optimizers=2, schedule=one_cycle),
+    "bf16, scheduled": Case(AmpSettings(Precision.AMP_BF16), schedule=one_cycle),
+    "fp32, two optimizers": Case(AmpSettings(Precision.FP32), optimizers=2),
+}
+every_case = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=NEEDS_FUSED if case.fused else ()) for name, case in CASES.items()],
+)
+
+
+def batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        [torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)]
+        for _ in range(BATCHES)
+    ]
+
+
+@dataclass
+class Trained:
+    """What a training left.
+
+    Attributes:
+        bits: Weights, rates and loss scale after every window of batches.
+        reports: The metrics of its reports.
+    """
+
+    bits: list[list[torch.Tensor]] = field(default_factory=list)
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, amp: AmpLoop, models: list[nn.Module], optimizers: list[Any]) -> None:
+        weights = [p.detach().clone() for model in models for p in model.parameters()]
+        rates = [torch.as_tensor(o.param_groups[0]["lr"]).double().clone() for o in optimizers]
+        self.bits.append([*weights, *rates, amp.loss_scale().clone()])
+
+    @property
+    def counts(self) -> list[dict[str, Any]]:
+        measured = ("samples_per_second", "watch_data_wait_share", "watch_peak_memory_mib")
+        own = ("batches", "epochs")
+        return [
+            {key: value for key, value in report.items() if key not in (*measured, *own)}
+            for report in self.reports
+        ]
+
+
+def plain(
+    case: Case,
+    *,
+    stop_after: int = BATCHES,
+    state: dict[str, Any] | None = None,
+    core_context: core.Context | None = None,
+    audits: bool = False,
+) -> tuple[Trained, dict[str, Any]]:
+    """Train in a loop of one's own, maybe by the Core API; what it left, and its state."""
+    trained, slots = Trained(), None if core_context is None else core_context.distributed
+    amp = AmpLoop(case.settings, "cpu", slots=slots)
+    models = [amp.prepare(model) for model in case.models()]
+    optimizers = [amp.wrap_optimizer(case.optimizer(model)) for model in models]
+    if case.schedule is not None:
+        for optimizer in optimizers:
+            amp.wrap_lr_scheduler(case.schedule(optimizer))
+    first = 0
+    if state is not None:
+        parts: list[Any] = [*models, *optimizers]
+        for each, saved in zip(parts, state["parts"], strict=True):
+            each.load_state_dict(saved)
+        amp.load_state_dict(state["amp"])
+        first = state["step"]
+    if audits:
+        audit_loss(
+            amp, lambda batch: functional.cross_entropy(models[0](batch[0]), batch[1]), batches()[0]
+        )
+    for step, (x, y) in enumerate(batches()[first:stop_after], start=first + 1):
+        losses = []
+        for model in models:
+            with amp.autocast():
+                losses.append(functional.cross_entropy(model(x), y))
+            amp.scaler.scale(losses[-1]).backward()
+        if step % WINDOW == 0:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                torch._foreach_div_(gradients, float(WINDOW))
+                amp.clip_gradients(optimizer, MAX_NORM)
+                amp.scaler.step(optimizer)
+                optimizer.zero_grad()
+        amp.update(losses[0], samples=len(y))
+        if step % WINDOW == 0:
+            trained.note(amp, models, optimizers)
+            report = amp.report()
+            trained.reports.append(report)
+            if core_context is not None:
+                core_context.train.report_training_metrics(step, report)
+    ended: list[Any] = [*models, *optimizers]
+    states = [copy.deepcopy(each.state_dict()) for each in ended]
+    return trained, {"parts": states, "amp": amp.state_dict(), "step": stop_after}
+
+
+class TheTrial(pytorch.PyTorchTrial):
+    """The same in a trial."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, case: Case) -> None:
+        self.context, self.trained = context, Trained()
+        self.amp = MixedPrecision(context)
+        self.models = [context.wrap_model(self.amp.prepare(model)) for model in case.models()]
+        self.optimizers = [context.wrap_optimizer(case.optimizer(model)) for model in self.models]
+        if case.schedule is not None:
+            for optimizer in self.optimizers:
+                self.amp.wrap_lr_scheduler(case.schedule(optimizer))
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        x, y = batch
+        losses = []
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            with self.amp.autocast():
+                losses.append(functional.cross_entropy(model(x), y))
+            self.context.backward(self.amp.scaler.scale(losses[-1]))
+            self.context.step_optimizer(
+                optimizer, self.amp.clip(optimizer, MAX_NORM), scaler=self.amp.scaler
+            )
+        reported = self.amp.update(losses[0], samples=len(y))
+        if (batch_idx + 1) % WINDOW == 0:
+            self.trained.note(self.amp, self.models, self.optimizers)
+        return reported
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, float]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        columns = (torch.cat(column) for column in zip(*batches(), strict=True))
+        return pytorch.DataLoader(TensorDataset(*columns), batch_size=4)
+
+    build_validation_data_loader = build_training_data_loader
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    return len(one.bits) == len(other.bits) and all(
+        len(left) == len(right) and all(map(torch.equal, left, right))
+        for left, right in zip(one.bits, other.bits, strict=True)
+    )
+
+
+@pytest.fixture
+def core_context(folder: Path) -> Iterator[core.Context]:
+    with core.init(checkpoint_storage=str(folder)) as context:
+        yield context
+
+
+@every_case
+def test_every_step_has_the_same_bits_in_every_loop(
+    name: str, folder: Path, core_context: core.Context
+) -> None:
+    case = CASES[name]
+    alone, _ = plain(case)
+    by_core_api, _ = plain(case, core_context=core_context)
+    fitted = loops.fit(
+        lambda context: TheTrial(context, case),
+        folder,
+        case.hyperparameters,
+        batches=BATCHES,
+        reporting_period=WINDOW,
+        aggregation_frequency=WINDOW,
+    )
+    in_trial: Trained = fitted.trial.trained
+    in_trial.reports = fitted.reports.training
+    assert len(alone.bits) == BATCHES // WINDOW
+    assert same_bits(alone, in_trial)
+    assert same_bits(alone, by_core_api)
+    assert alone.counts == by_core_api.counts == in_trial.counts
+    skipped = [v for k, v in alone.counts[-1].items() if k.startswith("skipped_steps")]
+    if case.settings.scales_the_loss:
+        assert all(0 < each < BATCHES // WINDOW for each in skipped), "steps of both kinds"
+        assert len({float(bits[-1]) for bits in alone.bits}) > 2  # it fell, and grew
+    if case.schedule is not None:
+        assert not torch.equal(alone.bits[-1][-2], alone.bits[-2][-2])
+
+
+@every_case
+@pytest.mark.parametrize("stops_after", [WINDOW, BATCHES // 2])
+def test_training_that_was_saved_and_loaded_has_the_same_bits(
+    name: str, stops_after: int, tmp_path: Path
+) -> None:
+    whole, _ = plain(CASES[name])
+    first, state = plain(CASES[name], stop_after=stops_after)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    second, _ = plain(CASES[name], state=loaded)
+    joined = Trained(first.bits + second.bits)
+    assert same_bits(joined, whole)
+    assert first.counts + second.counts == whole.counts
+    # Negative control: without the state of the loop something is another.
+    if CASES[name].settings.scales_the_loss:
+        lost, _ = plain(CASES[name], state={**loaded, "amp": {}})
+        assert not same_bits(Trained(first.bits + lost.bits), whole)
+
+
+class TestState:
+    def test_of_several_optimizers_asks_which_is_which(self) -> None:
+        _, state = plain(CASES["fp32, two optimizers"], stop_after=WINDOW)
+        amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+        with pytest.raises(ConfigError, match="steps of 2 optimizers, and 0 are known here"):
+            amp.load_state_dict(state["amp"])
+
+    def test_of_the_only_optimizer_waits_for_it(self) -> None:
+        _, state = plain(Case(), stop_after=WINDOW)
+        amp = AmpLoop(FP16, "cpu")
+        amp.load_state_dict(state["amp"])
+        optimizer = Case().optimizer(Case().models()[0])
+        assert amp.wrap_optimizer(optimizer) is optimizer
+        assert amp.steps(optimizer).state_dict() == state["amp"]["optimizers"][0]
+        assert float(amp.loss_scale()) == state["amp"]["scaler"]["scale"]
+
+    def test_of_another_precision_begins_with_this_ones_scale(self) -> None:
+        _, state = plain(Case(AmpSettings(Precision.FP32)), stop_after=WINDOW)
+        amp = AmpLoop(FP16, "cpu")
+        amp.load_state_dict(state["amp"])
+        assert float(amp.loss_scale()) == FP16.init_scale
+
+    def test_plateau_of_validations_is_resumed(self) -> None:
+        def made() -> tuple[AmpLoop, Any]:
+            amp = AmpLoop(FP16, "cpu")
+            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+            amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(optimizer, patience=1))
+            return amp, optimizer
+
+        amp, optimizer = made()
+        for metric in (1.0, 2.0, math.nan):
+            amp.validated(metric)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        other, resumed = made()
+        other.load_state_dict(amp.state_dict())
+        other.validated(2.0)
+        assert resumed.param_groups[0]["lr"] == 0.1
+
+
+class OneWeight:
+    """y = w x with the loss mean(y), in a plain loop."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.amp = AmpLoop(AmpSettings(**settings), "cpu")
+        self.model = self.amp.prepare(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(self.model.get_parameter("weight"))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def loss_fn(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch).float().mean()
+        return loss
+
+    def backward(self, x: float) -> torch.Tensor:
+        batch = torch.full((1, 1), x)
+        with self.amp.autocast():
+            loss = self.loss_fn(batch)
+        self.amp.scaler.scale(loss).backward()
+        self.amp.clip_gradients(self.optimizer)
+        self.amp.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.amp.update(loss, samples=1)
+        return batch
+
+    @property
+    def weight(self) -> float:
+        return float(next(self.model.parameters()).detach())
+
+
+HIGH: dict[str, Any] = {
+    "precision": Precision.AMP_FP16,
+    "init_scale": 2.0**10,
+    "max_consecutive_skips": 1,
+}
+
+
+class TestGuard:
+    def test_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
+        made = OneWeight(**HIGH)
+        for x in (1.0, math.inf, math.inf):
+            batch = made.backward(x)
+        with pytest.raises(GuardError, match="2 optimizer steps in a row") as ended:
+            made.amp.report(batch, made.loss_fn)
+        assert "Cause: input 0 of the batch is not finite in samples [0]" in str(ended.value)
+        assert ended.value.state_is_good
+        assert made.weight == 0.5
+        assert made.amp.steps(made.optimizer).attempted == 3
+
+    def test_says_what_to_give_to_find_the_cause(self) -> None:
+        made = OneWeight(**HIGH)
+        for _ in range(2):
+            made.backward(math.inf)
+        with pytest.raises(GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"):
+            made.amp.report()
+
+    def test_loop_goes_on_exactly_where_it_only_warns(self, caplog: Any) -> None:
+        made = OneWeight(**HIGH, on_overflow=OnOverflow.WARN)
+        quiet = OneWeight(**{**HIGH, "max_consecutive_skips": 9})
+        for x in (1.0, math.inf, math.inf, 1.0, 1.0):
+            for each in (made, quiet):
+                batch = each.backward(x)
+                each.amp.report(batch, each.loss_fn)
+        assert "Cause: input 0" in caplog.text
+        assert made.weight == quiet.weight == -0.5
+        assert made.amp.state_dict() == quiet.amp.state_dict()
+
+    def test_statistics_poisoned_by_the_very_first_batch_are_put_back(self) -> None:
+        amp = AmpLoop(FP16, "cpu")
+        model = amp.prepare(nn.BatchNorm1d(1))
+        with amp.autocast():
+            model(torch.full((4, 1), math.inf))
+        amp.report()
+        assert model.get_buffer("running_mean").tolist() == [0.0]
+
+
+class TestMistakes:
+    def test_step_of_the_optimizer_itself_is_refused(self) -> None:
+        made = OneWeight(**HIGH)
+        made.backward(1.0)
+        with pytest.raises(ConfigError, match=r"the loop: it steps .* amp\.scaler\.step\(optim"):
+            made.optimizer.step()
+
+    def test_second_step_without_an_update_is_refused(self) -> None:
+        made = OneWeight(**HIGH)
+        made.backward(1.0)
+        made.amp.scaler.scale(made.loss_fn(torch.ones(1, 1))).backward()
+        made.amp.scaler.step(made.optimizer)
+        with pytest.raises(ConfigError, match="the loop: steps an optimizer twice"):
+            made.amp.scaler.step(made.optimizer)
+        made.amp.finish_steps()
+        made.amp.scaler.scale(made.loss_fn(torch.ones(1, 1))).backward()
+        made.amp.scaler.step(made.optimizer)
+
+    def test_loss_that_is_not_scaled_is_refused_in_every_precision(self) -> None:
+        for precision in Precision:
+            made = OneWeight(precision=precision)
+            torch.autograd.backward(made.loss_fn(torch.ones(1, 1)))
+            with pytest.raises(ConfigError, match=r"it does not scale the loss; .*\.backward\(\)"):
+                made.amp.scaler.step(made.optimizer)
+
+    @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+    def test_norm_that_clips_everything_away_is_refused(self, max_norm: float) -> None:
+        made = OneWeight(**HIGH)
+        with pytest.raises(ConfigError, match=f"clip_gradients: got max_norm {max_norm}"):
+            made.amp.clip_gradients(made.optimizer, max_norm)
+
+    def test_second_schedule_is_refused(self) -> None:
+        made = OneWeight(**HIGH)
+        made.amp.wrap_lr_scheduler(halving(made.optimizer))
+        with pytest.raises(ConfigError, match="its optimizer has a schedule already"):
+            made.amp.wrap_lr_scheduler(halving(made.optimizer))
+
+    @pytest.mark.parametrize("pattern", ["head", "0"])
+    def test_module_that_is_nowhere_is_refused_at_the_first_batch(self, pattern: str) -> None:
+        amp = AmpLoop(AmpSettings(Precision.AMP_FP16, fp32_modules=(pattern,)), "cpu")
+        if pattern == "head":
+            amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+        with pytest.raises(Exception, match=r"matches no module|no model was given to amp\.prep"):
+            amp.autocast()
+
+
+class TestModelAndLossFunction:
+    """What the loop trains is what the finder and the audit take."""
+
+    def test_audit_counts_what_the_loop_computes_and_leaves_it_alone(self) -> None:
+        case = Case(schedule=halving)
+        x, y = batches()[0]
+        amp = AmpLoop(case.settings, "cpu")
+        model = amp.prepare(case.models()[0])
+        before = copy.deepcopy(model.state_dict())
+
+        def loss_fn(batch: Any) -> torch.Tensor:
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        audit = audit_loss(amp, loss_fn, (x, y))
+        assert audit.share == 1
+        assert audit.dtype is torch.float16
+        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with pytest.raises(AuditError, match=r"0\.0% of the FLOPs are in float16"):
+            audit_loss(amp, lambda batch: in_float32(loss_fn, batch), (x, y))
+        found = find_loss_scale(model, loss_fn, [(x, y)])
+        assert found.finding.choice_log2 is not None
+
+    def test_audit_before_the_training_changes_no_bit_of_it(self) -> None:
+        plain_bits, _ = plain(CASES["fp16, scheduled"])
+        audited_bits, _ = plain(CASES["fp16, scheduled"], audits=True)
+        assert same_bits(plain_bits, audited_bits)
+
+
+def in_float32(loss_fn: Any, batch: Any) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return loss_fn(batch)
+
+
+class ReadsTheLoss(TrainingMetrics):
+    """Planted: `loss.item()`."""
+
+    def add(self, loss: Any, samples: int | None, **named: bool) -> dict[str, float]:
+        loss.item()
+        return super().add(loss, samples, **named)
+
+
+@needs_fake_cuda
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_nothing_waits_between_reports_and_a_report_reads_once(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch, *, planted: bool
+) -> None:
+    if planted:
+        monkeypatch.setattr("determined_amp.amp.loop.TrainingMetrics", ReadsTheLoss)
+    with fake_cuda() as syncs:
+        amp = AmpLoop(AmpSettings(precision), "cuda")
+        amp.guard.enabled = False  # fake tensors have no values to judge
+        model = amp.prepare(Case().models()[0].to("cuda"))
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=amp.fused)
+        amp.wrap_lr_scheduler(one_cycle(optimizer))
+        x, y = torch.ones(4, 6, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+        with syncs.during("batches"):
+            for _ in range(BATCHES // WINDOW):
+                with amp.autocast():
+                    loss = functional.cross_entropy(model(x), y)
+                amp.scaler.scale(loss).backward()
+                amp.clip_gradients(optimizer, MAX_NORM)
+                amp.scaler.step(optimizer)
+                optimizer.zero_grad()
+                amp.update(loss, samples=len(y))
+        with syncs.during("report"):
+            amp.report()
+    assert syncs.waits["batches"] == ({"read": BATCHES // WINDOW} if planted else {})
+    assert syncs.waits["report"]["read"] == 1
+    assert syncs.calls["batches"]["_fused_adam_"] == BATCHES // WINDOW
+
+
+# The page and its script.
+
+PAGE = (ROOT / "docs" / "any_loop.md").read_text()
+SCRIPT = ROOT / "docs" / "any_loop" / "train.py"
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("any_loop_train", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_page_shows_the_whole_script_and_its_yaml() -> None:
+    shown = re.findall(r"^```(?:python|yaml)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert SCRIPT.read_text() in shown
+    assert (SCRIPT.parent / "any_loop.yaml").read_text() in shown
+    assert len(PAGE.splitlines()) <= 220
+
+
+class Reports(loops.Reports):
+    """Keeps what the script reports."""
+
+
+def core_of(folder: Path, *, preempts: bool = False) -> tuple[core.Context, Reports]:
+    reports = Reports()
+    distributed = core.DummyDistributedContext()
+    made = core.Context(
+        checkpoint=core.DummyCheckpointContext(
+            distributed, storage.SharedFSStorageManager(str(folder))
+        ),
+        distributed=distributed,
+        train=reports,
+    )
+    made.preempt.should_preempt = lambda *_, **named: preempts  # type: ignore[method-assign]
+    return made, reports
+
+
+@pytest.mark.parametrize("precision", Precision, ids=lambda precision: precision.value)
+def test_script_trains_without_a_cluster(folder: Path, precision: Precision) -> None:
+    context, reports = core_of(folder)
+    with context:
+        load_script().train(context, AmpSettings(precision))
+    first, last = reports.training[0], reports.training[-1]
+    assert last["watch_applied_steps"] + last.get("skipped_steps", 0) == 200
+    assert last["loss"] < 0.5 * first["loss"]
+    assert reports.validation[0]["validation_loss"] < 0.6
+
+
+def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
+    script = load_script()
+    settings = AmpSettings(Precision.AMP_FP16, init_scale=2.0**22, growth_interval=30)
+    context, whole_reports = core_of(folder / "whole")
+    with context:
+        whole = script.train(context, settings)
+    latest, reports = None, []
+    for _ in range(200 // script.CHECKPOINT_EVERY):  # paused at every checkpoint
+        context, each = core_of(folder / "paused", preempts=True)
+        with context:
+            paused = script.train(context, settings, latest)
+        saved = sorted((folder / "paused").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        latest = saved[-1].name
+        reports += each.training
+    assert len(saved) == 4
+    assert all(map(torch.equal, whole.state_dict().values(), paused.state_dict().values()))
+    both = (Trained(reports=whole_reports.training), Trained(reports=reports))
+    assert both[0].counts == both[1].counts
+    assert both[0].counts[-1]["skipped_steps"] > 0
