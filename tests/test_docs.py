@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from determined.cli.ntsc import parse_config_overrides
 from torch import nn
 
 from benchmarks import loss_scale_choice
@@ -158,7 +159,8 @@ def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
             assert keys <= there | lengths, config
             checked += len(keys)
             if config.startswith("experiment_configs"):
-                changed = with_overrides(raw, overrides)
+                merge = parse_config_overrides if words[0] == "det" else with_overrides
+                changed = merge(raw, overrides)
                 if changed["searcher"]["name"] != "single":
                     SearchPlan(changed)
                     continue
