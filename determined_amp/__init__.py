@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from determined_amp.amp.loop import AmpLoop
-    from determined_amp.audit.report import AuditError
+    from determined_amp.audit import AuditError
     from determined_amp.experiment.amp_settings import (
         AmpSettings,
         EvalPrecision,
@@ -47,7 +47,7 @@ __all__ = [
 _MODULES = {
     "AmpLoop": "amp.loop",
     "AmpSettings": "experiment.amp_settings",
-    "AuditError": "audit.report",
+    "AuditError": "audit",
     "ConfigError": "experiment.settings",
     "EvalPrecision": "experiment.amp_settings",
     "GuardError": "experiment.errors",

@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = 2 if " ".join(given[:2]) in _COMMANDS else 1
     command = " ".join(given[:words])
     if command not in _COMMANDS:
-        said = f"got {command!r}" if given else "no command given"
-        print(f"{said}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        problem = f"got {command!r}" if given else "no command given"
+        print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     # `python -m` puts the working directory on the path; an installed script does not.
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -74,9 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             if error.name not in _OF_EXTRAS:
                 raise
+            add = (
+                "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
+                if "DET_TASK_TYPE" in os.environ
+                else "pip install '.[search,reports]' in a checkout of determined_amp adds it"
+            )
             raise UserError(
-                f"{command} needs {error.name}, which is not installed; pip install "
-                "'.[search,reports]' in a checkout of determined_amp adds it"
+                f"{command} needs {error.name}, which is not installed; {add}"
             ) from error
 
     try:

@@ -45,10 +45,11 @@ from determined_amp.trial.notes import note_on_master, show_failure
 from determined_amp.trial.unmodified import trial_of
 
 
-def trial_task() -> det.ClusterInfo | None:
-    """Determined's information on the trial that this process runs; None outside of a cluster."""
+def task_info() -> det.ClusterInfo:
+    """Determined's information on the trial that this task runs."""
     info = det.get_cluster_info()
-    return info if info is not None and info.task_type == "TRIAL" else None
+    assert info is not None  # `cli.options.is_task` has said so
+    return info
 
 
 def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
@@ -69,8 +70,9 @@ def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]
     )
 
 
-def train_task(info: det.ClusterInfo, trial: str | None, arguments: Sequence[str]) -> None:
+def train_task(trial: str | None, arguments: Sequence[str]) -> None:
     """Train the trial of this task; `arguments` are those of the command."""
+    info = task_info()
     experiment = task_experiment(info, trial)
     start_ranks(info, "train", *arguments)
     if TRIAL_SEED in info.trial.hparams:
@@ -81,8 +83,9 @@ def train_task(info: det.ClusterInfo, trial: str | None, arguments: Sequence[str
             fit(made, context)
 
 
-def score_task(info: det.ClusterInfo, trial: str | None, batches: int) -> None:
+def score_task(trial: str | None, batches: int) -> None:
     """Score the loss scale of the trial of this task on its first `batches` batches."""
+    info = task_info()
     experiment = task_experiment(info, trial)
     check_score(experiment)
     with _measured_trial(info, experiment) as (made, context):
@@ -93,10 +96,9 @@ def score_task(info: det.ClusterInfo, trial: str | None, batches: int) -> None:
         report.report_progress(1.0)
 
 
-def find_task(
-    info: det.ClusterInfo, trial: str | None, batches: int, arguments: Sequence[str]
-) -> None:
+def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None:
     """Find the loss scale of the trial of this task; `arguments` are those of the command."""
+    info = task_info()
     experiment = task_experiment(info, trial)
     start_ranks(info, "find", *arguments)
     with _measured_trial(info, experiment) as (made, context):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import determined as det
 from determined import core
 from rich.console import Console
 
+from determined_amp.cluster import task_info
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.plan import has_our_form
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
 from determined_amp.pilots import (
@@ -28,7 +28,7 @@ from determined_amp.pilots import (
     REPORTING_PERIOD,
     Pilot,
     find_the_scale,
-    train_a_little,
+    train_briefly,
 )
 from determined_amp.report.precision_report import write_report
 from determined_amp.report.run_folders import REMARKS, read_search
@@ -53,11 +53,7 @@ class CompareError(UserError):
     """No two precisions can be compared."""
 
 
-def compare(
-    config: Mapping[str, Any],
-    source: str,
-    options: argparse.Namespace,
-) -> Path:
+def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace) -> Path:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
@@ -72,36 +68,25 @@ def compare(
         UserError: if the trial cannot be trained in fp32.
     """
     console = Console()
-    experiment = parse(
-        in_precision(config, Precision.FP32.value),
-        source,
-        trial=options.trial,
-    )
-    if experiment.global_batch_size is None:
-        raise ConfigError(
-            source,
-            [
-                "hyperparameters.global_batch_size: missing; allowed: the number of samples in a "
-                "batch, which turns a speed into the time of a batch, for instance by --config "
-                "hyperparameters.global_batch_size=32"
-            ],
-        )
+    experiment = parse(in_precision(config, Precision.FP32.value), source, trial=options.trial)
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
     trials = _Trials(experiment, config, options.seeds)
-    looked = _Looked()
+    results = PilotResults()
     try:
-        _look(trials, looked, folder / "pilots", console)
-    except KeyboardInterrupt:
-        _tell(console, looked)
-        raise
-    plan = _plan(looked, experiment, options)
-    _tell(console, looked)
-    if len(looked.pilots) < 2:
-        _say(console, "\nuse fp32 here: nothing else can be trained, or not in a reasonable time")
+        run_pilots(trials, results, folder / "pilots", console)
+    finally:  # after Ctrl-C, too
+        print_pilots(console, results)
+    if len(results.pilots) < 2:
+        _print(
+            console,
+            f"\nuse fp32: every other precision failed or was more than {_TOO_SLOW:g}x slower "
+            "(see above)",
+        )
         return folder
-    _announce(console, looked, plan, options.seeds)
-    (folder / REMARKS).write_text(json.dumps(looked.remarks(), indent=2) + "\n")
-    stopped = run_comparison(folder, trials.search(list(looked.pilots), plan), plan.time_limit)
+    plan = make_plan(results, experiment, options)
+    print_plan(console, results, plan, options.seeds)
+    (folder / REMARKS).write_text(json.dumps(results.remarks(), indent=2) + "\n")
+    stopped = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
     try:
         written = write_report([read_search(folder)], folder)
     except KeyboardInterrupt:
@@ -116,8 +101,8 @@ def compare(
         raise CompareError(f"stopped before there was anything to compare; {more}") from error
     if stopped:
         steps = "".join(f"  {step}\n" for step in _to_go_on(folder))
-        _say(console, f"stopped early: this is what is known so far. For more:\n{steps}")
-    _say(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
+        _print(console, f"stopped early: this is what is known so far. For more:\n{steps}")
+    _print(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
     return folder
 
 
@@ -140,16 +125,16 @@ def _to_go_on(folder: Path) -> tuple[str, ...]:
     )
 
 
-def compare_on_cluster(info: det.ClusterInfo, options: argparse.Namespace) -> None:
+def compare_on_cluster(options: argparse.Namespace) -> None:
     """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
 
     Args:
-        info: Determined's information on the task.
         options: `trial`, `seeds`, `batches`, `minutes`.
 
     Raises:
         UserError: see `compare`.
     """
+    info = task_info()
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
         folder = compare(config, "experiment", options)
@@ -181,7 +166,7 @@ def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """The planned runs.
 
     Args:
@@ -205,16 +190,26 @@ class _Plan:
         return self.time_limit + GRACE + _REPORT_SECONDS
 
 
-class _Looked:
-    """The results of the pilots."""
+@dataclass
+class PilotResults:
+    """The results of the pilots.
 
-    def __init__(self) -> None:
-        self.pilots: dict[Precision, Pilot] = {}
-        self.left_out: dict[str, str] = {}
-        self.scale: FoundScale | None = None
+    Args:
+        pilots: The pilot of each precision that can be compared, in the order of their runs.
+        left_out: Why the others cannot, by precision.
+        scale: The finder's answer; None if it has none.
+    """
 
-    def take(self, pilot: Pilot) -> None:
-        """Keep a pilot, or leave its precision out and record why."""
+    pilots: dict[Precision, Pilot] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    scale: FoundScale | None = None
+
+    def add(self, pilot: Pilot) -> None:
+        """Keep a pilot, or leave its precision out and record why.
+
+        Raises:
+            CompareError: if the trial cannot be trained in fp32.
+        """
         base = self.pilots.get(Precision.FP32)
         name = pilot.precision.value
         if pilot.failure is not None:
@@ -230,10 +225,8 @@ class _Looked:
     def remarks(self) -> dict[str, list[str]]:
         """Sentences for the report: precisions left out, and the loss scale."""
         left_out = [f"{name}: {why}" for name, why in self.left_out.items()]
-        if self.scale is None:
-            return {"left_out": left_out, "notes": []}
-        told = sentences(self.scale)
-        return {"left_out": left_out, "notes": [f"float16 loss scale: {said}" for said in told]}
+        answer = [] if self.scale is None else sentences(self.scale)
+        return {"left_out": left_out, "notes": [f"float16 loss scale: {text}" for text in answer]}
 
 
 class _Trials:
@@ -255,7 +248,7 @@ class _Trials:
         """Change the section `amp` of all later trials; None removes a key."""
         self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
 
-    def look(self, precision: Precision, batches: int) -> dict[str, Any]:
+    def pilot(self, precision: Precision, batches: int) -> dict[str, Any]:
         """The experiment of a pilot in a precision."""
         config = self._config(
             {"amp": {**self._amp, "precision": precision.value}},
@@ -265,7 +258,7 @@ class _Trials:
         seed = {"experiment_seed": self._seeds[0]}
         return {**config, "reproducibility": {**config["reproducibility"], **seed}}
 
-    def search(self, precisions: Sequence[Precision], plan: _Plan) -> dict[str, Any]:
+    def search(self, precisions: Sequence[Precision], plan: Plan) -> dict[str, Any]:
         """The search over these precisions and all seeds."""
         # A grid begins with its last value: fp32, which the others are compared with.
         names = [precision.value for precision in precisions[::-1]]
@@ -314,50 +307,63 @@ class _Trials:
         return -(-batches // window) * window
 
 
-def _look(trials: _Trials, looked: _Looked, folder: Path, console: Console) -> None:
-    def pilot(precision: Precision) -> None:
+def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Console) -> None:
+    """Train briefly in every precision that the device supports, and find the loss scale.
+
+    Raises:
+        CompareError: if the trial cannot be trained in fp32.
+    """
+
+    def log(text: str) -> None:
+        _print(console, text)
+
+    def run_pilot(precision: Precision) -> None:
         name = precision.value
-        with console.status(f"looking: {BATCHES} batches in {name}, and their audit"):
-            looked.take(train_a_little(trials.look(precision, BATCHES), precision, folder / name))
+        with console.status(f"measuring {BATCHES} batches in {name}, and their audit"):
+            config = trials.pilot(precision, BATCHES)
+            results.add(train_briefly(config, precision, folder / name, log))
 
-    pilot(Precision.FP32)
-    machine = read_record(folder / Precision.FP32.value).machine
-    with console.status(f"looking: the loss scale of {FINDER_BATCHES} batches"):
-        _find(trials, looked, folder)
+    run_pilot(Precision.FP32)
+    has_tf32 = read_record(folder / Precision.FP32.value).machine.has_tf32
+    with console.status(f"measuring the loss scale of {FINDER_BATCHES} batches"):
+        _find(trials, results, folder, log)
     for precision in (Precision.TF32, Precision.AMP_FP16, Precision.AMP_BF16):
-        is_fp32 = precision is Precision.TF32 and not machine.has_tf32
-        if not is_fp32 and precision.value not in looked.left_out:
-            pilot(precision)
+        is_fp32 = precision is Precision.TF32 and not has_tf32
+        if not is_fp32 and precision.value not in results.left_out:
+            run_pilot(precision)
 
 
-def _find(trials: _Trials, looked: _Looked, folder: Path) -> None:
+def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[str], None]) -> None:
     """Find the loss scale. If modules need float32, keep them in it and find the scale again."""
     for attempt in range(3):
-        config = trials.look(Precision.AMP_FP16, FINDER_BATCHES)
-        found = find_the_scale(config, folder / f"loss-scale-{attempt}")
-        if isinstance(found, str):
-            looked.left_out[Precision.AMP_FP16.value] = found
+        config = trials.pilot(Precision.AMP_FP16, FINDER_BATCHES)
+        answer = find_the_scale(config, folder / f"loss-scale-{attempt}", log)
+        if isinstance(answer, str):
+            results.left_out[Precision.AMP_FP16.value] = answer
             return
-        looked.scale = found
-        if found.finding.verdict in _FLOAT16_HOPELESS:
-            cause = found.finding.cause or "float16 loses gradients at every loss scale"
-            looked.left_out[Precision.AMP_FP16.value] = cause
+        results.scale = answer
+        if answer.finding.verdict in _FLOAT16_HOPELESS:
+            cause = answer.finding.cause or "float16 loses gradients at every loss scale"
+            results.left_out[Precision.AMP_FP16.value] = cause
             break
-        trials.change_amp(yaml_changes(found))
-        if found.finding.verdict is not Verdict.ISLANDS:
+        trials.change_amp(yaml_changes(answer))
+        if answer.finding.verdict is not Verdict.ISLANDS:
             break
-    assert looked.scale is not None
-    looked.scale.write(folder.parent / FILE_NAME)
+    assert results.scale is not None
+    results.scale.write(folder.parent / FILE_NAME)
 
 
-def _plan(looked: _Looked, experiment: Experiment[Any], options: argparse.Namespace) -> _Plan:
-    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in looked.pilots.values())
-    overhead = options.seeds * sum(pilot.overhead for pilot in looked.pilots.values())
+def make_plan(
+    results: PilotResults, experiment: Experiment[Any], options: argparse.Namespace
+) -> Plan:
+    """The runs that fit into the time that the options give."""
+    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in results.pilots.values())
+    overhead = options.seeds * sum(pilot.overhead for pilot in results.pilots.values())
     window = experiment.aggregation_frequency
     if options.batches is None:
         wanted = (60.0 * options.minutes / _RESERVE - overhead) / max(per_batch, 1e-9)
         own = experiment.training.max_length
-        epoch = looked.pilots[Precision.FP32].epoch_batches
+        epoch = results.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
             wanted = min(wanted, own.in_batches(epoch or 1))  # a schedule may end there
         wanted = max(wanted, BATCHES)  # shorter runs report no speed
@@ -366,33 +372,34 @@ def _plan(looked: _Looked, experiment: Experiment[Any], options: argparse.Namesp
     period = max(int(wanted) // _REPORTS // window, 1) * window
     whole = max(int(wanted) // period, 1) * period
     batches = whole if options.batches is None else options.batches
-    return _Plan(batches, period, overhead + batches * per_batch)
+    return Plan(batches, period, overhead + batches * per_batch)
 
 
-def _tell(console: Console, looked: _Looked) -> None:
+def print_pilots(console: Console, results: PilotResults) -> None:
     """Print the results of the pilots."""
-    base = looked.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
-    for precision, pilot in looked.pilots.items():
+    base = results.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
+    for precision, pilot in results.pilots.items():
         times = base / pilot.seconds_per_batch
         milliseconds = 1000 * pilot.seconds_per_batch
         against = (
             "" if precision is Precision.FP32 else f", about {times:.2f} times as fast as fp32"
         )
-        _say(console, f"  {precision.value:9} {milliseconds:8.1f} ms a batch{against}")
-    for name, why in looked.left_out.items():
-        _say(console, f"  {name:9} left out: {why}")
+        _print(console, f"  {precision.value:9} {milliseconds:8.1f} ms a batch{against}")
+    for name, why in results.left_out.items():
+        _print(console, f"  {name:9} left out: {why}")
 
 
-def _announce(console: Console, looked: _Looked, plan: _Plan, seeds: int) -> None:
-    names = ", ".join(precision.value for precision in looked.pilots)
-    _say(
+def print_plan(console: Console, results: PilotResults, plan: Plan, seeds: int) -> None:
+    """Print what will be run, and the time that it takes."""
+    names = ", ".join(precision.value for precision in results.pilots)
+    _print(
         console,
         f"plan: {names} by turns, {seeds} seed{'s' * (seeds != 1)} of {plan.batches} batches each: "
         f"about {_minutes(plan.seconds)}, at most {_minutes(plan.announced)}",
     )
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -14,7 +15,7 @@ from typing import Any
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
-from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validation
+from determined_amp.search.run_trial import FirstBatch, Job, Outcome, TrialResult, Validation
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.workers import Worker
 
@@ -24,8 +25,17 @@ BATCHES, REPORTING_PERIOD = 20, 4
 # How many batches the finder uses.
 FINDER_BATCHES = 4
 
-# Seconds until a pilot is asked to stop, and then until it is killed.
+# Seconds after the first batch until a training is asked to stop, and then until it is killed.
 _PATIENCE, _GRACE = 40.0, 40.0
+
+# Seconds that the finder may take after its first batch.
+_FINDER = 80.0
+
+# Seconds until the first batch: data sets, tokenizers, compilation, a busy machine.
+_START = 600.0
+
+# Seconds until the start of a pilot is said to be slow, and between the lines that say so.
+_SLOW_START = 10.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,8 @@ class Pilot:
     Args:
         precision: The precision.
         seconds_per_batch: Time of a batch, excluding the first batches of the process.
-        overhead: Seconds for everything else: the start of the process, the audit, one validation,
-            one checkpoint.
+        overhead: Seconds for everything else: the start of the process, the data, the audit, one
+            validation, one checkpoint.
         epoch_batches: Batches of an epoch; None if it is not known.
         failure: Why it cannot be trained; the times then mean nothing. None if it can.
     """
@@ -48,39 +58,52 @@ class Pilot:
     failure: str | None = None
 
 
-def train_a_little(config: Mapping[str, Any], precision: Precision, folder: Path) -> Pilot:
-    """Train `BATCHES` batches, or as many as fit into a minute.
+def train_briefly(
+    config: Mapping[str, Any], precision: Precision, folder: Path, log: Callable[[str], None]
+) -> Pilot:
+    """Train `BATCHES` batches, or as many as fit into 40 seconds after the first one.
 
     Args:
         config: The experiment in this precision, with this length and `REPORTING_PERIOD`.
         precision: The precision.
         folder: A new run folder.
+        log: Called with a sentence while the first batch is awaited.
     """
     began = time.monotonic()
-    result = _run(Job(Task(Verb.TRAIN), config, RunFolder(folder).path))
+    job = Job(Task(Verb.TRAIN), config, RunFolder(folder).path)
+    too_slow = f"{REPORTING_PERIOD} batches take more than {_PATIENCE + _GRACE:.0f} s"
+    result = _run(job, precision.value, _PATIENCE, too_slow, log)
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
     blocked = result.outcome is Outcome.INTERRUPTED and result.reason
     if blocked or result.outcome in (Outcome.FAILED, Outcome.INVALID):
         return Pilot(precision, failure=result.reason or "it failed")
-    training = [line for line in read_metrics(folder / "metrics.jsonl") if _has_speed(line)]
-    batch_size = int(config["hyperparameters"]["global_batch_size"])
-    if training:
-        seconds = batch_size / training[-1]["samples_per_second"]
-        return Pilot(precision, seconds, max(wall - BATCHES * seconds, 0.0), result.epoch_batches)
-    trained = [line["batches"] for line in read_metrics(folder / "metrics.jsonl")]
-    return Pilot(precision, wall / max([*trained, 1]), 0.0, result.epoch_batches)
+    lines = list(read_metrics(folder / "metrics.jsonl"))
+    steady = [line for line in lines if _has_speed(line)]
+    if steady:
+        batch_size = int(config["hyperparameters"]["global_batch_size"])
+        seconds = batch_size / steady[-1]["samples_per_second"]
+    elif result.seconds_per_batch is not None:
+        seconds = result.seconds_per_batch
+    else:
+        return Pilot(precision, failure="it ended before its first report")
+    trained = max(line["batches"] for line in lines)
+    return Pilot(precision, seconds, max(wall - trained * seconds, 0.0), result.epoch_batches)
 
 
-def find_the_scale(config: Mapping[str, Any], folder: Path) -> FoundScale | str:
+def find_the_scale(
+    config: Mapping[str, Any], folder: Path, log: Callable[[str], None]
+) -> FoundScale | str:
     """The initial loss scale, or why none can be found.
 
     Args:
         config: The experiment, in `amp_fp16`.
         folder: A new run folder.
+        log: Called with a sentence while the first batch is awaited.
     """
-    run_folder = RunFolder(folder)
-    result = _run(Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, run_folder.path))
+    job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
+    too_slow = f"the finder took more than {_FINDER:.0f} s after its first batch"
+    result = _run(job, "the finder", _FINDER, too_slow, log)
     if result.outcome is not Outcome.COMPLETE:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
@@ -90,28 +113,74 @@ def _has_speed(line: Mapping[str, Any]) -> bool:
     return line["group"] == "training" and bool(line.get("samples_per_second"))
 
 
-def _run(job: Job) -> TrialResult:
+def _run(
+    job: Job, name: str, patience: float, too_slow: str, log: Callable[[str], None]
+) -> TrialResult:
+    """Run a job in a process of its own; its clock begins with its first batch.
+
+    Args:
+        job: The job.
+        name: What the first batch is awaited of.
+        patience: Seconds after the first batch until the job is asked to stop.
+        too_slow: The reason of its failure if it then has no result.
+        log: Called with a sentence while the first batch is awaited.
+    """
     with _worker() as worker:
         worker.run(job)
-        ends, asked = time.monotonic() + _PATIENCE, False
-        while True:
-            if not connection.wait([worker.connection], max(ends - time.monotonic(), 0.0)):
-                if asked:
-                    return TrialResult(
-                        Outcome.FAILED,
-                        reason=f"{REPORTING_PERIOD} batches take more than "
-                        f"{_PATIENCE + _GRACE:.0f} s",
-                    )
-                worker.process.terminate()
-                ends, asked = time.monotonic() + _GRACE, True
-                continue
-            message = worker.receive()
-            if isinstance(message, Validation):
-                worker.answer(go_on=True)
-            elif message is None:
-                return TrialResult(Outcome.FAILED, reason="its process died")
-            else:
-                return message
+        result = _await_first_batch(worker, name, log) or _result(worker, patience)
+        if result is not None:
+            return result
+        worker.process.terminate()  # a training stops at its next report, the finder at once
+        result = _result(worker, _GRACE)
+        if result is None or worker.process.exitcode == -signal.SIGTERM:
+            return TrialResult(Outcome.FAILED, reason=too_slow)
+        return result
+
+
+def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) -> TrialResult | None:
+    """Wait for the first batch, and log that it is awaited; the result if the job ends before."""
+    began = time.monotonic()
+    first_line, between = _SLOW_START
+    next_line = first_line
+    while (waited := time.monotonic() - began) < _START:
+        if waited >= next_line:
+            log(
+                f"{name}: waiting for the first batch since {waited:.0f} s: data, model and "
+                f"compilation may take up to {_START / 60:.0f} minutes"
+            )
+            next_line += between
+        if not connection.wait([worker.connection], min(next_line, _START) - waited):
+            continue
+        message = worker.receive()
+        if isinstance(message, FirstBatch):
+            return None
+        if message is None:
+            return _died(worker)
+        if isinstance(message, TrialResult):
+            return message
+        worker.answer(go_on=True)
+    reason = f"no batch was trained within {_START / 60:.0f} minutes"
+    return TrialResult(Outcome.FAILED, reason=reason)
+
+
+def _result(worker: Worker, seconds: float) -> TrialResult | None:
+    """The result of the job; None if there is none after `seconds`."""
+    ends = time.monotonic() + seconds
+    while connection.wait([worker.connection], max(ends - time.monotonic(), 0.0)):
+        message = worker.receive()
+        if message is None:
+            return _died(worker)
+        if isinstance(message, TrialResult):
+            return message
+        if isinstance(message, Validation):
+            worker.answer(go_on=True)
+    return None
+
+
+def _died(worker: Worker) -> TrialResult:
+    worker.process.join()
+    reason = f"its process died with exit status {worker.process.exitcode}"
+    return TrialResult(Outcome.FAILED, reason=reason)
 
 
 @contextmanager

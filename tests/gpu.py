@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 # cuBLAS is deterministic only with this, which it reads when it starts.
@@ -21,7 +20,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-from determined_amp.audit import audited
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import training
 
@@ -64,10 +62,6 @@ def stand_ins() -> Iterator[None]:
         for name, answer in _CUDA.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(MixedPrecision, "__init__", _as_if_fused(MixedPrecision.__init__))
-        # Kernels are timed on CUDA alone.
-        on_cuda = partial(_audited_on, torch.device("cuda"))
-        patch.setattr("determined_amp.cli.audit.audited", on_cuda)
-        patch.setattr("determined_amp.audit.batch.profile", _Profile)
         # A convolution's backward in float16 takes a CPU a hundred times as long as in float32.
         patch.setattr("trials.resnet50.resnet50", training.thin_resnet(1, 1, 1, 1))
         # The compiler makes kernels for a minute; graphs are captured all the same.
@@ -111,31 +105,6 @@ def _as_if_fused(make: Callable[..., None]) -> Callable[..., None]:
         amp.fused = True
 
     return make_fused
-
-
-def _audited_on(cuda: torch.device, trial: Any, device: object, *given: Any, **named: Any) -> None:
-    audited(trial, cuda, *given, **named)
-
-
-class _Profile:
-    """As `torch.profiler.profile` on a GPU that ran two kernels and a copy."""
-
-    def __init__(self, activities: object) -> None:
-        self._of_gpu = SimpleNamespace(name="CUDA")
-
-    def __enter__(self) -> _Profile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing was attached."""
-
-    def events(self) -> list[Any]:
-        names = ("nvjet_tst_128x128", "vectorized_elementwise_kernel", "Memcpy HtoD")
-        lasting = SimpleNamespace(elapsed_us=lambda: 1.0)
-        return [
-            SimpleNamespace(name=name, device_type=self._of_gpu, time_range=lasting)
-            for name in names
-        ]
 
 
 def _without_kernels(compiler: Callable[..., Any], model: Any, mode: object = None) -> Any:

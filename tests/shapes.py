@@ -6,6 +6,7 @@ Nothing here imports the repository, and nothing of it may: the file is copied i
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -67,6 +68,29 @@ class Images(Shape):
             nn.Flatten(),
             nn.Linear(72, 4),
         )
+
+
+# Seconds that the data of `SlowData` take, and a batch of `SlowBatches`.
+SLOW_START, SLOW_BATCH = 12.0, 0.7
+
+
+class SlowData(Images):
+    """Its data take long to make, as a data set that is tokenized first."""
+
+    def data(self) -> TensorDataset:
+        time.sleep(SLOW_START)
+        return super().data()
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(super().data(), self.context.get_per_slot_batch_size())
+
+
+class SlowBatches(SlowData):
+    """Its batches are slow, too."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        time.sleep(SLOW_BATCH)
+        return super().train_batch(batch, epoch_idx, batch_idx)
 
 
 class Gan(Shape):

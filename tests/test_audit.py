@@ -16,26 +16,25 @@ from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
 from determined_amp import __main__ as door
+from determined_amp import audit as module
 from determined_amp.audit import (
     Audit,
     AuditError,
     AuditMetrics,
     ProductCount,
     audited,
-    batch,
-    tensor_core_share,
 )
 from determined_amp.cli import audit as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.local.audit import audit_here
 from determined_amp.local.open_trial import open_trial
 from tests import training
 from tests.one_weight import Recipe, run
 from trials.mlp import MLPTrial
 
 BF16, FP32 = torch.bfloat16, torch.float32
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +120,7 @@ def given(arguments: list[str]) -> tuple[Mapping[str, Any], str]:
 
 
 def audit_of(arguments: list[str]) -> Audit:
-    audit, asked = command.audit_here(*given(arguments))
+    audit, asked = audit_here(*given(arguments))
     assert asked is audit.precision
     return audit
 
@@ -168,7 +167,7 @@ class TestProductCount:
         audit = audit_of(options(config))
         assert audit.flops == {("addmm", dtype): first + last, ("mm", dtype): first + 2 * last}
         assert audit.total_flops == 13_090_816
-        assert (audit.share, audit.passed, audit.tensor_core_share) == (1.0, True, None)
+        assert (audit.share, audit.passed) == (1.0, True)
 
     def test_convolutions_by_hand(self) -> None:
         """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per gradient.
@@ -295,7 +294,7 @@ class TestVerdict:
     def test_switches_are_read(self, matmul: str, cudnn: bool, expected: str) -> None:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
-        assert batch._tf32() == expected
+        assert module._tf32() == expected
 
     @pytest.mark.skipif(
         not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9 has one set of names"
@@ -304,13 +303,13 @@ class TestVerdict:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
-            assert batch._tf32() == "mixed"
+            assert module._tf32() == "mixed"
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
 
     def test_error_is_a_sentence_the_table_and_what_to_do(self) -> None:
         flops = {("mm", FP32): 3_000_000_000, ("addmm", BF16): 1_000_000_000}
-        audit = Audit(Precision.AMP_BF16, flops, 7, 2**20, "off", False, tensor_core_share=0.125)
+        audit = Audit(Precision.AMP_BF16, flops, 7, 2**20, "off", False)
         problem, *table, remedy = str(AuditError(audit)).splitlines()
         assert problem == (
             "audit: hyperparameters.amp.precision is amp_bf16, "
@@ -323,7 +322,6 @@ class TestVerdict:
             "amp_bf16 asks for bfloat16: 25.0% of the FLOPs",
             "casts: 7, 1 MiB read and written",
             "TF32 switches: off",
-            "GPU time in tensor-core kernels: 12.5%",
         ]
         assert remedy.startswith("Is the forward in train_batch under amp.autocast()?")
 
@@ -332,7 +330,7 @@ class TestAudited:
     def test_counts_one_batch_and_puts_train_batch_back(self) -> None:
         trial, audits = trial_of(multiply), list[Audit]()
         before = trial.train_batch
-        audited(trial, CPU, Precision.FP32, audits.append, has_tf32=False)
+        audited(trial, Precision.FP32, audits.append, has_tf32=False)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         for _ in range(3):
@@ -345,7 +343,7 @@ class TestAudited:
         """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a mistake."""
         audits: list[Audit] = []
         trial = trial_of(lambda: torch.ones(2) + 1)
-        audited(trial, CPU, precision, audits.append, has_tf32=False)
+        audited(trial, precision, audits.append, has_tf32=False)
         trial.train_batch()
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
@@ -355,7 +353,7 @@ class TestAudited:
             raise ZeroDivisionError
 
         trial = trial_of(broken)
-        audited(trial, CPU, Precision.FP32, unexpected, has_tf32=False)
+        audited(trial, Precision.FP32, unexpected, has_tf32=False)
         with pytest.raises(ZeroDivisionError):
             trial.train_batch()
 
@@ -371,7 +369,7 @@ class TestAudited:
                 trial.amp.watched = False
                 if audits is not None:
                     precision = trial.hparams.amp.precision
-                    audited(trial, context.device, precision, audits.append, has_tf32=False)
+                    audited(trial, precision, audits.append, has_tf32=False)
                 length = pytorch.Batch(4)
                 pytorch.Trainer(trial, context).fit(max_length=length, checkpoint_policy="none")
                 state = [trial.model.state_dict(), trial.optimizer.state_dict()]
@@ -382,54 +380,9 @@ class TestAudited:
         assert len(audits) == 1
         assert audits[0].total_flops == 8 * 16 * (4 * 64 + 6 * 10)
 
-    @pytest.mark.parametrize("asked", [True, False])
-    def test_kernels_of_the_second_batch_on_a_gpu_are_timed_if_asked(
-        self, monkeypatch: pytest.MonkeyPatch, *, asked: bool
-    ) -> None:
-        """A stand-in replaces torch's profiler: there is no GPU here."""
-        profiled = []
-
-        class Profile:
-            def __init__(self, activities: list[Any]) -> None:
-                assert activities == [torch.profiler.ProfilerActivity.CUDA]
-
-            def __enter__(self) -> Profile:
-                return self
-
-            def __exit__(self, *error: object) -> None:
-                profiled.append(trained.copy())
-
-            def events(self) -> list[Any]:
-                return [
-                    event("CUDA", "nvjet_tst_128x128", 30.0),
-                    event("CUDA", "vectorized_elementwise_kernel", 10.0),
-                    event("CPU", "cudaLaunchKernel", 60.0),
-                ]
-
-        trained: list[int] = []
-
-        def train_batch() -> None:
-            trained.append(len(trained))
-            multiply(BF16)
-
-        monkeypatch.setattr(batch, "profile", Profile)
-        trial, audits = trial_of(train_batch), list[Audit]()
-        precision = Precision.AMP_BF16
-        audited(trial, CUDA, precision, audits.append, has_tf32=True, time_kernels=asked)
-        for _ in range(3):
-            trial.train_batch()
-        assert profiled == ([[0, 1]] if asked else [])
-        assert [audit.tensor_core_share for audit in audits] == [0.75 if asked else None]
-
 
 def random_state() -> list[Any]:
     return [random.getstate(), torch.get_rng_state()]
-
-
-def event(device: str, name: str, microseconds: float) -> Any:
-    """As in `torch.profiler.profile.events()`."""
-    elapsed = SimpleNamespace(elapsed_us=lambda: microseconds)
-    return SimpleNamespace(device_type=SimpleNamespace(name=device), name=name, time_range=elapsed)
 
 
 def test_metrics_are_in_the_first_report_alone(
@@ -464,58 +417,6 @@ def test_metrics_are_reported_once_and_those_of_the_chief() -> None:
     assert metrics.cross_slot_reduce([chief, {"watch_audit_share": 0.5}]) == chief
     metrics.reset()
     assert metrics.per_slot_reduce() == {}
-
-
-# Names that GPUs from Volta to Blackwell reported in public profiles, cut short.
-ON_TENSOR_CORES = (
-    "volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1",
-    "turing_fp16_s1688gemm_fp16_128x128_ldg8_f2f_nn",
-    "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_32x6_tn",
-    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn",
-    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align4>",
-    "sm80_xmma_dgrad_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4",
-    "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x128x64_execute_segment_k_off_kernel",
-    "nvjet_tst_128x128_64x4_1x2_h_bz_coopA_NNT",
-    "nvjet_sm100_tst_64x32_64x16_2x1_2cta_h_bz_TNT",
-    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 128, 4>>",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x",
-    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-)
-ON_CUDA_CORES = (
-    "volta_sgemm_128x64_nn",
-    "ampere_sgemm_128x32_sliced1x4_nn",
-    "void cutlass::Kernel2<cutlass_80_simt_sgemm_64x64_8x5_tn_align1>",
-    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4",
-    "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nchwkcrs_nchw_tilesize128x16x8_g1_ffma",
-    "void implicit_convolve_sgemm<float, float, 128, 5, 5, 3, 3, 3, 1, false>",
-    "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-    "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>",
-    "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::BFloat16>>",
-    "void at::native::reduce_kernel<512, 1, ReduceOp<c10::Half>>",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
-    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
-)
-
-
-@pytest.mark.parametrize("name", ON_TENSOR_CORES)
-def test_tensor_core_kernels_are_known_by_name(name: str) -> None:
-    assert tensor_core_share([(name, 3.0), ("elementwise", 1.0)]) == 0.75
-
-
-@pytest.mark.parametrize("name", ON_CUDA_CORES)
-def test_other_kernels_are_not(name: str) -> None:
-    assert tensor_core_share([(name, 3.0)]) == 0.0
-
-
-def test_copies_are_no_kernels() -> None:
-    copy, kernel = ("Memcpy HtoD (Pinned -> Device)", 3.0), (ON_TENSOR_CORES[0], 1.0)
-    assert tensor_core_share([copy, kernel]) == 1.0
-    assert tensor_core_share([copy]) is None
-
-
-def test_no_kernels_give_no_share() -> None:
-    assert tensor_core_share([]) is None
 
 
 class TestCommand:

@@ -18,8 +18,9 @@ import yaml
 from determined import core
 from determined.common import storage
 
-from determined_amp import ConfigError, comparison
+from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
+from determined_amp.comparison import PilotResults
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
@@ -167,6 +168,55 @@ def test_time_that_is_up_ends_it_with_what_is_known(
     assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
 
 
+class TestSlowStart:
+    """Clocks begin with the first batch: data that takes long to make is no slow training."""
+
+    @pytest.fixture(autouse=True)
+    def _patience(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """After the first batch much less than the loader sleeps; before it much more."""
+        monkeypatch.setattr(pilots, "_PATIENCE", 4.0)
+        monkeypatch.setattr(pilots, "_GRACE", 60.0)
+        monkeypatch.setattr(pilots, "_SLOW_START", (2.0, 60.0))
+        shutil.copy(shapes.__file__, tmp_path / "shapes.py")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    def pilot(self, trial: str, tmp_path: Path) -> tuple[Pilot, list[str]]:
+        raw = in_precision(experiment(trial), "fp32")
+        lines: list[str] = []
+        folder = tmp_path / "pilot"
+        return pilots.train_briefly(raw, Precision.FP32, folder, lines.append), lines
+
+    def test_is_waited_for_with_a_line_and_does_not_count(self, tmp_path: Path) -> None:
+        pilot, lines = self.pilot("SlowData", tmp_path)
+        assert pilot.failure is None
+        assert 0 < pilot.seconds_per_batch < shapes.SLOW_START / BATCHES
+        assert pilot.overhead > shapes.SLOW_START
+        assert lines
+        assert lines[0].startswith("fp32: waiting for the first batch since ")
+
+    def test_does_not_count_where_only_slow_batches_were_timed(self, tmp_path: Path) -> None:
+        """It is stopped within the first reports, which have no steady speed yet."""
+        pilot, _ = self.pilot("SlowBatches", tmp_path)
+        assert pilot.failure is None
+        assert shapes.SLOW_BATCH <= pilot.seconds_per_batch < shapes.SLOW_START / 4
+
+    def test_that_never_ends_is_a_failure_with_its_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pilots, "_START", 1.0)
+        pilot, _ = self.pilot("SlowData", tmp_path)
+        assert pilot.failure == "no batch was trained within 0 minutes"
+
+    def test_finder_that_takes_too_long_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pilots, "_FINDER", 0.0)
+        raw = in_precision(experiment("SlowData"), "amp_fp16")
+        answer = pilots.find_the_scale(raw, tmp_path / "pilot", lambda text: None)
+        assert answer == "the finder took more than 0 s after its first batch"
+
+
 def planned(frequency: int, length: int, **given: Any) -> Any:
     """The plan for a trial of 1 ms a batch, whose YAML has this window and length, in batches."""
     changed = {
@@ -175,10 +225,9 @@ def planned(frequency: int, length: int, **given: Any) -> Any:
         "searcher": {**experiment("Images")["searcher"], "max_length": {"batches": length}},
     }
     found = parse(changed, "test", trial="tests.shapes:Images")
-    looked = comparison._Looked()
-    looked.take(Pilot(Precision.FP32, 0.001, 1.0))
+    results = PilotResults({Precision.FP32: Pilot(Precision.FP32, 0.001, 1.0)})
     options = Namespace(**{"seeds": 1, "minutes": 1, "batches": None, **given})
-    return comparison._plan(looked, found, options)
+    return comparison.make_plan(results, found, options)
 
 
 class TestPlan:
@@ -208,7 +257,7 @@ def test_folder_that_cannot_be_made_is_no_traceback(
     assert "cannot make the folder runs/compare-shape/" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_it_looks_says_what_was_seen(
+def test_ctrl_c_during_the_pilots_prints_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(comparison, "find_the_scale", interrupted)
@@ -237,11 +286,11 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     moment: str,
     said: str,
 ) -> None:
-    def look(trials: Any, looked: Any, folder: Any, console: Any) -> None:
+    def run_pilots(trials: Any, results: PilotResults, folder: Any, console: Any) -> None:
         for precision in (Precision.FP32, Precision.AMP_BF16):
-            looked.take(Pilot(precision, 0.001, 1.0))
+            results.add(Pilot(precision, 0.001, 1.0))
 
-    monkeypatch.setattr(comparison, "_look", look)
+    monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
     monkeypatch.setattr(comparison, "read_search", lambda folder: None)
     monkeypatch.setattr(comparison, moment, interrupted)
@@ -265,7 +314,7 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hparams = {"learning_rate": {"type": "const", "val": 0.5}}
-    info: Any = SimpleNamespace(trial=SimpleNamespace(hparams=hparams, _config={"name": "a"}))
+    info = SimpleNamespace(trial=SimpleNamespace(hparams=hparams, _config={"name": "a"}))
     options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
     asked: list[Any] = []
     train, processes = OnCluster(), core.DummyDistributedContext()
@@ -279,14 +328,14 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
         lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
     )
 
-    def compare_before(config: Any, *given: Any, **options: Any) -> Path:
-        asked.append((config, *given, options))
+    def compare_before(*given: Any) -> Path:
+        asked.append(given)
         return images
 
     monkeypatch.setattr(comparison, "compare", compare_before)
-    comparison.compare_on_cluster(info, options)
+    comparison.compare_on_cluster(options)
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    assert asked == [(config, "experiment", options, {})]
+    assert asked == [(config, "experiment", options)]
     (saved,) = tmp_path.iterdir()
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
@@ -304,14 +353,13 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
 )
 def test_plan_is_no_longer_than_the_experiment(length: Length | None, batches: int) -> None:
     """Three minutes over 1.3, less six starts of 1 s, are 2207 batches of six runs at 10 ms."""
-    looked = comparison._Looked()
-    for precision in (Precision.FP32, Precision.AMP_BF16):
-        looked.take(Pilot(precision, 0.01, 1.0, epoch_batches=16))
+    precisions = (Precision.FP32, Precision.AMP_BF16)
+    results = PilotResults({p: Pilot(p, 0.01, 1.0, epoch_batches=16) for p in precisions})
     experiment: Any = SimpleNamespace(
         aggregation_frequency=1, training=SimpleNamespace(max_length=length)
     )
     options: Any = SimpleNamespace(seeds=3, batches=None, minutes=3)
-    plan = comparison._plan(looked, experiment, options)
+    plan = comparison.make_plan(results, experiment, options)
     assert plan.batches == batches
     assert plan.seconds == pytest.approx(6 + 0.06 * plan.batches)
 

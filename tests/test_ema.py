@@ -1,4 +1,4 @@
-"""`amp.ema`: the average follows applied steps, on the device, and never touches the weights."""
+"""`trials.ema`: the average follows applied steps, on the device, and never touches the weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import distributed, nn
 
-from determined_amp.amp.ema import AppliedStepEMA, EMAWeights
-from determined_amp.amp.steps import StepCounts
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run
 from tests.test_metrics import Context
+from trials.ema import EMAWeights
 
 DECAY = 0.9
 
@@ -110,17 +109,24 @@ class TestAverage:
         assert averages[0].state_dict()["weight"].item() == before[0]["weight"].item()
         assert averages[1].state_dict()["weight"].item() == 7.0  # the first step is a copy
 
-    def test_step_asks_for_no_value(self) -> None:
-        parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 2))]
-        counts = StepCounts(torch.device("cpu"), can_skip=True)
-        average = AppliedStepEMA(parameters, counts, DECAY)
-        counts.count(torch.zeros(()))
+    def test_step_does_not_synchronise(self) -> None:
+        context: Any = Context()
+        amp = MixedPrecision(context, AMP)
+        model = nn.Linear(3, 2)
+        optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        average = EMAWeights(model, amp, DECAY, optimizer)
+        amp.on_training_start()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        amp.scaler.scale(torch.ones(()))
+        amp.scaler.step(optimizer)
+        amp.update()
         with Syncs("cpu") as syncs, syncs.during("step"):
-            average.step(parameters)
+            average.step()
         assert syncs.calls["step"]
         assert syncs.waits["step"] == {}
         with syncs, syncs.during("control"):
-            float(counts.applied)
+            float(amp.steps(optimizer).applied)
         assert syncs.waits["control"] == {"read": 1}
 
     def test_survives_a_checkpoint(self, tmp_path: Path) -> None:

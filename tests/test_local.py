@@ -69,10 +69,10 @@ class TestRunFolder:
         assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
 
     def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
-        """`bf16.yaml` gives neither, and a loss scale would be an error in it."""
+        """`bf16.yaml` gives neither; a loss scale has no effect in it."""
         hyperparameters = yaml.safe_load((folder / "resolved.yaml").read_text())["hyperparameters"]
         assert hyperparameters["amp"]["set_backends"] is True
-        assert "init_scale" not in hyperparameters["amp"]
+        assert hyperparameters["amp"]["init_scale"] == 65536.0
 
     @pytest.mark.parametrize("name", ["bf16", "amp"])
     def test_resolved_config_trains_the_same_again(self, tmp_path: Path, name: str) -> None:

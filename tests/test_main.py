@@ -143,6 +143,10 @@ def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
     monkeypatch.setattr(audit, "main", lacks)
     assert door.main(["audit", "optuna"]) == 2
     assert "audit needs optuna, which is not installed; pip install" in capsys.readouterr().err
+    with monkeypatch.context() as task:
+        task.setenv("DET_TASK_TYPE", "TRIAL")
+        assert door.main(["audit", "optuna"]) == 2
+    assert "pip install optuna matplotlib scipy to startup-hook.sh" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError):  # of the trial
         door.main(["audit", "model_def"])
 

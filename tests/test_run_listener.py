@@ -88,7 +88,7 @@ def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
 
 def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) -> None:
     """The worker leaves at the first validation: nobody takes the answer."""
-    listener = _SearchListener(lambda validation: sys.exit("the search is gone"))
+    listener = _SearchListener(lambda validation: sys.exit("the search is gone"), lambda: None)
     with pytest.raises(SystemExit):
         run(tmp_path, listener)
     assert training.end(tmp_path) == ("stopped", "the search is gone", 6)

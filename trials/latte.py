@@ -18,11 +18,11 @@ from determined import pytorch
 from torch.nn import functional
 
 from determined_amp import MixedPrecision
-from determined_amp.amp.ema import EMAWeights
 from determined_amp.experiment.settings import setting
 from trials.data import loading
 from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising
+from trials.ema import EMAWeights
 from trials.hparams import Hparams
 from trials.models.denoiser import Denoiser, DenoiserSettings
 from trials.models.diffusion import DiffusionSettings

@@ -5,15 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
@@ -146,92 +141,11 @@ def _set_tf32(*, on: bool) -> None:
             operation.fp32_precision = "tf32" if on else "ieee"
 
 
-# More than a measurement of two small operations can be wrong by.
-_SLOW = 2.0
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of operation that autocast computes in 16 bits.
-
-    Args:
-        name: In the plural.
-        layers: The modules that compute it.
-        run: Computes one of a few million multiplications.
-        shapes: Of its two factors.
-    """
-
-    name: str
-    layers: tuple[type[nn.Module], ...]
-    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-_KINDS = (
-    _Kind(
-        "matrix products",
-        (nn.Linear, nn.MultiheadAttention),
-        functional.linear,
-        ((256, 256), (256, 256)),
-    ),
-    _Kind(
-        "convolutions",
-        (nn.modules.conv._ConvNd,),
-        functional.conv2d,
-        ((4, 32, 8, 8), (32, 32, 3, 3)),
-    ),
-)
-
-
-def warn_of_slow_operations(
-    precision: Precision, device: torch.device, models: Sequence[nn.Module]
-) -> None:
-    """Warn of each kind of operation in `models` that this CPU computes far slower in 16 bits.
-
-    It is measured, once in a process and in a fraction of a second: a CPU that has instructions
-    for a dtype may have no kernel that uses them. On a GPU nothing is measured.
-    """
-    dtype = precision.autocast_dtype
-    if dtype is None or device.type != "cpu":
-        return
-    modules = [module for model in models for module in model.modules()]
-    for kind in _KINDS:
-        if not any(isinstance(module, kind.layers) for module in modules):
-            continue
-        longer = _times_as_long(kind, dtype)
-        if longer > _SLOW:
-            bf16 = precision is Precision.AMP_FP16 and (
-                _times_as_long(kind, torch.bfloat16) <= _SLOW
-            )
-            logger.warning(
-                "amp.precision is %s, and on this CPU %s take %.0f times as long in %s as in "
-                "float32, forward and backward: train in %s here, in %s on a GPU",
-                precision.value,
-                kind.name,
-                longer,
-                str(dtype).removeprefix("torch."),
-                "fp32 or amp_bf16" if bf16 else "fp32",
-                precision.value,
-            )
-
-
-@cache
-@torch.enable_grad()
-def _times_as_long(kind: _Kind, dtype: torch.dtype) -> float:
-    """How many times as long as in float32 one operation and its backward take in `dtype`."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        left, right = (torch.ones(shape, dtype=dtype, requires_grad=True) for shape in kind.shapes)
-        start = time.perf_counter()
-        kind.run(left, right).sum().backward()  # type: ignore[no-untyped-call]  # torch
-        return time.perf_counter() - start
-
-    # In one thread: several wait for each other on a busy machine, a hundred times as long.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:  # by turns, because other processes disturb; the first of each allocates
-        turns = [(seconds(torch.float32), seconds(dtype)) for _ in range(4)]
-    finally:
-        torch.set_num_threads(threads)
-    full = min(first for first, _ in turns)
-    return min(second for _, second in turns) / full
+def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
+    """Warn that a CPU may compute far slower in 16 bits; `compare` measures it for a model."""
+    if precision.autocast_dtype is not None and device.type == "cpu":
+        logger.warning(
+            "amp.precision is %s on a CPU, which may compute many times slower in 16 bits than in "
+            "float32: to train fast here, use fp32",
+            precision.value,
+        )

@@ -17,13 +17,14 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.ht
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from determined_amp.cli.options import add_override_option, add_trial_option, at_least
+from determined_amp.cli.options import at_least, checked_configuration, is_task, parser_of
 from determined_amp.cli.search import start_server
+from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.settings import ConfigError, Problem
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,35 +36,38 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if the trial cannot be trained, or no two precisions can be compared.
     """
-    on_cluster = os.environ.get("DET_TASK_TYPE") == "TRIAL"
-    options = _options(arguments, on_cluster=on_cluster)
+    options = _options(arguments)
+    config: dict[str, Any] = {}
+    if not is_task():
+        config = checked_configuration(options)
+        _require_batch_size(config, options.config)
     start_server()
     try:
         # Imported after the server starts: both spend seconds importing torch, at the same time.
         from determined_amp import comparison  # noqa: PLC0415
-        from determined_amp.cluster import trial_task  # noqa: PLC0415
-        from determined_amp.experiment.experiment import read_yaml  # noqa: PLC0415
 
-        info = trial_task()
-        if info is not None:
-            comparison.compare_on_cluster(info, options)
+        if is_task():
+            comparison.compare_on_cluster(options)
         else:
-            config = with_overrides(read_yaml(options.config), options.overrides)
             comparison.compare(config, options.config, options)
     except KeyboardInterrupt:  # during the runs, the engine handles signals
         raise UserError("stopped before the first run: nothing is compared yet") from None
     return 0
 
 
-def _options(arguments: Sequence[str], *, on_cluster: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp compare",
-        description="Train in every precision, by turns, and say which one to use.",
-    )
-    if not on_cluster:
-        parser.add_argument("config", help="experiment YAML")
-        add_override_option(parser)
-    add_trial_option(parser)
+def _require_batch_size(config: Mapping[str, Any], source: str) -> None:
+    key = "hyperparameters.global_batch_size"
+    if value_at(config, key) is None:
+        text = (
+            "missing; allowed: the number of samples in a batch, which turns a speed into the time "
+            f"of a batch, for instance by --config {key}=32"
+        )
+        raise ConfigError(source, [Problem(key, text)])
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    description = "Train in every precision, by turns, and say which one to use."
+    parser = parser_of("compare", description, precision=False)
     parser.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N", help="runs of each precision (3)"
     )

@@ -1,11 +1,73 @@
-"""The options that several commands share."""
+"""The options that several commands share, and the configuration that they lead to.
+
+Nothing here imports torch: a mistake in an option or in a YAML is named at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from typing import Any
 
 from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.experiment import check, read_yaml
+from determined_amp.experiment.overrides import in_precision, with_overrides
+
+
+def is_task() -> bool:
+    """Whether this process is the task of a trial on a cluster, which has its configuration."""
+    return os.environ.get("DET_TASK_TYPE") == "TRIAL"
+
+
+def parser_of(
+    command: str, description: str, *, precision: bool = True, needs_config: bool = True
+) -> argparse.ArgumentParser:
+    """The parser of a command that opens a trial.
+
+    As a task of a cluster the command has `--trial` alone: the configuration is the task's own.
+
+    Args:
+        command: The name of the command.
+        description: What it does, for `--help`.
+        precision: Whether it has the option `--precision`.
+        needs_config: Whether the experiment YAML is required.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m determined_amp {command}", description=description
+    )
+    add_trial_option(parser)
+    if is_task():
+        return parser
+    parser.add_argument("config", nargs=None if needs_config else "?", help="experiment YAML")
+    add_override_option(parser)
+    if precision:
+        add_precision_option(parser)
+    return parser
+
+
+def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration that the options lead to, unchecked.
+
+    Args:
+        options: `config`, `overrides`, and `precision` where the command has it.
+
+    Raises:
+        ConfigError: if the YAML cannot be read, or an override is malformed.
+    """
+    config = with_overrides(read_yaml(options.config), options.overrides)
+    return in_precision(config, chosen_precision(options)) if "precision" in options else config
+
+
+def checked_configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """The configuration that the options lead to, checked as far as it goes without the trial.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    config = configuration_of(options)
+    check(config, options.config, trial=options.trial)
+    return config
 
 
 def add_override_option(parser: argparse.ArgumentParser) -> None:

@@ -4,22 +4,22 @@
                                    [--config KEY=VALUE ...]
 
 The trial is not trained; see `determined_amp.finder.score`. The scale is `amp.init_scale`, or that
-of the trial's own `GradScaler`. As the entrypoint of an experiment on a cluster it takes the
-options `--trial` and `--batches`, and a search over `amp.init_scale` scores every scale.
+of the trial's own `GradScaler`.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
+A search over `amp.init_scale` then scores every scale.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from determined_amp.cli.options import add_batches_option, add_override_option, add_trial_option
-from determined_amp.cluster import score_task, trial_task
-from determined_amp.experiment.experiment import parse, read_yaml
-from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.score import score
-from determined_amp.local.open_trial import open_trial
-from determined_amp.search.task import check_score
+from determined_amp.cli.options import (
+    add_batches_option,
+    checked_configuration,
+    is_task,
+    parser_of,
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,23 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if the configuration is wrong, or the trial has no loss scale.
     """
-    info = trial_task()
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp score",
-        description="Measure how many optimizer steps an initial loss scale loses.",
-    )
-    if info is None:
-        parser.add_argument("config", help="experiment YAML")
-        add_override_option(parser)
-    add_trial_option(parser)
+    parser = parser_of("score", "Measure how many optimizer steps an initial loss scale loses.")
     add_batches_option(parser)
     options = parser.parse_args(arguments)
-    if info is not None:
-        score_task(info, options.trial, options.batches)
+    if is_task():
+        from determined_amp.cluster import score_task  # noqa: PLC0415  # torch
+
+        score_task(options.trial, options.batches)
         return 0
-    config = with_overrides(read_yaml(options.config), options.overrides)
-    check_score(parse(config, options.config, trial=options.trial))
+    config = checked_configuration(options)
+    # These import torch, which takes seconds.
+    from determined_amp.finder.score import score  # noqa: PLC0415
+    from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
+    from determined_amp.search.task import check_score  # noqa: PLC0415
+
     with open_trial(config, options.config, options.trial) as opened:
+        check_score(opened.experiment)
         metrics = score(opened.trial, opened.context, options.batches)
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")

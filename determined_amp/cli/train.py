@@ -16,26 +16,16 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import determined as det
-
-from determined_amp.cli.options import (
-    add_override_option,
-    add_precision_option,
-    add_trial_option,
-    chosen_precision,
-)
-from determined_amp.cluster import train_task, trial_task
-from determined_amp.experiment import experiment
+from determined_amp.cli.options import configuration_of, is_task, parser_of
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.overrides import in_precision, with_overrides
-from determined_amp.experiment.settings import ConfigError
-from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
-from determined_amp.local.run import Resume
-from determined_amp.local.run import train as train_here
-from determined_amp.runs.folder import FolderError, RunFolder
+from determined_amp.experiment.experiment import check, parse, ranges
+from determined_amp.experiment.settings import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from determined_amp.runs.folder import RunFolder
 
 _SEARCHES = ("random", "grid", "adaptive_asha", "async_halving")
 _METHODS = ("single", *_SEARCHES, "custom")
@@ -50,21 +40,33 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
     """
-    info = trial_task()
-    if info is not None:
-        train_task(info, _cluster_parser().parse_args(arguments).trial, arguments)
+    if is_task():
+        trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
+        from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
+
+        train_task(trial, arguments)
         return 0
-    return _train_on_this_machine(arguments)
-
-
-def _train_on_this_machine(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    path = options.config or os.path.join(options.resume, "config.yaml")
-    raw = with_overrides(experiment.read_yaml(path), options.overrides)
-    raw = in_precision(raw, chosen_precision(options))
-    _refuse_search(raw, path)
-    config = experiment.parse(raw, path, trial=options.trial)
-    resume = Resume.latest(Path(options.resume)) if options.resume else None
+    options.config = options.config or os.path.join(options.resume, "config.yaml")
+    config = configuration_of(options)
+    _refuse_search(config, options.config)
+    check(config, options.config, trial=options.trial)
+    return _train_here(options, config)
+
+
+def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
+    # These import torch, which takes seconds.
+    import determined as det  # noqa: PLC0415
+
+    from determined_amp.local import run  # noqa: PLC0415
+    from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
+        complete_checkpoints,
+        is_of_the_machine,
+    )
+    from determined_amp.runs.folder import FolderError, RunFolder  # noqa: PLC0415
+
+    config = parse(raw, options.config, trial=options.trial)
+    resume = run.Resume.latest(Path(options.resume)) if options.resume else None
 
     def choose_folder() -> RunFolder:
         folder = named_folder()
@@ -89,7 +91,7 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
 
     with ExitStack() as held:
         try:
-            train_here(config, choose_folder, resume)
+            run.train(config, choose_folder, resume)
         except SystemExit as left:  # InvalidHP exits with 0, so that a search goes on
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
@@ -99,8 +101,8 @@ def _train_on_this_machine(arguments: Sequence[str]) -> int:
             if not (is_of_the_machine(error) or _is_inside(error.filename, where)):
                 raise
             raise FolderError(
-                f"{where}: the run cannot go on: {error}; what it has saved is intact, and "
-                "--resume continues it when this is mended"
+                f"{where}: the run cannot go on: {error}; what it has saved is intact: fix this, "
+                "then continue with --resume"
             ) from error
     return 0
 
@@ -115,50 +117,27 @@ def _refuse_search(config: Mapping[str, Any], source: str) -> None:
     """Raise if this configures a search, or names an unknown search method."""
     method = value_at(config, "searcher.name")
     if method is not None and method not in _METHODS:
-        raise ConfigError(
-            source, [f"searcher.name: got {method!r}; allowed: {', '.join(_METHODS)}"]
-        )
+        text = f"got {method!r}; allowed: {', '.join(_METHODS)}"
+        raise ConfigError(source, [Problem("searcher.name", text)])
     hyperparameters = config.get("hyperparameters")
     if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
         return
     # A trial of a search has one value per hyperparameter, and can be trained.
-    if any(experiment.ranges(hyperparameters)):
-        raise ConfigError(
-            source,
-            [
-                f"searcher.name: got {method}, and there are ranges to search; allowed: python -m "
-                f"determined_amp search {source}; or searcher.name: single and one value for "
-                "every hyperparameter"
-            ],
+    if any(ranges(hyperparameters)):
+        text = (
+            f"got {method}, and there are ranges to search; allowed: python -m determined_amp "
+            f"search {source}; or searcher.name: single and one value for every "
+            "hyperparameter"
         )
+        raise ConfigError(source, [Problem("searcher.name", text)])
 
 
-def _cluster_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp train",
-        description="Train the trial of this task, as its configuration says.",
-    )
-    add_trial_option(parser)
-    return parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp train", description="Train one experiment on this machine."
-    )
-    parser.add_argument("config", nargs="?", help="experiment YAML")
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("train", "Train one experiment on this machine.", needs_config=False)
     parser.add_argument(
         "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
     )
     parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
-    add_trial_option(parser)
-    add_precision_option(parser)
-    add_override_option(parser)
-    return parser
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
     options = parser.parse_args(arguments)
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")

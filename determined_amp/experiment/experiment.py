@@ -302,6 +302,57 @@ def parse(
         ConfigError: naming every mistake. Those that only the trial's own classes show are named
             when there are no others.
     """
+    checked = _check(config, source, trial, hyperparameters)
+    own = _read_own(checked, source)
+    return Experiment(
+        config=_recorded(checked, own),
+        trial=checked.named.path,
+        factory=own.factory,
+        platform=checked.platform,
+        hyperparameters=own.hyperparameters,
+        plan=checked.plan,
+        amp=checked.known.amp,
+        global_batch_size=checked.known.global_batch_size,
+        data=own.data,
+        hparams=own.hparams,
+    )
+
+
+def check(config: Mapping[str, Any], source: str, *, trial: str | None = None) -> None:
+    """Check all of a configuration that can be checked without the trial, and without torch.
+
+    A command calls it before it imports torch, so that a mistake is named at once. `parse` checks
+    the rest.
+
+    Args:
+        config: The experiment configuration.
+        source: Where it comes from, for the error message.
+        trial: See `parse`.
+
+    Raises:
+        ConfigError: naming every mistake.
+    """
+    _check(config, source, trial, None)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What a configuration says without its trial."""
+
+    config: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+    named: _Named
+    platform: Platform
+    known: _Known
+    plan: Plan
+
+
+def _check(
+    config: Mapping[str, Any],
+    source: str,
+    trial: str | None,
+    hyperparameters: Mapping[str, Any] | None,
+) -> _Checked:
     problems: list[str] = []
     values = _hyperparameters(config, hyperparameters, problems)
     if has_our_form(values) and is_test(config):
@@ -317,29 +368,13 @@ def parse(
     problems.extend(_misspelt(config))
     if has_our_form(values):
         problems.extend(keys_without_effect(config))
-    plan = read_plan(config, values, problems) if known is not None else None
-    size = known.global_batch_size if known is not None else None
-    if platform is not None:
-        problems.extend(indivisible_batch(size, platform.resources.slots_per_trial))
-    if problems:
+    plan = None if known is None else read_plan(config, values, problems)
+    if platform is not None and known is not None:
+        slots = platform.resources.slots_per_trial
+        problems.extend(indivisible_batch(known.global_batch_size, slots))
+    if problems or named is None or platform is None or known is None or plan is None:
         raise ConfigError(source, problems)
-    assert named is not None
-    assert platform is not None
-    assert known is not None
-    assert plan is not None
-    own = _read_own(named, config, values, source)
-    return Experiment(
-        config=_recorded(config, own, platform),
-        trial=own.path,
-        factory=own.factory,
-        platform=platform,
-        hyperparameters=own.hyperparameters,
-        plan=plan,
-        amp=known.amp if isinstance(values.get("amp"), Mapping) else None,
-        global_batch_size=size,
-        data=own.data,
-        hparams=own.hparams,
-    )
+    return _Checked(config, values, named, platform, known, plan)
 
 
 def _hyperparameters(
@@ -488,37 +523,33 @@ class _Own:
     """What the trial itself adds to its experiment.
 
     Args:
-        path: `module:name` of the factory.
         factory: The trial class, or a function that makes the trial.
         hyperparameters: The hyperparameters that the trial gets.
         hparams: An instance of its class `Hparams`; None if it has none.
         data: An instance of its class `Data`, else the section as it is.
     """
 
-    path: str
     factory: Factory
     hyperparameters: Mapping[str, Any]
     hparams: Any
     data: Any
 
 
-def _read_own(
-    named: _Named, config: Mapping[str, Any], hyperparameters: Mapping[str, Any], source: str
-) -> _Own:
+def _read_own(checked: _Checked, source: str) -> _Own:
     """Import the trial, and check the sections that only it knows."""
     from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 
     try:
-        factory = load_factory(named.path)
+        factory = load_factory(checked.named.path)
     except ValueError as error:
         text = f"{error}; allowed: module:Class of a PyTorchTrial"
-        raise ConfigError(source, [Problem(named.key, text)]) from error
+        raise ConfigError(source, [Problem(checked.named.key, text)]) from error
     problems: list[str] = []
-    values, hparams = dict(hyperparameters), None
+    config, values, hparams = checked.config, dict(checked.hyperparameters), None
     data = {} if config.get("data") is None else config["data"]
     strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
     if strict is not None or isinstance(values.get("trial"), str):
-        values["trial"] = named.path
+        values["trial"] = checked.named.path
     if strict is not None:
         hparams = read(strict, values, "hyperparameters", problems)
         for key, allowed in _REQUIRED:
@@ -528,7 +559,7 @@ def _read_own(
         data = read(data_class, data, "data", problems)
     if problems:
         raise ConfigError(source, problems)
-    return _Own(named.path, factory, values, hparams, data)
+    return _Own(factory, values, hparams, data)
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:
@@ -537,12 +568,12 @@ def _own_class(factory: Factory, name: str) -> type[Any] | None:
     return held if is_settings_class(held) else None
 
 
-def _recorded(config: Mapping[str, Any], own: _Own, platform: Platform) -> dict[str, Any]:
+def _recorded(checked: _Checked, own: _Own) -> dict[str, Any]:
     """The configuration with trial and seed, so that it needs no further arguments."""
-    seed = platform.reproducibility.experiment_seed
+    seed = checked.platform.reproducibility.experiment_seed
     changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
     if isinstance(own.hyperparameters.get("trial"), str):
-        changes["hyperparameters"] = {"trial": own.hyperparameters["trial"]}
+        changes["hyperparameters"] = {"trial": checked.named.path}
     else:
-        changes["entrypoint"] = own.path
-    return _merged(config, changes)
+        changes["entrypoint"] = checked.named.path
+    return _merged(checked.config, changes)

@@ -113,8 +113,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        # A resume has passed over later ones than the newest. One whose metadata cannot be read is
-        # kept: nobody knows what it was.
+        # A resume may have passed over later ones than the newest. One whose metadata cannot be
+        # read is kept: what it was is unknown.
         found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
         metadata = {path: known for path, known in found if known is not None}
         saved = [path for path in metadata if path <= newest]

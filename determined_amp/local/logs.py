@@ -40,7 +40,7 @@ class _MayVanish:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
-        logger.info("nobody reads the output any more; this log has it")
+        logger.info("stdout was closed; output continues in this log")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

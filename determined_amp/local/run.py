@@ -35,7 +35,7 @@ from determined_amp.local.context import trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import StopOnSignal, process_group
-from determined_amp.local.run_listener import LocalReports, RunListener
+from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import Run, RunState
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
@@ -128,7 +128,7 @@ class RunRecorder(RunListener):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record how this block ends, before the other listeners are told: they may fail."""
+        """Record how this block ends, before the other listeners are notified: they may fail."""
         try:
             yield
         except BaseException as error:
@@ -187,7 +187,7 @@ class LocalController(SafeController):
     Args:
         experiment: Has the metric that ranks checkpoints.
         length: Length of the whole run.
-        listeners: Told when the training starts.
+        listeners: Notified when the training starts.
         first_batch: Number of batches that earlier processes trained.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
@@ -225,7 +225,12 @@ class LocalController(SafeController):
         for listener in self._listeners:
             listener.on_epoch_length(epoch)
             listener.on_training(self.start_from_batch, total)
+        after_first_batch(self.trial, self._notify_of_first_batch)
         super()._run()
+
+    def _notify_of_first_batch(self) -> None:
+        for listener in self._listeners:
+            listener.on_first_batch()
 
     def _save(self, path: Path) -> None:
         storage = self.core_context.checkpoint
@@ -277,10 +282,10 @@ def train(
         metric = experiment.platform.searcher.metric
         display = [Display(experiment.name, console, metric)] if show else []
         recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
-        told = [recorder, *display, *listeners] if chief else []
+        notified = [recorder, *display, *listeners] if chief else []
         reports = None
         if chief:
-            reports = LocalReports(folder, experiment, told, first_batch)
+            reports = LocalReports(folder, experiment, notified, first_batch)
         core_context = core.Context(
             checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
             distributed=processes,
@@ -289,10 +294,16 @@ def train(
         )
         logged = logging_to(folder.log if chief else None, console)
         recorded = recorder.recording() if chief else nullcontext()
-        with logged, core_context, _tell(told, folder, stop), recorded, limits_of_the_machine():
+        with (
+            logged,
+            core_context,
+            _notifying(notified, folder, stop),
+            recorded,
+            limits_of_the_machine(),
+        ):
             context = trial_context(core_context, experiment, first_batch)
             trial = trial_of(experiment, context)
-            with controlled_by(partial(LocalController, experiment, length, told, first_batch)):
+            with controlled_by(partial(LocalController, experiment, length, notified, first_batch)):
                 start = resume.checkpoint if resume else None
                 # The controller restores the experiment's policy; `Trainer` refuses `best` here.
                 policy = CheckpointPolicy.ALL.value
@@ -301,10 +312,10 @@ def train(
 
 
 @contextmanager
-def _tell(
+def _notifying(
     listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
 ) -> Iterator[None]:
-    """Tell listeners that the run starts and ends; the first to start is the last to end."""
+    """Notify listeners that the run starts and ends; the first to start is the last to end."""
 
     def end(
         listener: RunListener, kind: object, error: BaseException | None, trace: object

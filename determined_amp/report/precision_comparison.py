@@ -355,7 +355,7 @@ class Comparison:
         difference: Difference of the metric, ours minus base.
         verdict: The verdict on the metric.
         lost_runs: Number of failed runs of the precision to judge.
-        claims: The claims of the literature, judged; empty if nobody asked for them.
+        claims: The claims of the literature, judged; empty if they were not asked for.
     """
 
     precision: Precision

@@ -50,7 +50,7 @@ class _Session(api.Session):
 def log_in(address: str) -> api.Session:
     """A session with the master at `address`, as the user of `det user login` or of DET_USER.
 
-    It never asks for a password, because nobody may be there to answer.
+    It never asks for a password: a report may run unattended.
 
     Raises:
         MasterError: if no master answers, or the login fails.

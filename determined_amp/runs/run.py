@@ -20,7 +20,7 @@ import torch
 
 from determined_amp.amp.metrics import MetricName
 from determined_amp.amp.precision import described_device
-from determined_amp.audit.report import AuditMetricName
+from determined_amp.audit import AuditMetricName
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import one_line
 from determined_amp.experiment.training import LENGTH_UNITS

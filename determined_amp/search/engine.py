@@ -22,7 +22,13 @@ from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import FolderError, fresh_folder, lock
-from determined_amp.search.run_trial import Outcome, TrialResult, Validation, check_trial
+from determined_amp.search.run_trial import (
+    FirstBatch,
+    Outcome,
+    TrialResult,
+    Validation,
+    check_trial,
+)
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import (
@@ -267,6 +273,8 @@ class Engine:
     def _handle(self, worker: Worker) -> None:
         number = self._busy[worker]
         message = worker.receive()
+        if isinstance(message, FirstBatch):
+            return
         if isinstance(message, Validation):
             worker.answer(go_on=self._trials.validated(number, message))
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import gc
 import math
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
-from determined_amp.local.run_listener import RunListener
+from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.task import Task, Verb, check_score
@@ -64,6 +65,11 @@ class Validation:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class FirstBatch:
+    """The first batch of a trial was trained; its start is over."""
+
+
 class Outcome(enum.Enum):
     """How a trial ended: complete, stopped early, interrupted, or without a result."""
 
@@ -83,12 +89,15 @@ class TrialResult:
         training: The last training metrics; None without any.
         reason: Why it is invalid or failed, or which machine problem interrupted it; else None.
         epoch_batches: Batches of an epoch; None if it did not train.
+        seconds_per_batch: Time of a batch between the first one and the last training report; None
+            if there is no such report.
     """
 
     outcome: Outcome
     training: Mapping[str, float] | None = None
     reason: str | None = None
     epoch_batches: int | None = None
+    seconds_per_batch: float | None = None
 
 
 # Called with every validation of a running trial; returns whether the trial continues.
@@ -107,12 +116,13 @@ def check_trial(experiment: Experiment[Any], task: Task) -> None:
         check_lengths(experiment)
 
 
-def run_trial(job: Job, go_on: GoOn) -> TrialResult:
+def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> TrialResult:
     """Run one trial to its end, or until it is stopped.
 
     Args:
         job: The trial.
         go_on: Called with every validation; returns whether the trial continues.
+        on_first_batch: Called when the first batch was trained.
 
     Returns:
         How it ended; an error of the trial is a result, too.
@@ -122,7 +132,7 @@ def run_trial(job: Job, go_on: GoOn) -> TrialResult:
     folder = RunFolder(job.folder)
     with folder.locked(wait=True):  # a worker of a killed search may hold it
         try:
-            listener = _SearchListener(go_on)
+            listener = _SearchListener(go_on, on_first_batch)
             _run(job, folder, listener)
         except SystemExit as exit_error:  # Determined's context raises it for an InvalidHP
             if not isinstance(exit_error.__context__, det.InvalidHP):
@@ -141,6 +151,7 @@ def run_trial(job: Job, go_on: GoOn) -> TrialResult:
         listener.outcome,
         training=_finite(training[-1]) if training else None,
         epoch_batches=listener.epoch_batches,
+        seconds_per_batch=listener.seconds_per_batch,
     )
 
 
@@ -150,7 +161,7 @@ def _run(job: Job, folder: RunFolder, listener: _SearchListener) -> None:
         _score(experiment, job.task.batches, folder, listener.go_on)
         return
     if job.task.verb is Verb.FIND:
-        _find(experiment, job.task.batches, folder)
+        _find(experiment, job.task.batches, folder, listener.on_first_batch)
         return
     train_here(
         experiment,
@@ -177,12 +188,18 @@ def _score(experiment: Experiment[Any], batches: int, folder: RunFolder, go_on: 
     go_on(Validation(batches, _finite(metrics)))
 
 
-def _find(experiment: Experiment[Any], batches: int, folder: RunFolder) -> None:
+def _find(
+    experiment: Experiment[Any],
+    batches: int,
+    folder: RunFolder,
+    on_first_batch: Callable[[], None],
+) -> None:
     folder.describe(experiment)
     with (
         logging_to(folder.log, Console(quiet=True)),
         open_trial(experiment.config, experiment.name) as opened,
     ):
+        after_first_batch(opened.trial, on_first_batch)
         found = find_in_trial(experiment.name, opened.trial, opened.context, batches)
     found.write(folder.path / FILE_NAME)
 
@@ -192,14 +209,19 @@ class _SearchListener(RunListener):
 
     Args:
         go_on: Asks the search.
+        notify: Called when the first batch was trained.
 
     Attributes:
         outcome: How the trial ended.
         epoch_batches: Batches of an epoch; None before the training.
+        seconds_per_batch: See `TrialResult`.
     """
 
-    def __init__(self, go_on: GoOn) -> None:
+    def __init__(self, go_on: GoOn, notify: Callable[[], None]) -> None:
         self.go_on = go_on
+        self._notify = notify
+        self._first_batch_at = 0.0
+        self.seconds_per_batch: float | None = None
         self.outcome = Outcome.COMPLETE
         self.epoch_batches: int | None = None
 
@@ -209,7 +231,14 @@ class _SearchListener(RunListener):
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
 
+    def on_first_batch(self) -> None:
+        self._first_batch_at = time.monotonic()
+        self._notify()
+
     def on_report(self, line: Mapping[str, Any]) -> None:
+        if line["group"] == "training" and line["batches"] > 1:
+            seconds = time.monotonic() - self._first_batch_at
+            self.seconds_per_batch = seconds / (line["batches"] - 1)
         if line["group"] != "validation":
             return
         try:

@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import determined as det
 import torch
 
-from determined_amp.search.run_trial import Job, TrialResult, Validation, run_trial
+from determined_amp.search.run_trial import FirstBatch, Job, TrialResult, Validation, run_trial
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -37,10 +38,10 @@ class Worker:
         """Start a trial; its messages arrive at `connection`."""
         self.connection.send(job)
 
-    def receive(self) -> Validation | TrialResult | None:
+    def receive(self) -> FirstBatch | Validation | TrialResult | None:
         """The next message; None if the process has died."""
         try:
-            message: Validation | TrialResult = self.connection.recv()
+            message: FirstBatch | Validation | TrialResult = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
         return message
@@ -81,12 +82,16 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
         except (EOFError, ConnectionError):
             sys.exit("the search is gone")
 
+    def on_first_batch() -> None:
+        with suppress(ConnectionError):
+            connection.send(FirstBatch())
+
     while True:
         try:
-            job = connection.recv()
+            job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
-        result = run_trial(job, go_on)
+        result = run_trial(job, go_on, on_first_batch)
         try:
             connection.send(result)
         except ConnectionError:

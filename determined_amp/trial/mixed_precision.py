@@ -313,7 +313,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
             precision = self.settings.precision
-            warn_of_slow_operations(precision, self.device, self._context.models)
+            warn_of_slow_operations(precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
             average_at_once(self._context)
@@ -416,7 +416,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         if self._audit_metrics is not None:
             has_tf32 = DeviceSupport.of(self.device).tf32
             on_done, precision = self._audit_metrics.add, self.settings.precision
-            audited(trial, self.device, precision, on_done, has_tf32=has_tf32)
+            audited(trial, precision, on_done, has_tf32=has_tf32)
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._train_batch is not None

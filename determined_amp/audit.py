@@ -1,0 +1,268 @@
+"""Checks on one real training batch that a run computes in the precision its YAML asks for.
+
+A model that leaves autocast trains in float32 without any sign of it. The audit counts the products
+of the first batch by dtype, forward and backward, and stops the run if the wrong dtype dominates.
+
+A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
+convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
+layers and anything in `torch.inference_mode` are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from determined import pytorch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from determined_amp.amp.loop import AmpLoop
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.replay import undisturbed
+from determined_amp.experiment.amp_settings import Precision
+from determined_amp.experiment.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = (
+    "Is the forward in train_batch under amp.autocast()? Without a MixedPrecision of its own, does "
+    "the trial call the model as model(inputs), and not another method of it? Look for "
+    "fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the model, and "
+    "for code that sets torch.backends; or ask for the precision that it computes in."
+)
+
+# The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another keyword.
+_FORMULA = inspect.signature(flop_registry[torch.ops.aten.mm], follow_wrapped=False)
+_RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
+
+
+class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Counts products and casts by dtype. It does not synchronise and changes no result.
+
+    The backward is counted too, because autograd's threads inherit the mode.
+
+    Attributes:
+        flops: FLOPs by operation and dtype of its factors; a multiply-add counts as 2.
+        casts: Tensors converted from one floating dtype to another.
+        cast_bytes: Bytes that these conversions read and wrote.
+    """
+
+    supports_higher_order_operators = True  # torch refuses a batch with flex_attention otherwise
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: Counter[tuple[str, torch.dtype]] = Counter()
+        self.casts = 0
+        self.cast_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = getattr(func, "overloadpacket", func)
+        if operation in flop_registry:
+            flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})
+            self._count_product(operation.__name__, flops, args)
+        elif operation is torch.ops.aten._to_copy:
+            self._count_cast(args[0], result)
+        return result
+
+    def _count_product(self, operation: str, flops: int, args: tuple[Any, ...]) -> None:
+        dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        if dtypes:  # attention also takes statistics, which are wider than its factors
+            self.flops[operation, min(dtypes, key=lambda dtype: dtype.itemsize)] += flops
+
+    def _count_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        floating = source.is_floating_point() and result.is_floating_point()
+        if floating and source.dtype != result.dtype:
+            self.casts += 1
+            self.cast_bytes += source.nbytes + result.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The dtypes that one batch was computed in, on one slot.
+
+    Args:
+        precision: The precision that the YAML asks for.
+        flops: FLOPs by operation and dtype, forward and backward.
+        casts: Tensors converted from one floating dtype to another.
+        cast_bytes: Bytes that these conversions read and wrote.
+        tf32: State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they
+            disagree. TF32 products are counted as float32.
+        device_has_tf32: Whether the device has TF32 at all.
+    """
+
+    precision: Precision
+    flops: Mapping[tuple[str, torch.dtype], int]
+    casts: int
+    cast_bytes: int
+    tf32: str
+    device_has_tf32: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that must have more than half of the FLOPs."""
+        return self.precision.autocast_dtype or torch.float32
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def share(self) -> float:
+        """Share of the FLOPs that are in `dtype`; 0 if there are no FLOPs."""
+        right = sum(flops for (_, dtype), flops in self.flops.items() if dtype == self.dtype)
+        return right / max(self.total_flops, 1)
+
+    @property
+    def passed(self) -> bool:
+        return self.failure() is None
+
+    def failure(self) -> str | None:
+        """What is wrong, in one sentence; None if the batch was computed as asked."""
+        asked = f"hyperparameters.amp.precision is {self.precision.value}"
+        if not self.total_flops:
+            return None  # nothing to judge, as with only embeddings or a recurrent layer
+        if self.share <= 0.5:
+            return f"{asked}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
+        fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32
+        if (fp32 and self.tf32 != "off") or (tf32 and self.device_has_tf32 and self.tf32 != "on"):
+            return f"{asked}, but torch's switches for TF32 are {self.tf32}"
+        return None
+
+    def table(self) -> str:
+        """The counts as text, the largest first."""
+        width = max(len(operation) for operation in ("operation", *(o for o, _ in self.flops)))
+        lines = [f"{'operation':{width}}  {'dtype':9}{'GFLOP':>10}{'share':>8}"]
+        for (operation, dtype), flops in sorted(self.flops.items(), key=lambda row: -row[1]):
+            share = flops / self.total_flops
+            lines.append(f"{operation:{width}}  {_name(dtype):9}{flops / 1e9:>10.4g}{share:>8.1%}")
+        return "\n".join(
+            [
+                *lines,
+                f"{self.precision.value} asks for {_name(self.dtype)}: "
+                f"{self.share:.1%} of the FLOPs",
+                f"casts: {self.casts}, {self.cast_bytes / 2**20:.4g} MiB read and written",
+                f"TF32 switches: {self.tf32}",
+            ]
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Only the share: numbers that are measured once make no curve."""
+        return {AuditMetricName.SHARE: self.share}
+
+
+class AuditMetricName:
+    """The metric's name in the first training report; it covers one batch, on the chief's slot."""
+
+    # Share of the FLOPs in the dtype that the precision asks for.
+    SHARE = "watch_audit_share"
+
+
+class AuditError(UserError):
+    """The batch was not computed in the precision that the YAML asks for."""
+
+    def __init__(self, audit: Audit) -> None:
+        self.audit = audit
+        super().__init__(f"audit: {audit.failure()}\n{audit.table()}\n{_REMEDY}")
+
+
+def audited(
+    trial: pytorch.PyTorchTrial,
+    precision: Precision,
+    on_done: Callable[[Audit], None],
+    *,
+    has_tf32: bool,
+) -> None:
+    """Audit the next batch that `trial` trains, in any training loop.
+
+    Args:
+        trial: The trial. Its `train_batch` is replaced for the audited batch, then restored.
+        precision: The precision that the YAML asks for.
+        on_done: Called with the audit if it passes. Otherwise `train_batch` raises `AuditError`.
+        has_tf32: Whether the device has TF32.
+    """
+    train_batch = trial.train_batch
+
+    def audited_batch(*args: Any, **kwargs: Any) -> Any:
+        trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
+        with ProductCount() as count:
+            metrics = train_batch(*args, **kwargs)
+        on_done(_judged(precision, count, has_tf32=has_tf32))
+        return metrics
+
+    trial.train_batch = audited_batch  # type: ignore[method-assign]  # for one call
+
+
+def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
+    """Audit one batch of a loop of one's own, forward and backward, without a step.
+
+    Parameters, gradients, buffers and random state are restored.
+
+    Args:
+        amp: The loop's; its models are those given to `prepare`.
+        loss_fn: Runs the forward of a batch and returns the loss; called under autocast.
+        batch: A training batch.
+
+    Raises:
+        AuditError: if the batch is not computed in the precision of the settings.
+    """
+    with undisturbed(*amp.models, optimizers=amp.optimizers), ProductCount() as count:
+        amp.replay(batch, loss_fn)
+    return _judged(amp.settings.precision, count, has_tf32=DeviceSupport.of(amp.device).tf32)
+
+
+def _judged(precision: Precision, count: ProductCount, *, has_tf32: bool) -> Audit:
+    audit = Audit(precision, count.flops, count.casts, count.cast_bytes, _tf32(), has_tf32)
+    if not audit.passed:
+        raise AuditError(audit)
+    return audit
+
+
+def _tf32() -> str:
+    try:
+        matmul = torch.get_float32_matmul_precision() != "highest"
+        convolution = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # torch's new switches were set, to different values
+        return "mixed"
+    if matmul != convolution:
+        return "mixed"
+    return "on" if matmul else "off"
+
+
+class AuditMetrics(pytorch.MetricReducer):
+    """Adds an audit to the first training report after it, and to no other.
+
+    Args:
+        context: The trial's context; the reducer registers itself there.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self._metrics: dict[str, float] = {}
+        context.wrap_reducer(self, for_validation=False)
+
+    def add(self, audit: Audit) -> None:
+        logger.info("audit of the first batch:\n%s", audit.table())
+        self._metrics = audit.metrics()
+
+    def reset(self) -> None:
+        """Called by Determined before every stretch of training and every validation."""
+        self._metrics = {}
+
+    def per_slot_reduce(self) -> dict[str, float]:
+        return self._metrics
+
+    def cross_slot_reduce(self, per_slot_metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+        return per_slot_metrics[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

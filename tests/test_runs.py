@@ -1,0 +1,173 @@
+"""`determined_amp.runs`: what a run is, and that reading one takes little memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from determined_amp.runs.folder import RunFolder, read_run, read_trials, trial_folder
+from determined_amp.runs.run import (
+    Machine,
+    Part,
+    Report,
+    Reports,
+    Run,
+    RunState,
+    Thinned,
+    judged,
+)
+from tests.precisions import GPU, found, made_on, write_run
+
+SETTINGS = {
+    "hyperparameters.amp.precision": "amp_fp16",
+    "hyperparameters.global_batch_size": 64,
+    "hyperparameters.training.max_length.batches": 100,
+    "reproducibility.experiment_seed": 1,
+    "searcher.name": "single",
+}
+
+
+def resumed(*changes: dict[str, Any], **machine: Any) -> Run:
+    """A run with a part for each change of its settings, the last on a changed machine."""
+    machines = [Machine()] * len(changes) + [Machine(**machine)]
+    parts = [
+        Part(20 * i, {**SETTINGS, **change}, machines[i]) for i, change in enumerate(({}, *changes))
+    ]
+    return Run("a", RunState.COMPLETED, parts=tuple(parts))
+
+
+class TestThinned:
+    @pytest.mark.parametrize("count", [0, 1, 7, 8])
+    def test_few_items_are_all_kept(self, count: int) -> None:
+        thinned = Thinned[int](8)
+        for item in range(count):
+            thinned.add(item)
+        assert thinned.items() == list(range(count))
+
+    @pytest.mark.parametrize("count", [9, 16, 17, 100, 1001])
+    def test_of_many_evenly_spaced_ones_and_the_last_are_kept(self, count: int) -> None:
+        thinned = Thinned[int](8)
+        for item in range(count):
+            thinned.add(item)
+        *even, last = thinned.items()
+        assert last == count - 1
+        assert even[0] == 0
+        assert len({b - a for a, b in itertools.pairwise(even)}) == 1
+        assert 4 <= len(even) <= 8
+
+
+class TestReports:
+    def test_speed_is_the_median_without_the_first_report_of_a_process(self) -> None:
+        reports = Reports()
+        for batches, (speed, share) in enumerate(
+            ((1.0, 1.0), (100.0, None), (300.0, None), (7.0, 0.5), (200.0, None), (0.0, None))
+        ):
+            metrics = {"samples_per_second": speed}
+            metrics |= {} if share is None else {"watch_audit_share": share}
+            reports.add("training", Report(batches, metrics))
+        assert reports.speed is not None
+        assert (reports.speed.median, reports.speed.low) == (200.0, 100.0)
+        assert reports.audit_share == 0.5
+
+    def test_other_groups_count_for_nothing(self) -> None:
+        reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])
+        assert reports.training is None
+        assert reports.validations == []
+
+    def test_of_a_long_run_take_no_more_memory_than_of_a_short_one(self, tmp_path: Path) -> None:
+        folder = write_run(tmp_path / "a", "fp32", 1)
+        line = {"loss": 0.5, "samples_per_second": 1000.0, "validation_loss": 0.1}
+
+        def peak(lines: int) -> int:
+            with (folder / "metrics.jsonl").open("w") as file:
+                for batches in range(lines):
+                    group = "validation" if batches % 2 else "training"
+                    file.write(json.dumps({"group": group, **line, "batches": batches}) + "\n")
+            tracemalloc.start()
+            run = read_run(folder)
+            most = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert run.batches == lines - 1
+            return most
+
+        assert peak(40_000) < 1.5 * peak(10_000)
+
+
+class TestChanged:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("hyperparameters.amp.precision", "amp_bf16"),
+            ("hyperparameters.global_batch_size", 32),
+            ("reproducibility.experiment_seed", 2),
+        ],
+    )
+    def test_setting_is_named_with_both_values(self, name: str, value: object) -> None:
+        run = resumed({}, {name: value})
+        assert run.changed == {name: [(0, SETTINGS[name]), (20, SETTINGS[name]), (40, value)]}
+
+    def test_number_of_slots_is_named(self) -> None:
+        assert resumed({}, slots=2).changed == {"slots": [(0, 1), (20, 2)]}
+
+    def test_length_name_and_search_method_change_no_batch(self) -> None:
+        longer = {"hyperparameters.training.max_length.batches": 200, "searcher.name": "grid"}
+        assert resumed(longer).changed == {}
+        assert resumed().changed == {}
+
+    def test_run_that_changed_its_precision_counts_for_neither(self, tmp_path: Path) -> None:
+        base, amp, mixed = (
+            write_run(tmp_path / name, precision, seed)
+            for name, precision, seed in (("a", "fp32", 1), ("b", "amp_bf16", 1), ("c", "fp32", 2))
+        )
+        record = json.loads((mixed / "run.json").read_text())
+        (part,) = record["parts"]
+        name = "hyperparameters.amp.precision"
+        later = {**part, "first_batch": 80, "settings": {**part["settings"], name: "amp_bf16"}}
+        (mixed / "run.json").write_text(json.dumps({**record, "parts": [part, later]}))
+        findings = found(base, amp, mixed)
+        assert [run.name for run in findings.runs] == [str(base), str(amp)]
+        (left_out,) = findings.left_out
+        assert f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80" in left_out
+
+
+class TestJudged:
+    @pytest.mark.parametrize(
+        ("state", "batches", "expected"),
+        [
+            (RunState.RUNNING, 60, RunState.RUNNING),
+            (RunState.RUNNING, 100, RunState.COMPLETED),  # killed after its last validation
+            (RunState.STOPPED, 60, RunState.STOPPED),
+            (RunState.STOPPED, 100, RunState.COMPLETED),
+            (RunState.PRUNED, 60, RunState.PRUNED),
+            (RunState.INVALID, 60, RunState.INVALID),
+            (RunState.FAILED, 100, RunState.FAILED),
+        ],
+    )
+    def test_state_is_the_recorded_one_unless_the_reports_say_more(
+        self, state: RunState, batches: int, expected: RunState
+    ) -> None:
+        reports = Reports([("validation", Report(batches, {"validation_loss": 1.0}))])
+        assert judged(state, "why", SETTINGS, reports)[0] is expected
+
+
+def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
+    for number in (0, 1):
+        folder = RunFolder(trial_folder(tmp_path, number))
+        folder.describe_trial(number, {"amp.init_scale": 2.0**number})
+        folder.append_metrics({"group": "validation", "loss_scale_score": 0.5, "batches": 4})
+        folder.end(RunState.PRUNED if number else RunState.COMPLETED, "too slow")
+    first, second = read_trials(tmp_path)
+    assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
+    assert (second.state, second.reason) == (RunState.PRUNED, "4 batches: too slow")
+    assert first.metrics == {"loss_scale_score": 0.5}
+
+
+def test_record_has_what_a_machine_is(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", "fp32", 1))
+    assert run.machine == Machine.read(made_on(GPU))
+    assert run.machine.on_gpu
