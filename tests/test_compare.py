@@ -327,16 +327,19 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
         lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
     )
 
-    def compare_before(options: Any) -> Path:
-        asked.append(options)
+    def compare_before(config: Any, source: str, options: Any) -> Path:
+        asked.append((config, source, vars(options)))
         return images
 
+    monkeypatch.setattr(comparison, "read_yaml", lambda path: {"name": path})
     monkeypatch.setattr(comparison, "compare", compare_before)
     comparison.compare_on_cluster()
-    assert vars(asked[0]) == {
-        **{"config": "a.yaml", "overrides": [], "trial": None},
-        **{"seeds": 2, "minutes": 1, "batches": None},
-    }
+    (options,) = asked
+    assert options == (
+        {"name": "a.yaml"},
+        "a.yaml",
+        {"trial": None, "seeds": 2, "minutes": 1, "batches": None},
+    )
     (saved,) = tmp_path.iterdir()
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
