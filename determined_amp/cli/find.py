@@ -89,7 +89,7 @@ def _check_targets(options: argparse.Namespace) -> None:
     problems += [
         f"got {target}, which is the experiment; allowed: another file"
         for target in (options.json, options.plot)
-        if target is not None and target.exists() and target.samefile(options.config)
+        if target is not None and target.resolve() == Path(options.config).resolve()
     ]
     if options.plot is not None and options.plot.suffix != ".png":
         problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
