@@ -12,7 +12,7 @@ from typing import Any
 import determined as det
 from determined import pytorch
 
-from determined_amp.experiment.errors import GuardError
+from determined_amp.amp.errors import GuardError
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.local.context import Prepare, set_averaging
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by, task_configuration

@@ -14,11 +14,11 @@ import determined as det
 from determined import core
 from rich.console import Console
 
-from determined_amp.experiment.amp_settings import Precision
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.fields import read_section, setting
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, constants, parse, read_yaml
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.experiment.settings import read_section, setting
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment import experiment
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.search.compose import compose
 from determined_amp.search.run_trial import check_trial
 from determined_amp.search.scale_metrics import batches_to_score

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.cli import search as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.search.compose import compose
 from determined_amp.search.run_trial import check_trial

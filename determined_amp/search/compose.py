@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.dotted import put, value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.plan import WITHOUT_EFFECT, has_our_form
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.search.trial_kind import TrialKind
 

@@ -28,8 +28,9 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
+from determined_amp.amp.errors import UserError
 from determined_amp.cluster import start_ranks, task_context, train_on_cluster
-from determined_amp.experiment.errors import NO_RETRY, UserError, exit_status
+from determined_amp.experiment.errors import NO_RETRY, exit_status
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.trial import find_in_trial

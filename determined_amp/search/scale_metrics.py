@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.frozen import MOST_BATCHES, LossScaleError
 from determined_amp.finder.score import Score, score
 from determined_amp.local.context import make_context

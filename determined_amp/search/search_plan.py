@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.search.compose import compose
 from determined_amp.search.searcher_settings import (
     Bracket,
