@@ -35,8 +35,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from determined_amp.amp.precision import prepare_backend
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import Experiment
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser

@@ -29,7 +29,7 @@ from torch import nn
 
 from benchmarks import loops
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from trials.schedule import LRSchedule
 

@@ -10,16 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from determined_amp.amp.errors import GuardError, UserError
+    from determined_amp.amp.fields import ConfigError
     from determined_amp.amp.loop import AmpLoop
+    from determined_amp.amp.settings import AmpSettings, EvalPrecision, OnOverflow, Precision
     from determined_amp.audit import AuditError
-    from determined_amp.experiment.amp_settings import (
-        AmpSettings,
-        EvalPrecision,
-        OnOverflow,
-        Precision,
-    )
-    from determined_amp.experiment.errors import GuardError, UserError
-    from determined_amp.experiment.settings import ConfigError
     from determined_amp.finder import find_loss_scale
     from determined_amp.trial.fitting import fit
     from determined_amp.trial.mixed_precision import MixedPrecision
@@ -46,16 +41,16 @@ __all__ = [
 
 _MODULES = {
     "AmpLoop": "amp.loop",
-    "AmpSettings": "experiment.amp_settings",
+    "AmpSettings": "amp.settings",
     "AuditError": "audit",
-    "ConfigError": "experiment.settings",
-    "EvalPrecision": "experiment.amp_settings",
-    "GuardError": "experiment.errors",
+    "ConfigError": "amp.fields",
+    "EvalPrecision": "amp.settings",
+    "GuardError": "amp.errors",
     "MixedPrecision": "trial.mixed_precision",
-    "OnOverflow": "experiment.amp_settings",
-    "Precision": "experiment.amp_settings",
+    "OnOverflow": "amp.settings",
+    "Precision": "amp.settings",
     "TrialAsItIs": "trial.unmodified",
-    "UserError": "experiment.errors",
+    "UserError": "amp.errors",
     "find_loss_scale": "finder",
     "fit": "trial.fitting",
 }

@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from determined_amp.experiment.errors import NO_RETRY, UserError, exit_status
+from determined_amp.amp.errors import UserError
+from determined_amp.experiment.errors import NO_RETRY, exit_status
 
 # By command: the module that has its `main(arguments)`, and its help text.
 _COMMANDS = {

@@ -22,11 +22,11 @@ from determined import pytorch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.replay import undisturbed
-from determined_amp.experiment.amp_settings import Precision
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.settings import Precision
 
 logger = logging.getLogger(__name__)
 

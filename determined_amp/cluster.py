@@ -25,7 +25,7 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.experiment.errors import GuardError
+from determined_amp.amp.errors import GuardError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score

@@ -14,9 +14,9 @@ import determined as det
 from determined import core
 from rich.console import Console
 
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.settings import Precision
 from determined_amp.cluster import task_info
-from determined_amp.experiment.amp_settings import Precision
-from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.plan import has_our_form

@@ -12,7 +12,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.search.run_trial import FirstBatch, Job, Outcome, TrialResult, Validation

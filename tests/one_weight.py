@@ -23,7 +23,7 @@ from determined.common import storage
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from determined_amp.experiment.amp_settings import AmpSettings, Precision
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.loops import Reports

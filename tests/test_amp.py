@@ -15,7 +15,7 @@ from torch import nn
 
 from determined_amp import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.amp_settings import AmpSettings, EvalPrecision, Precision
+from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.loops import Fitted, fit
 from tests.one_weight import AMP, OneWeightTrial, Recipe, run

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from determined_amp import __main__ as door
 from determined_amp import audit as module
+from determined_amp.amp.settings import Precision
 from determined_amp.audit import (
     Audit,
     AuditError,
@@ -26,7 +27,6 @@ from determined_amp.audit import (
 )
 from determined_amp.cli import audit as command
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.audit import audit_here
 from determined_amp.local.open_trial import open_trial

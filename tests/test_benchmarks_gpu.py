@@ -16,7 +16,7 @@ from benchmarks.gpu.box import Box
 from benchmarks.gpu.goals import goals
 from benchmarks.gpu.picture import picture
 from benchmarks.gpu.report import markdown, table
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from tests import gpu
 
 PLANTED = "tests.planted_parts:{}"

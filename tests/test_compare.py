@@ -20,8 +20,8 @@ from determined.common import storage
 
 from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
+from determined_amp.amp.settings import Precision
 from determined_amp.comparison import PilotResults
-from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length

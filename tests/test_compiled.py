@@ -20,10 +20,10 @@ from determined_amp import __main__ as door
 from determined_amp.amp import fp32_modules
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.fields import ConfigError, plain, read_section
 from determined_amp.amp.fp32_modules import keep_in_float32
+from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.audit import ProductCount
-from determined_amp.experiment.amp_settings import AmpSettings, Compile
-from determined_amp.experiment.settings import ConfigError, plain, read_section
 from tests import test_unmodified, training
 from tests.loops import content
 from tests.test_latte import run_tiny

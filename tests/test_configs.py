@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs"

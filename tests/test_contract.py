@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from determined_amp import __main__ as door
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
 from tests.fake_cuda import fake_cuda

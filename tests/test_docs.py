@@ -23,9 +23,9 @@ from torch import nn
 from benchmarks import loss_scale_choice
 from determined_amp import __main__ as door
 from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.audit import Audit
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.claims import CLAIMS

@@ -22,8 +22,8 @@ from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
+from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow, Precision
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import training

@@ -16,10 +16,10 @@ import yaml
 from determined import pytorch
 from determined._execution import _make_test_experiment_config
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.plan import WITHOUT_EFFECT
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from trials.mlp import MLPHparams
 

@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from benchmarks.small_trials import SummedLoss
 from determined_amp import __main__ as door
+from determined_amp.amp.errors import GuardError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.precision import DeviceSupport, prepare_backend
-from determined_amp.experiment.amp_settings import AmpSettings, Precision
-from determined_amp.experiment.errors import GuardError
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Tally

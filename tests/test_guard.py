@@ -16,10 +16,10 @@ from determined import core
 from determined.common.api import errors
 from torch import nn
 
+from determined_amp.amp.errors import GuardError
 from determined_amp.amp.guard import RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
-from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow, Precision
-from determined_amp.experiment.errors import GuardError
+from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.test_metrics import Context

@@ -23,10 +23,10 @@ from PIL import Image
 from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
+from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
-from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
 from trials.data.images import FolderImages

@@ -19,7 +19,7 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("experiment", "amp", "audit", "trial", "runs", "local", "finder", "search"),
+    *("amp", "experiment", "audit", "trial", "runs", "local", "finder", "search"),
     *("cluster", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
@@ -96,7 +96,7 @@ def test_imports_point_one_way_and_stay_within_the_library() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "line"),
     [
-        ("experiment/a.py", "from determined_amp.amp.guard import Guard", 1),
+        ("experiment/a.py", "from determined_amp.trial.guard import TrialGuard", 1),
         ("amp/a.py", "def f():\n    import determined_amp.local.run", 2),
         ("cluster.py", "from determined_amp import MixedPrecision", 1),
         ("report/a.py", "from trials.data import images", 1),
@@ -123,7 +123,7 @@ def test_heart_needs_torch_alone(loaded: dict[str, set[str]]) -> None:
     assert "torch" in loaded["the heart"]
     rooms = {name for name in loaded["the heart"] if name.startswith("determined")}
     finder = {"determined_amp.finder"}  # of the program before
-    assert rooms - finder == {"determined_amp", "determined_amp.amp", "determined_amp.experiment"}
+    assert rooms - finder == {"determined_amp", "determined_amp.amp"}
     assert "determined" in loaded["the finder's function"]  # the test would see it
 
 

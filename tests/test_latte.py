@@ -10,10 +10,10 @@ import torch
 import yaml
 from torch.nn import functional
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.cli import train
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from tests.training import ROOT, checkpoint, metrics
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample

@@ -14,7 +14,7 @@ from benchmarks import latte_memory
 from benchmarks.gpu import latte
 from benchmarks.gpu.box import Box
 from benchmarks.latte_memory import Row, Step
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from trials.models.denoiser import Denoiser
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ import pytest
 
 from determined_amp import __main__ as door
 from determined_amp import cluster
+from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit, train
-from determined_amp.experiment.errors import UserError
 from tests.training import ROOT
 
 

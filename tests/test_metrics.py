@@ -22,10 +22,10 @@ from determined_amp.amp.metrics import (
     forget_peak_memory,
     peak_memory_mib,
 )
+from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.steps import HEADROOM_PERIOD, OptimizerSteps
 from determined_amp.amp.steps import gradients_of as gradients_that_are_dense
 from determined_amp.amp.throughput import DataWait, Stopwatch, timed
-from determined_amp.experiment.amp_settings import AmpSettings, Precision
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.fake_cuda import Syncs
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by

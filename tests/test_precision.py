@@ -20,7 +20,7 @@ from determined_amp.amp.precision import (
     prepare_backend,
     warn_of_slow_operations,
 )
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 BEFORE = pytest.mark.parametrize("before", [("high", True), ("highest", False)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from determined_amp.experiment.amp_settings import SCALER_KEYS
+from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import answer, sentences, table
 from determined_amp.report.run_folders import read_search

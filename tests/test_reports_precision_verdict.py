@@ -11,7 +11,7 @@ from statistics import variance
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.report.claims import Judgement, judge
 from determined_amp.report.precision_comparison import (
     Equivalence,

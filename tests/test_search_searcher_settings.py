@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.search.searcher_settings import (
     SearcherSettings,
     brackets,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.search.run_trial import check_trial
 from determined_amp.search.search_plan import SearchPlan

@@ -1,4 +1,4 @@
-"""`experiment.settings`: every mistake in a section is named, and nothing is guessed."""
+"""`amp.fields`: every mistake in a section is named, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.settings import ConfigError, Problem, read, read_section, setting
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.fields import ConfigError, Problem, read, read_section, setting
 
 
 class Colour(enum.Enum):

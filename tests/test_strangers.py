@@ -19,11 +19,11 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp import __main__ as door
+from determined_amp.amp.fields import ConfigError
 from determined_amp.cli import audit, train
 from determined_amp.experiment import experiment
 from determined_amp.experiment.factory import load_factory
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.local.open_trial import open_trial

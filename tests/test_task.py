@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp.experiment.amp_settings import AmpSettings, EvalPrecision, Precision
+from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.test_metrics import Context
 from trials.classification import ImageClassification

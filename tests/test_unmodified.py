@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, AuditError, ConfigError, GuardError, MixedPrecision
+from determined_amp.amp.fields import read_section
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.experiment.settings import read_section
 from determined_amp.trial.unmodified import _autocast_is_on, fuse, make_with_amp
 from tests import habits
 from tests.loops import Fitted, Reports, content, fit, loader

@@ -11,7 +11,7 @@ from determined import pytorch
 from typing_extensions import Self
 
 from determined_amp import AmpSettings, ConfigError
-from determined_amp.experiment.settings import read_section, setting
+from determined_amp.amp.fields import read_section, setting
 from determined_amp.experiment.training import Length, TrainingSettings
 from trials.schedule import LRSchedule, warmup_then
 

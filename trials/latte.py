@@ -18,7 +18,7 @@ from determined import pytorch
 from torch.nn import functional
 
 from determined_amp import MixedPrecision
-from determined_amp.experiment.settings import setting
+from determined_amp.amp.fields import setting
 from trials.data import loading
 from trials.data.clips import ClipSettings
 from trials.denoising import ClipDenoising

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from determined_amp import MixedPrecision
-from determined_amp.experiment.settings import setting
+from determined_amp.amp.fields import setting
 from trials.classification import ImageClassification
 from trials.data import loading
 from trials.data.images import DataSettings

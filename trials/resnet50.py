@@ -19,7 +19,7 @@ from torch.nn import functional
 from torchvision.models import resnet50
 
 from determined_amp import MixedPrecision
-from determined_amp.experiment.settings import setting
+from determined_amp.amp.fields import setting
 from trials.classification import ImageClassification
 from trials.data import loading
 from trials.data.images import DataSettings

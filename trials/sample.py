@@ -24,9 +24,10 @@ from rich.progress import track
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
-from determined_amp.experiment.errors import UserError, limits_of_the_machine, one_line
+from determined_amp.experiment.errors import limits_of_the_machine
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from trials.data.clips import ClipDataset

@@ -12,7 +12,7 @@ import torch
 from determined import pytorch
 
 from determined_amp import MixedPrecision
-from determined_amp.experiment.settings import read_section
+from determined_amp.amp.fields import read_section
 from trials.data import loading
 from trials.data.loading import DatasetSettings, Samples
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 
 # Measure for at least this long: clocks and caches need a while to settle.
 SECONDS = 0.6

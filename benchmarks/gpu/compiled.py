@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.gpu import loops
 from benchmarks.gpu.box import Box, problem_of, stretch
 from benchmarks.gpu.resnet import Bare, batch_on
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 
 ROUNDS = 3
 # A rehearsal only traces: compiling needs a C++ compiler and a minute.

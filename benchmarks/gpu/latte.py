@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import latte_memory
 from benchmarks.gpu.box import Box
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 
 # The largest model first, and first in the precision that it is trained in.
 MODELS = {"latte_xl": (1, 4), "latte_s": (2, 8)}

@@ -19,7 +19,7 @@ from benchmarks.gpu.box import Box
 from benchmarks.gpu.resnet import BATCHES, TINY_BATCHES, Bare, batch_on
 from benchmarks.loops import NoReports, take_turns
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.context import trial_context

@@ -13,7 +13,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 from benchmarks.gpu.box import Box, problem_of, stretch
 from determined_amp.amp.precision import prepare_backend
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from trials.data.loading import Batch
 
 # The batch size in the YAML comes first: the time may not suffice for the others.

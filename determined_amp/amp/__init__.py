@@ -1,1 +1,1 @@
-"""The heart: precision, scaler, schedules, metrics, guard and checkpoints of one trial."""
+"""Mixed precision for any training loop of PyTorch: it needs torch alone."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.experiment.amp_settings import Compile
-from determined_amp.experiment.errors import UserError, one_line
+from determined_amp.amp.errors import UserError, one_line
+from determined_amp.amp.settings import Compile
 
 # Inside `as_written`. Not by thread: autograd's threads call a checkpointed forward again.
 _as_written = 0

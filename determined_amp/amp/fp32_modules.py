@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import UserError
 
 
 class IslandError(UserError):

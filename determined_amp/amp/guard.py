@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import Train, find_cause
+from determined_amp.amp.errors import GuardError
 from determined_amp.amp.metrics import MetricName, Report, StepReport, TrainingMetrics
 from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.amp.slots import Slots
-from determined_amp.experiment.amp_settings import AmpSettings, OnOverflow
-from determined_amp.experiment.errors import GuardError
 
 logger = logging.getLogger(__name__)
 

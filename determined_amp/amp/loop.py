@@ -34,6 +34,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.compiled import compile_forward
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
@@ -42,10 +43,9 @@ from determined_amp.amp.precision import prepare_backend
 from determined_amp.amp.replay import own_copy, without_steps
 from determined_amp.amp.scaler import LossScaler, any_gradient, parameters_of
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
+from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import OneSlot, Slots
 from determined_amp.amp.steps import StepCounts, gradients_of
-from determined_amp.experiment.amp_settings import AmpSettings, Compile, EvalPrecision
-from determined_amp.experiment.settings import ConfigError
 
 _NOT_REPLAYED = (
     "Its cause was not looked for: give the newest batch and the loss function, "

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from determined_amp.experiment.amp_settings import Precision
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.settings import Precision
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
-from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.amp.settings import AmpSettings
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from determined_amp.experiment.settings import ConfigError
+from determined_amp.amp.fields import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from determined_amp.amp.device_sum import DeviceSum
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.scaler import Skipped
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
-from determined_amp.experiment.settings import ConfigError
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of them.
 HEADROOM_PERIOD = 10

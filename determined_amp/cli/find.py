@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
-from determined_amp.experiment.settings import ConfigError
 
 if TYPE_CHECKING:
     from determined_amp.finder.advice import FoundScale

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import check, read_yaml
 from determined_amp.experiment.overrides import in_precision, with_overrides
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import optuna
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.report import loss_scale_report, precision_report
 from determined_amp.report.master_runs import fetch_comparison
 from determined_amp.report.source import ReportError

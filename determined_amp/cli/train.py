@@ -18,11 +18,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.fields import ConfigError, Problem
 from determined_amp.cli.options import configuration_of, is_task, parser_of
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import check, parse, ranges
-from determined_amp.experiment.settings import ConfigError, Problem
 
 if TYPE_CHECKING:
     from determined_amp.runs.folder import RunFolder

@@ -1,4 +1,4 @@
-"""The base class of errors that a user can fix, and how programs print them."""
+"""How programs print the errors that a user can fix."""
 
 from __future__ import annotations
 
@@ -6,40 +6,15 @@ import json
 import os
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 
-
-class UserError(Exception):
-    """An error that a user can fix; programs print its message without a traceback.
-
-    The message says what was given, what is allowed, and what to do.
-    """
-
-
-class GuardError(UserError):
-    """The run no longer trains.
-
-    Args:
-        message: What happened, why, and what to do.
-        state_is_good: Whether the weights are worth a checkpoint.
-    """
-
-    def __init__(self, message: str, *, state_is_good: bool) -> None:
-        super().__init__(message)
-        self.state_is_good = state_is_good
-
+from determined_amp.amp.errors import UserError, one_line
 
 # A log policy in the YAMLs matches these words, so the cluster does not restart the trial.
 NO_RETRY = "no retry can help: "
-
-
-def one_line(value: object) -> str:
-    """A text or an error on one line, shortened to 240 characters."""
-    return textwrap.shorten(str(value), 240, placeholder=" ...") or type(value).__name__
 
 
 # RuntimeError messages of torch and numpy about sizes that do not fit in memory.

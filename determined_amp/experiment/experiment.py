@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.amp.fields import ConfigError, Problem, is_settings_class, plain, read, setting
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.plan import (
     ONE_BATCH,
@@ -36,14 +37,6 @@ from determined_amp.experiment.plan import (
     is_test,
     keys_without_effect,
     read_plan,
-)
-from determined_amp.experiment.settings import (
-    ConfigError,
-    Problem,
-    is_settings_class,
-    plain,
-    read,
-    setting,
 )
 from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.experiment.yaml_text import load_yaml, read_text

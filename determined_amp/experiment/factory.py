@@ -10,7 +10,7 @@ from typing import Any
 
 from determined import pytorch
 
-from determined_amp.experiment.settings import ConfigError
+from determined_amp.amp.fields import ConfigError
 
 Factory = Callable[..., pytorch.PyTorchTrial]
 

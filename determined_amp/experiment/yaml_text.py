@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from ruamel.yaml import YAML
 
-from determined_amp.experiment.errors import one_line
-from determined_amp.experiment.settings import ConfigError, Problem
+from determined_amp.amp.errors import one_line
+from determined_amp.amp.fields import ConfigError, Problem
 
 _PLAIN = (str, int, float, bool, type(None))
 

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.experiment.amp_settings import SCALER_KEYS
+from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.passes import Observation
 from determined_amp.finder.verdict import (

@@ -19,6 +19,7 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import (
     float16_as,
@@ -28,7 +29,6 @@ from determined_amp.amp.replay import (
     without_steps,
 )
 from determined_amp.amp.slots import Slots
-from determined_amp.experiment.errors import UserError
 from determined_amp.trial.determined_0_38 import (
     SafeController,
     controlled_by,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from determined_amp.experiment.errors import UserError, one_line
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
 from determined_amp.finder.recorder import BackwardRecorder, Source

@@ -26,7 +26,7 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.finder.frozen import (
     FrozenBatch,
     Gradients,

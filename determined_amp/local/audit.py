@@ -8,8 +8,8 @@ from typing import Any
 from determined import pytorch
 
 from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.settings import Precision
 from determined_amp.audit import Audit, AuditError, audited
-from determined_amp.experiment.amp_settings import Precision
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by, end_loop
 from determined_amp.trial.mixed_precision import MixedPrecision

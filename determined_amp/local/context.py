@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.trial.determined_0_38 import average_by_default
 
 

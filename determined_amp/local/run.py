@@ -20,8 +20,9 @@ from determined.common import detignore
 from rich.console import Console
 from torch import nn
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import UserError, limits_of_the_machine
+from determined_amp.experiment.errors import limits_of_the_machine
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metrics import MetricName
-from determined_amp.experiment.errors import UserError, one_line
 from determined_amp.finder.advice import FoundScale, lines_to_paste
 from determined_amp.finder.advice import sentences as finder_sentences
 from determined_amp.report import page

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.master import NONSENSE, log_in

@@ -18,7 +18,7 @@ from typing import Any
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
+from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.report.claims import Claim, judge_all
 from determined_amp.runs.run import Machine, Run, RunState, Spread
 from determined_amp.runs.settings import ACCURACY, AMP

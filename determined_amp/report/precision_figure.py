@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.settings import Precision
 from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STYLE, VERMILION
 from determined_amp.report.precision_comparison import (
     Comparison,

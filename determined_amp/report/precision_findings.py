@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
+from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.report.precision_comparison import (
     MIN_EFFECT,
     Comparison,

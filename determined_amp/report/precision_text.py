@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from determined_amp.experiment.amp_settings import SCALER_KEYS, Precision
+from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.finder.advice import yaml_lines
 from determined_amp.report.claims import Claim
 from determined_amp.report.page import table as markdown_table

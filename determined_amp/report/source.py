@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import searcher_of
 from determined_amp.finder.score import bits_from_default
 from determined_amp.runs.run import Run, is_scale

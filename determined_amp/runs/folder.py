@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from determined_amp.experiment.errors import UserError, one_line
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged

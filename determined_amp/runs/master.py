@@ -10,8 +10,8 @@ from typing import Any
 from determined.common import api
 from determined.common.api import authentication, certs, errors
 
+from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import UserError, one_line
 
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10

@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from determined_amp.amp.errors import one_line
 from determined_amp.amp.metrics import MetricName
 from determined_amp.amp.precision import described_device
+from determined_amp.amp.settings import Precision
 from determined_amp.audit import AuditMetricName
-from determined_amp.experiment.amp_settings import Precision
-from determined_amp.experiment.errors import one_line
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION, SEED, TRAINING
 

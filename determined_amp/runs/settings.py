@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from determined_amp.amp.fields import ConfigError, plain, read
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import Experiment, Platform
 from determined_amp.experiment.plan import read_plan
-from determined_amp.experiment.settings import ConfigError, plain, read
 
 AMP = "hyperparameters.amp"
 PRECISION = f"{AMP}.precision"

@@ -15,10 +15,10 @@ from typing import Any
 import optuna
 from rich.console import Console
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import FolderError, fresh_folder, lock

@@ -20,7 +20,7 @@ import determined as det
 import torch
 from rich.console import Console
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score

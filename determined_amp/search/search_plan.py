@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.search.searcher_settings import (
     Bracket,
     Method,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from determined_amp.amp.fields import ConfigError, read, setting
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.settings import ConfigError, read, setting
 from determined_amp.experiment.training import LENGTH_UNITS
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from optuna import distributions
 
+from determined_amp.amp.fields import read, setting
 from determined_amp.experiment.dotted import put
-from determined_amp.experiment.settings import read, setting
 
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first trial.
 MOST_TRIALS = 2000

@@ -15,9 +15,9 @@ from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.fields import read
 from determined_amp.experiment.experiment import Searcher, searcher_of
-from determined_amp.experiment.settings import read
 from determined_amp.finder.score import bits_from_default
 from determined_amp.runs.folder import trial_folder
 

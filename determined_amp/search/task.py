@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.experiment.amp_settings import Precision
+from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.finder.frozen import MOST_BATCHES
 from determined_amp.finder.score import Score
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from determined import pytorch
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 from determined_amp.trial.random_state import plain_numbers
 
 

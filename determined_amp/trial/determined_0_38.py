@@ -16,9 +16,9 @@ import determined as det
 import torch
 from determined import core, pytorch, util
 
+from determined_amp.amp.errors import GuardError, UserError
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import GuardError, UserError
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,

@@ -9,9 +9,9 @@ import determined as det
 import torch
 from determined import pytorch
 
+from determined_amp.amp.fields import ConfigError, read
 from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.plan import Plan, read_plan
-from determined_amp.experiment.settings import ConfigError, read
 from determined_amp.trial.determined_0_38 import aggregation_frequency
 
 

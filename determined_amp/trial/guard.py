@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import determined as det
 from determined import pytorch
 
+from determined_amp.amp.errors import GuardError
 from determined_amp.amp.guard import Guard, is_not_finite
 from determined_amp.amp.precision import described_device
-from determined_amp.experiment.amp_settings import AmpSettings
-from determined_amp.experiment.errors import GuardError
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.trial.determined_0_38 import searcher, trial_seed
 from determined_amp.trial.notes import note_on_master
 

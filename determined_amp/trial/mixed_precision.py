@@ -20,18 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from determined_amp.amp.fields import ConfigError, read_section
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
 from determined_amp.amp.replay import own_copy, tensors_of
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.throughput import timed
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.experiment.amp_settings import (
-    AmpSettings,
-)
 from determined_amp.experiment.errors import print_uncaught_user_errors
-from determined_amp.experiment.settings import ConfigError, read_section
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.checkpoint import PortableCheckpoint, plain_groups, settle_groups
 from determined_amp.trial.determined_0_38 import (

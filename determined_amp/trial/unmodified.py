@@ -26,14 +26,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.gradients import TrueGradients
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.scaler import parameters_of
-from determined_amp.experiment.amp_settings import AmpSettings
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.experiment.settings import ConfigError
 from determined_amp.trial.determined_0_38 import (
     ends_step,
     forget_scaler,

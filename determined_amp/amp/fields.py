@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from determined_amp.experiment.errors import UserError
+from determined_amp.amp.errors import UserError
 
 T = TypeVar("T")
 
