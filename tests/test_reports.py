@@ -183,8 +183,11 @@ def test_finder_refuses_a_folder_before_it_works(
     assert door.main(["find", "experiment.yaml", "--plot", "found.foo"]) == 2
     assert "--plot: got found.foo; allowed: a name in .png" in capsys.readouterr().err
     for batches in ("0", "1000000000"):
-        assert door.main(["find", "experiment.yaml", "--batches", batches]) == 2
-        assert f"--batches: got {batches}; allowed: 1 to 1000" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as left:
+            door.main(["find", "experiment.yaml", "--batches", batches])
+        assert left.value.code == 2
+        refused = f"--batches: got {batches}; allowed: an integer >= 1 and <= 1000"
+        assert refused in capsys.readouterr().err
 
 
 class TestPage:
