@@ -128,14 +128,14 @@ class Audit:
 
     def failure(self) -> str | None:
         """What is wrong, in one sentence; None if the batch was computed as asked."""
-        asked = f"hyperparameters.amp.precision is {self.precision.value}"
+        setting = f"hyperparameters.amp.precision is {self.precision.value}"
         if not self.total_flops:
             return None  # nothing to judge, as with only embeddings or a recurrent layer
         if self.share <= 0.5:
-            return f"{asked}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
+            return f"{setting}, but {self.share:.1%} of the FLOPs are in {_name(self.dtype)}"
         fp32, tf32 = self.precision is Precision.FP32, self.precision is Precision.TF32
         if (fp32 and self.tf32 != "off") or (tf32 and self.device_has_tf32 and self.tf32 != "on"):
-            return f"{asked}, but torch's switches for TF32 are {self.tf32}"
+            return f"{setting}, but torch's switches for TF32 are {self.tf32}"
         return None
 
     def table(self) -> str:

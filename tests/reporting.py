@@ -28,16 +28,10 @@ from tests.training import ROOT, SMALL
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
-SEARCH: dict[str, Any] = {
-    "name": "small",
-    "hyperparameters": {
-        "experiment": "experiment.yaml",
-        "amp": {"init_scale": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}},
-        "training": {"max_length": {"batches": 4}},
-    },
-    "searcher": {"name": "grid", "metric": "loss_scale_score", "smaller_is_better": True},
-    "reproducibility": {"experiment_seed": 3},
-}
+SEARCH: dict[str, Any] = with_overrides(
+    read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
+    (*SMALL, "name=small", "reproducibility.experiment_seed=3", "searcher.max_concurrent_trials=1"),
+)
 
 
 def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:
@@ -139,9 +133,11 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
         },
         "verdict": "no scale helps" if choice is None else "use 2^k",
         "choice_log2": choice,
-        "window_log2": [low, top],
+        "low_log2": low,
+        "top_log2": top,
         "headroom_log2": 18.5,
         "recorded_log2": None,
+        "reason": "",
         "islands": [],
         "cause": "forward overflow in module <head>" if choice is None else "",
         "predicted": [
@@ -152,7 +148,7 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
             }
             for scale in range(-16, 49)
         ],
-        "measured": [
+        "verified": [
             {
                 **{"scale_log2": 17, "loss_is_finite": True, "overflow": False},
                 **{"flushed_share": 0.0, "backward_headroom_bits": 1.5, "values_left": 1.0},
@@ -161,15 +157,18 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
         "modules": [
             {
                 **{"name": "head", "in_model": True, "zeros": 0},
-                **{"values_by_log2": {"-3": 10, "-20": 5}, "largest_log2": -3},
+                **{"values_by_log2": {"-3": 10, "-20": 5}},
                 **{"first_overflow_log2": 19, "low_log2": -6},
             },
             {
                 **{"name": "body <1>", "in_model": True, "zeros": 0},
-                **{"values_by_log2": {"-5": 10}, "largest_log2": -5},
+                **{"values_by_log2": {"-5": 10}},
                 **{"first_overflow_log2": 21, "low_log2": -20},
             },
-            {"name": "hidden", "in_model": True, "zeros": 3, "values_by_log2": {}},
+            {
+                **{"name": "hidden", "in_model": True, "zeros": 3, "values_by_log2": {}},
+                **{"first_overflow_log2": None, "low_log2": None},
+            },
         ],
     }
 

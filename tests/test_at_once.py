@@ -38,7 +38,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     return process.returncode, process.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "search"])
 def test_missing_yaml_is_named(command: str) -> None:
     status, printed = run(command, "no/such.yaml")
     assert status == 2, printed

@@ -350,7 +350,7 @@ class TestJson:
         assert [found.at(scale).scale_log2 for scale in (-99, 99)] == [-16, 48]
 
     @pytest.mark.parametrize(
-        "broken", [[], {}, {**written(), "window_log2": 3}, {**written(), "modules": [{}]}, None]
+        "broken", [[], {}, {**written(), "predicted": 3}, {**written(), "modules": [{}]}, None]
     )
     def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
         with pytest.raises(LossScaleError, match=r"x.json: is not a finding.*determined_amp find"):
@@ -427,8 +427,11 @@ class TestCommand:
             (["experiment_configs/mlp/bf16.yaml"], "scales no loss"),
             (["experiment_configs/mlp/fp32.yaml"], "scales no loss"),
             (["missing.yaml"], "cannot be read: No such file"),
-            (["experiment_configs/mlp/amp.yaml", "--batches", "0"], "--batches: got 0"),
             (["experiment_configs/mlp/amp.yaml", "--json", "no/where.json"], "does not exist"),
+            (
+                ["experiment_configs/mlp/amp.yaml", "--json", "experiment_configs/mlp/amp.yaml"],
+                "which is the experiment; allowed: another file",
+            ),
             (["experiment_configs/mlp/amp.yaml", "--trial", "trials.mlp:No"], "cannot be imported"),
             (["experiment_configs/mlp/amp.yaml", "--checkpoint", "tests"], "neither a checkpoint"),
         ],
@@ -441,7 +444,13 @@ class TestCommand:
         assert said in printed.err
         assert "Traceback" not in printed.err
 
-    def test_range_to_search_is_told(
+    def test_number_of_batches_is_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            door.main(["find", "experiment_configs/mlp/amp.yaml", "--batches", "0"])
+        assert ended.value.code == 2
+        assert "--batches: got 0; allowed: an integer >= 1 and <= 1000" in capsys.readouterr().err
+
+    def test_range_to_search_is_named(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         searched: Mapping[str, Any] = config(SummedLoss)

@@ -35,6 +35,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from determined_amp.cli.options import add_override_option, at_least
+from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.overrides import with_overrides
 
 # Each worker is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         UserError: if the search cannot start, or cannot continue.
     """
     options = _options(arguments)
+    if options.search:  # named before torch is imported, if it cannot be read
+        with_overrides(read_yaml(options.search), options.overrides)
     start_server()
     # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.search.engine import run_search  # noqa: PLC0415

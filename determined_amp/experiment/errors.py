@@ -37,9 +37,9 @@ class GuardError(UserError):
 NO_RETRY = "no retry can help: "
 
 
-def one_line(said: object) -> str:
+def one_line(value: object) -> str:
     """A text or an error on one line, shortened to 240 characters."""
-    return textwrap.shorten(str(said), 240, placeholder=" ...") or type(said).__name__
+    return textwrap.shorten(str(value), 240, placeholder=" ...") or type(value).__name__
 
 
 # RuntimeError messages of torch and numpy about sizes that do not fit in memory.
@@ -84,11 +84,11 @@ def exit_status(run: Callable[[], int], before: str) -> int:
         return run()
     except UserError as error:
         print(f"{before}{error}", file=sys.stderr, flush=True)
-        _tell_launcher(f"{before}{error}")
+        _report_to_launcher(f"{before}{error}")
         return 2
 
 
-def _tell_launcher(reason: str) -> None:
+def _report_to_launcher(reason: str) -> None:
     """Make torchrun's report end with the reason; the report is long and hides earlier output."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
@@ -109,7 +109,7 @@ def print_uncaught_user_errors() -> None:
             before(kind, error, trace)
             return
         print(f"{NO_RETRY}{error}", file=sys.stderr, flush=True)
-        _tell_launcher(f"{NO_RETRY}{error}")
+        _report_to_launcher(f"{NO_RETRY}{error}")
         raise SystemExit(2)  # Python takes the exit status from the hook's exception
 
     sys.excepthook = hook

@@ -30,18 +30,20 @@ def load_factory(import_path: str) -> Factory:
     module_name, _, name = import_path.partition(":")
     try:
         module = importlib.import_module(module_name)
-        found: Any = functools.reduce(getattr, name.split("."), module)
+        target: Any = functools.reduce(getattr, name.split("."), module)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(f"got {import_path!r}, which cannot be imported: {error}") from error
-    if isinstance(found, type) and any(base.__name__ == "DeepSpeedTrial" for base in found.__mro__):
+    if isinstance(target, type) and any(
+        base.__name__ == "DeepSpeedTrial" for base in target.__mro__
+    ):
         raise ValueError(
             f"got {import_path!r}, which is a DeepSpeedTrial, and DeepSpeed is out of scope: it "
             "has a loop and a mixed precision of its own"
         )
-    is_trial = isinstance(found, type) and issubclass(found, pytorch.PyTorchTrial)
-    if not is_trial and (isinstance(found, type) or not callable(found)):
+    is_trial = isinstance(target, type) and issubclass(target, pytorch.PyTorchTrial)
+    if not is_trial and (isinstance(target, type) or not callable(target)):
         raise ValueError(f"got {import_path!r}, which is not a PyTorchTrial")
-    factory: Factory = found
+    factory: Factory = target
     try:
         _arguments(factory)
     except ValueError as error:

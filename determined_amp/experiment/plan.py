@@ -201,13 +201,13 @@ def _read_determineds(
 def _max_length(
     config: Mapping[str, Any], batch_size: int | None, problems: list[str]
 ) -> Length | None:
-    place, given = "searcher.max_length", value_at(config, "searcher.max_length")
-    if given is None:
+    place, length = "searcher.max_length", value_at(config, "searcher.max_length")
+    if length is None:
         return None
-    if isinstance(given, int) and not isinstance(given, bool):
+    if isinstance(length, int) and not isinstance(length, bool):
         unit = value_at(config, "searcher.unit")
-        given = {unit if unit in UNITS else "batches": given}
-    period = read(_Period, given, place, problems, strict=False)
+        length = {unit if unit in UNITS else "batches": length}
+    period = read(_Period, length, place, problems, strict=False)
     if period is None:
         return None
     if not (period.batches or period.records or period.epochs):

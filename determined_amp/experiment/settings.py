@@ -144,12 +144,12 @@ def read(
     if len(problems) > before:
         return None
     make: Callable[..., T] = cls
-    made = make(**values)
+    settings = make(**values)
     given = frozenset(name for name in fields if raw.get(name) is not None)
-    if isinstance(made, _CanContradict):
-        wrong = made.contradictions(given)
+    if isinstance(settings, _CanContradict):
+        wrong = settings.contradictions(given)
         problems.extend(Problem(_join(path, key), text) for key, text in wrong)
-    return made if len(problems) == before else None
+    return settings if len(problems) == before else None
 
 
 def read_section(cls: type[T], raw: object, path: str) -> T:
@@ -164,10 +164,10 @@ def read_section(cls: type[T], raw: object, path: str) -> T:
         ConfigError: naming every mistake.
     """
     problems: list[str] = []
-    made = read(cls, raw, path, problems)
-    if made is None:
+    settings = read(cls, raw, path, problems)
+    if settings is None:
         raise ConfigError("experiment configuration", problems)
-    return made
+    return settings
 
 
 def plain(value: Any) -> Any:

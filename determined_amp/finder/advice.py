@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import io
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,33 +107,19 @@ class FoundScale:
         return self.run.samples * (1 + len(self.finding.verified))
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON that `python -m determined_amp find --json` writes; `from_json` reads it."""
+        """The JSON that `python -m determined_amp find --json` writes; `from_json` reads it.
+
+        It has the fields of `Finding`, those of `FinderRun` under `run`, and the advice in words.
+        """
         finding, run = self.finding, self.run
         return {
-            "run": {**vars(run)},
-            "verdict": finding.verdict.value,
+            "run": asdict(run),
+            **_plain(asdict(finding)),
             "sentences": list(sentences(self)),
-            "choice_log2": finding.choice_log2,
-            "window_log2": [finding.low_log2, finding.top_log2],
-            "first_overflow_log2": finding.first_overflow_log2,
-            "headroom_log2": finding.headroom_log2,
-            "recorded_log2": finding.recorded_log2,
-            "reason": finding.reason,
-            "islands": list(finding.islands),
-            "cause": finding.cause,
             "expected_skips": {
                 "default": finding.expected_skips(DEFAULT_LOG2),
                 "yaml": finding.expected_skips(math.log2(run.init_scale)),
             },
-            "predicted": [asdict(shares) for shares in finding.predicted],
-            "measured": [
-                {name: _finite(value) for name, value in asdict(seen).items()}
-                for seen in finding.verified
-            ],
-            "modules": [
-                {**asdict(module), "largest_log2": module.largest_log2}
-                for module in finding.modules
-            ],
             "yaml": yaml_changes(self),
         }
 
@@ -141,19 +128,25 @@ class FoundScale:
         path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     @staticmethod
-    def from_json(found: Any, source: str) -> FoundScale:
+    def from_json(document: Any, source: str) -> FoundScale:
         """Build a `FoundScale` from the JSON that `as_json` returned.
 
         Args:
-            found: A parsed JSON document.
+            document: A parsed JSON document.
             source: Where it was read from, for the error message.
 
         Raises:
             LossScaleError: if the document is not a finding.
         """
         try:
-            run = {**found["run"], "fp32_modules": tuple(found["run"]["fp32_modules"])}
-            return FoundScale(_finding(found), FinderRun(**run))
+            run = {**document["run"], "fp32_modules": tuple(document["run"]["fp32_modules"])}
+            values = {field.name: document[field.name] for field in fields(Finding)}
+            values["verdict"] = Verdict(values["verdict"])
+            values["predicted"] = tuple(Shares(**shares) for shares in values["predicted"])
+            values["verified"] = tuple(map(_observation, values["verified"]))
+            values["modules"] = tuple(map(_module, values["modules"]))
+            values["islands"] = tuple(values["islands"])
+            return FoundScale(Finding(**values), FinderRun(**run))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
                 f"{source}: is not a finding: {type(error).__name__} {error}; allowed: what "
@@ -168,12 +161,12 @@ class FoundScale:
             LossScaleError: if the file cannot be read or holds no finding.
         """
         try:
-            found = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except OSError as error:
             raise LossScaleError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise LossScaleError(f"{path}: is not JSON: {error}") from error
-        return FoundScale.from_json(found, str(path))
+        return FoundScale.from_json(document, str(path))
 
     def show(self, console: Console) -> None:
         """Print the tables, the verdict and the lines to paste."""
@@ -251,7 +244,7 @@ def sentences(found: FoundScale) -> Iterator[str]:
     else:
         yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
     if finding.verdict is Verdict.DEFAULT:
-        yield f"verdict: default is fine: 2^{DEFAULT_LOG2} lies inside. No search will find better"
+        yield f"verdict: default is fine: 2^{DEFAULT_LOG2} is safe here; tuning it cannot help"
     elif finding.verdict is Verdict.SCALE:
         yield f"verdict: use 2^{finding.choice_log2}"
     elif finding.verdict is Verdict.ISLANDS:
@@ -281,14 +274,14 @@ def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
         name = f"{owner if scale == math.log2(run.init_scale) else 'the default'} 2^{scale:g}"
         if skips:
             yield (
-                f"{name} skips {skips} steps at the start, which nobody notices in a run of more "
-                f"than {20 * skips} steps"
+                f"starting at {name} costs {skips} skipped step{'s' * (skips > 1)}: negligible "
+                f"beyond {20 * skips} steps"
             )
         elif scale < finding.low_log2 <= finding.top_log2:
             steps = math.ceil(finding.low_log2 - scale) * run.growth_interval
             yield (
-                f"{name} flushes {_share(finding.at(scale).flushed_share)} of a gradient, and "
-                f"takes {steps} steps to grow into the window"
+                f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} of a "
+                f"gradient to 0, and takes {steps} steps to grow into the window"
             )
 
 
@@ -343,53 +336,27 @@ def _yaml(value: Any) -> str:
     return str(value)
 
 
-def _finding(found: Mapping[str, Any]) -> Finding:
-    low, top = map(int, found["window_log2"])
-    choice = found["choice_log2"]
-    return Finding(
-        verdict=Verdict(found["verdict"]),
-        choice_log2=None if choice is None else int(choice),
-        low_log2=low,
-        top_log2=top,
-        predicted=tuple(
-            Shares(int(p["scale_log2"]), float(p["overflow_share"]), float(p["flushed_share"]))
-            for p in found["predicted"]
-        ),
-        verified=tuple(_observation(seen) for seen in found["measured"]),
-        modules=tuple(
-            ModuleGradients(
-                name=str(module["name"]),
-                in_model=bool(module["in_model"]),
-                zeros=int(module["zeros"]),
-                values_by_log2={int(q): int(n) for q, n in module["values_by_log2"].items()},
-                first_overflow_log2=module.get("first_overflow_log2"),
-                low_log2=module.get("low_log2"),
-            )
-            for module in found["modules"]
-        ),
-        headroom_log2=float(found["headroom_log2"]),
-        recorded_log2=found["recorded_log2"],
-        reason=str(found.get("reason", "")),
-        islands=tuple(found["islands"]),
-        cause=str(found["cause"]),
-    )
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: the value of a member, None for a number that is not finite."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _observation(seen: Mapping[str, Any]) -> Observation:
-    headroom = seen["backward_headroom_bits"]
+def _observation(values: Mapping[str, Any]) -> Observation:
+    headroom = values["backward_headroom_bits"]
     return Observation(
-        scale_log2=float(seen["scale_log2"]),
-        loss_is_finite=bool(seen["loss_is_finite"]),
-        overflow=bool(seen["overflow"]),
-        flushed_share=float(seen["flushed_share"]),
-        backward_headroom_bits=-math.inf if headroom is None else float(headroom),
-        values_left=float(seen["values_left"]),
+        **{**values, "backward_headroom_bits": -math.inf if headroom is None else headroom}
     )
 
 
-def _finite(value: float) -> float | None:
-    """The value, or None if it is not finite: JSON has no number for infinity."""
-    return value if math.isfinite(value) else None
+def _module(values: Mapping[str, Any]) -> ModuleGradients:
+    counts = {int(power): count for power, count in values["values_by_log2"].items()}
+    return ModuleGradients(**{**values, "values_by_log2": counts})
 
 
 def _share(share: float) -> str:

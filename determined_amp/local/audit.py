@@ -35,20 +35,20 @@ def audit_here(
     """
     with open_trial(config, source, trial) as opened:
         amp = MixedPrecision.of(opened.context)
-        asked = None if amp is None else amp.settings.precision
+        precision = None if amp is None else amp.settings.precision
         if amp is not None:
             amp.watched = False  # otherwise it audits the batch as well
         try:
-            audit = _audit(opened.trial, opened.context, asked or Precision.FP32)
+            audit = _audit(opened.trial, opened.context, precision or Precision.FP32)
         except AuditError as error:
-            if asked is not None:
+            if precision is not None:
                 raise
             audit = error.audit
-    return audit, asked
+    return audit, precision
 
 
 def _audit(
-    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, asked: Precision
+    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, precision: Precision
 ) -> Audit:
     done: list[Audit] = []
 
@@ -57,7 +57,7 @@ def _audit(
         end_loop()
 
     has_tf32 = DeviceSupport.of(context.device).tf32
-    audited(trial, asked, stop, has_tf32=has_tf32)
+    audited(trial, precision, stop, has_tf32=has_tf32)
     with controlled_by(SafeController):
         pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(1), checkpoint_policy="none")
     return done[0]
