@@ -14,11 +14,12 @@ _COMMANDS = {
     "train": ("determined_amp.cli.train", "train an experiment: here, or as a task of a cluster"),
     "audit": ("determined_amp.cli.audit", "show what one training batch is computed in"),
     "find": ("determined_amp.cli.find", "find the initial loss scale in one pass"),
+    "score": ("determined_amp.cli.score", "measure the steps that a loss scale loses"),
     "compare": (
         "determined_amp.cli.compare",
         "train in every precision, and say which to use",
     ),
-    "search": ("determined_amp.cli.search", "run a search or a comparison without a cluster"),
+    "search": ("determined_amp.cli.search", "run a search without a cluster"),
     "report": ("determined_amp.cli.report", "the one of the next two that fits a source"),
     "report precision": ("determined_amp.cli.report", "compare precisions, with a verdict"),
     "report loss-scale": (

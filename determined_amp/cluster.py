@@ -1,47 +1,67 @@
-"""A task of a Determined cluster: its experiment, its ranks, its context and its training."""
+"""The commands `train`, `score` and `find` as the task of a trial on a Determined cluster.
+
+The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has them.
+
+score    Measures on a few frozen batches how many optimizer steps the trial's loss scale loses;
+         nothing is trained. All trials use the seed of the experiment, so they have the same
+         parameters and batches. Of several that lose none, the platform may name any as the best.
+find     Finds the loss scale in one pass over a few batches. The log ends with tables and verdict.
+         The checkpoint holds everything in `loss_scale.json`, which
+         `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
+         `loss_scale` has the overflow share and the flushed share for every power of two from 2^1
+         up. The WebUI plots them over "batches", which here means log2 of the scale.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import determined as det
-from determined import pytorch
+from determined import core, pytorch
+from rich.console import Console
 
 from determined_amp.experiment.errors import GuardError
-from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.local.context import Prepare, set_averaging
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by, task_configuration
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.score import score
+from determined_amp.finder.trial import find_in_trial
+from determined_amp.finder.verdict import Finding
+from determined_amp.local.context import set_averaging
+from determined_amp.search.task import check_score
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    checkpoint_context,
+    controlled_by,
+    task_configuration,
+    train_context,
+)
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.notes import show_failure
+from determined_amp.trial.notes import note_on_master, show_failure
 from determined_amp.trial.unmodified import trial_of
 
 
-def start_ranks(info: det.ClusterInfo, module: str, *arguments: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher.
+def task_info() -> det.ClusterInfo:
+    """Determined's information on the trial that this task runs."""
+    info = det.get_cluster_info()
+    assert info is not None  # `cli.options.is_task` has said so
+    return info
 
-    Call it after the configuration was checked, so that mistakes are reported once and without the
-    launcher's traceback. In a process that a launcher has started, it returns.
+
+def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
+    """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it.
 
     Args:
         info: Determined's information on the task.
-        module: The module that every rank runs.
-        arguments: Its arguments.
+        trial: `module:Class`, if the configuration does not name it.
+
+    Raises:
+        ConfigError: naming every mistake.
     """
-    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
-    if single or "RANK" in os.environ:
-        return
-    rank = [sys.executable, "-m", module, *arguments]
-    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
-    os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
-
-
-def parse_task(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
-    """The experiment of this cluster task."""
     return parse(
         task_configuration(info),
         "experiment",
@@ -50,44 +70,82 @@ def parse_task(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
     )
 
 
-def train_on_cluster(
-    info: det.ClusterInfo, prepare: Prepare | None = None, trial: str | None = None
-) -> int:
-    """Train the trial of this cluster task.
-
-    Args:
-        info: Determined's information on the task, with configuration and hyperparameters.
-        prepare: Called before the trial is made.
-        trial: `module:Class`, if the configuration does not name it.
-
-    Returns:
-        The exit status, 0.
-    """
-    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
-    config = parse_task(info, trial)
-    hparams = dict(config.hyperparameters)
-    frequency = config.aggregation_frequency
-    with task_context(hparams, frequency) as context:
-        set_averaging(context, config)
-        if prepare is not None:
-            prepare(context, config)
-        made = trial_of(config, context)
+def train_task(trial: str | None, arguments: Sequence[str]) -> None:
+    """Train the trial of this task; `arguments` are those of the command."""
+    info = task_info()
+    experiment = task_experiment(info, trial)
+    start_ranks(info, "train", *arguments)
+    if TRIAL_SEED in info.trial.hparams:
+        info.trial.trial_seed = experiment.seed
+    with _context(experiment) as context:
+        made = trial_of(experiment, context)
         with controlled_by(SafeController):
             fit(made, context)
-    return 0
+
+
+def score_task(trial: str | None, batches: int) -> None:
+    """Score the loss scale of the trial of this task on its first `batches` batches."""
+    info = task_info()
+    experiment = task_experiment(info, trial)
+    check_score(experiment)
+    with _measured_trial(info, experiment) as (made, context):
+        report = train_context(context)
+        report.set_status(f"scoring on {batches} batches")
+        metrics = score(made, context, batches)
+        report.report_validation_metrics(steps_completed=batches, metrics=metrics)
+        report.report_progress(1.0)
+
+
+def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None:
+    """Find the loss scale of the trial of this task; `arguments` are those of the command."""
+    info = task_info()
+    experiment = task_experiment(info, trial)
+    start_ranks(info, "find", *arguments)
+    with _measured_trial(info, experiment) as (made, context):
+        found = find_in_trial(experiment.name, made, context, batches)
+        if context.distributed.rank == 0:
+            answer = found.finding.answer_log2
+            note_on_master(context, init_scale=None if answer is None else 2.0**answer)
+            _report_finding(train_context(context), found.finding, batches)
+            with checkpoint_context(context).store_path({"steps_completed": batches}) as (
+                folder,
+                _,
+            ):
+                found.write(folder / FILE_NAME)
+            train_context(context).report_progress(1.0)
+            found.show(Console(width=100))  # last, because the log also contains the reports
+
+
+def start_ranks(info: det.ClusterInfo, *command: str) -> None:
+    """In a task of several slots, replace this process by Determined's launcher.
+
+    Call it after the configuration was checked, so that mistakes are reported once and without the
+    launcher's traceback. In a process that a launcher has started, it returns.
+
+    Args:
+        info: Determined's information on the task.
+        command: The command that every rank runs, and its arguments.
+    """
+    single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
+    if single or "RANK" in os.environ:
+        return
+    rank = [sys.executable, "-m", "determined_amp", *command]
+    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
+    os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
 
 
 @contextmanager
-def task_context(
-    hparams: dict[str, Any], aggregation_frequency: int
-) -> Iterator[pytorch.PyTorchTrialContext]:
+def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContext]:
     """Determined's context of a task; if the trial no longer trains, it reports why.
 
     Determined drops the text of an `InvalidHP`. This writes it to the overview and the metadata of
     the run, and to the last line of its log.
     """
+    logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
+    hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
     try:
-        with pytorch.init(hparams=hparams, aggregation_frequency=aggregation_frequency) as context:
+        with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+            set_averaging(context, experiment)
             try:
                 yield context
             except (det.InvalidHP, GuardError) as error:
@@ -98,3 +156,37 @@ def task_context(
             # To stderr, like Determined's own lines: otherwise they may follow it in the log.
             print(f"invalid trial: {left.__context__}", file=sys.stderr, flush=True)
         raise
+
+
+@contextmanager
+def _measured_trial(
+    info: det.ClusterInfo, experiment: Experiment[Any]
+) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
+    """The trial and its context, made with the experiment's seed instead of the trial's seed."""
+    info.trial.trial_seed = experiment.seed
+    with _context(experiment) as context:
+        noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
+        if experiment.amp is not None:
+            noted["precision"] = experiment.amp.precision.value
+            noted["init_scale"] = experiment.amp.init_scale
+        note_on_master(context, **noted)
+        yield trial_of(experiment, context), context
+
+
+def _report_finding(train: core.TrainContext, finding: Finding, batches: int) -> None:
+    for scale in range(1, finding.shown_scales()[-1] + 1):
+        predicted = finding.at(scale)
+        shares = {
+            "overflow_share": predicted.overflow_share,
+            "flushed_share": predicted.flushed_share,
+        }
+        train.report_metrics(group="loss_scale", steps_completed=scale, metrics=shares)
+    metrics = {
+        "window_low_log2": finding.low_log2,
+        "window_top_log2": finding.top_log2,
+        "window_bits": finding.window_bits,
+        "expected_skips_at_default": finding.expected_skips(16),
+    }
+    if finding.answer_log2 is not None:
+        metrics["init_scale_log2"] = finding.answer_log2
+    train.report_validation_metrics(steps_completed=batches, metrics=metrics)

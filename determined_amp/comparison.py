@@ -14,12 +14,12 @@ import determined as det
 from determined import core
 from rich.console import Console
 
+from determined_amp.cluster import task_info
 from determined_amp.experiment.amp_settings import Precision
 from determined_amp.experiment.errors import UserError
-from determined_amp.experiment.experiment import Experiment, constants, parse, read_yaml
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.experiment.settings import read_section, setting
-from determined_amp.experiment.yaml_text import dump_yaml
+from determined_amp.experiment.plan import has_our_form
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
 from determined_amp.pilots import (
@@ -34,9 +34,8 @@ from determined_amp.report.precision_report import write_report
 from determined_amp.report.run_folders import REMARKS, read_search
 from determined_amp.report.source import ReportError
 from determined_amp.runs.folder import fresh_folder, read_record
-from determined_amp.search.compose import compose
 from determined_amp.search.engine import GRACE, run_comparison
-from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
+from determined_amp.trial.determined_0_38 import task_configuration
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -71,10 +70,10 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
     console = Console()
     experiment = parse(in_precision(config, Precision.FP32.value), source, trial=options.trial)
     folder = fresh_folder(Path("runs"), f"compare-{experiment.name}")
-    trials = _Trials(experiment, config, folder, options.seeds)
+    trials = _Trials(experiment, config, options.seeds)
     results = PilotResults()
     try:
-        run_pilots(trials, results, console)
+        run_pilots(trials, results, folder / "pilots", console)
     finally:  # after Ctrl-C, too
         print_pilots(console, results)
     if len(results.pilots) < 2:
@@ -118,38 +117,27 @@ def _page(folder: Path) -> str:
 def _to_go_on(folder: Path) -> tuple[str, ...]:
     """The commands to type for the missing runs."""
     if det.get_cluster_info() is not None:  # the folder is lost with its task
-        return ("det experiment create ... --config hyperparameters.minutes=MORE",)
+        longer = "python3 -m determined_amp compare --minutes MORE"
+        return (f"det experiment create ... --config entrypoint='{longer}'",)
     return (
         f"python -m determined_amp search --resume {folder}",
         f"python -m determined_amp report {folder}",
     )
 
 
-@dataclass(frozen=True)
-class _Hyperparameters:
-    """Hyperparameters of `hp_search/compare.yaml`, in place of command-line options."""
-
-    experiment: str = setting()
-    seeds: int = setting(3, at_least=1)
-    minutes: int = setting(3, at_least=1)
-    batches: int | None = setting(None, at_least=BATCHES)
-
-
-def compare_on_cluster() -> None:
+def compare_on_cluster(options: argparse.Namespace) -> None:
     """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
+
+    Args:
+        options: `trial`, `seeds`, `batches`, `minutes`.
 
     Raises:
         UserError: see `compare`.
     """
-    info = det.get_cluster_info()
-    assert info is not None
-    given = constants(info.trial.hparams)
-    read = read_section(_Hyperparameters, given, "hyperparameters")
-    options = argparse.Namespace(
-        trial=None, seeds=read.seeds, minutes=read.minutes, batches=read.batches
-    )
+    info = task_info()
+    config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
-        folder = compare(read_yaml(read.experiment), read.experiment, options)
+        folder = compare(config, "experiment", options)
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
         batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
@@ -242,93 +230,89 @@ class PilotResults:
 
 
 class _Trials:
-    """Composes the trials of the comparison from the experiment, and writes its YAML.
+    """Makes the configurations of the runs from the experiment.
 
     Args:
         experiment: The experiment in fp32.
         config: Its configuration before the change to fp32; it may have scaler settings.
-        folder: The folder of the comparison.
         seeds: Number of runs of each precision.
     """
 
-    def __init__(
-        self, experiment: Experiment[Any], config: Mapping[str, Any], folder: Path, seeds: int
-    ) -> None:
+    def __init__(self, experiment: Experiment[Any], config: Mapping[str, Any], seeds: int) -> None:
         self._experiment = experiment
-        self.folder = folder
         self._seeds = [experiment.seed + i for i in range(seeds)]
-        named = {**experiment.config}
-        hyperparameters = {**named.get("hyperparameters", {})}
         section = config.get("hyperparameters", {}).get("amp")
-        hyperparameters["amp"] = dict(section) if isinstance(section, Mapping) else {}
-        self._base = {**named, "hyperparameters": hyperparameters}
-        self._path = folder / "experiment.yaml"
-        self.change_amp({})
+        self._amp = dict(section) if isinstance(section, Mapping) else {}
 
     def change_amp(self, changes: Mapping[str, Any]) -> None:
         """Change the section `amp` of all later trials; None removes a key."""
-        amp = {**self._base["hyperparameters"]["amp"], **changes}
-        self._base["hyperparameters"]["amp"] = {k: v for k, v in amp.items() if v is not None}
-        self._path.write_text(dump_yaml(self._base))
+        self._amp = {k: v for k, v in {**self._amp, **changes}.items() if v is not None}
 
     def pilot(self, precision: Precision, batches: int) -> dict[str, Any]:
         """The experiment of a pilot in a precision."""
-        sampled = {
-            "experiment": str(self._path),
-            "seed": self._seeds[0],
-            "amp": {"precision": precision.value},
-            "training": _lengths(self._rounded(batches), self._rounded(REPORTING_PERIOD)),
-        }
-        return compose(self.search([precision], None), sampled, Path.cwd())
+        config = self._config(
+            {"amp": {**self._amp, "precision": precision.value}},
+            self._rounded(batches),
+            self._rounded(REPORTING_PERIOD),
+        )
+        seed = {"experiment_seed": self._seeds[0]}
+        return {**config, "reproducibility": {**config["reproducibility"], **seed}}
 
-    def search(self, precisions: Sequence[Precision], plan: Plan | None) -> dict[str, Any]:
+    def search(self, precisions: Sequence[Precision], plan: Plan) -> dict[str, Any]:
         """The search over these precisions and all seeds."""
-        searcher = self._experiment.platform.searcher
-        hyperparameters: dict[str, Any] = {
-            "experiment": str(self._path),
-            "seed": {"type": "categorical", "vals": self._seeds},
-            # A grid begins with its last value: fp32, which the others are compared with.
-            "amp": {
-                "precision": {"type": "categorical", "vals": [p.value for p in precisions[::-1]]}
-            },
+        # A grid begins with its last value: fp32, which the others are compared with.
+        names = [precision.value for precision in precisions[::-1]]
+        ranges = {
+            TRIAL_SEED: {"type": "categorical", "vals": self._seeds},
+            "amp": {**self._amp, "precision": {"type": "categorical", "vals": names}},
         }
-        if plan is not None:
-            hyperparameters["training"] = _lengths(plan.batches, plan.reporting_period)
-        return {
-            "name": f"compare-{self._experiment.name}",
-            "entrypoint": f"python3 -m {ENTRYPOINT} {TrialKind.COMPARE.value}",
-            "hyperparameters": hyperparameters,
-            "searcher": {
-                "name": "grid",
-                "metric": searcher.metric,
-                "smaller_is_better": searcher.smaller_is_better,
-            },
-            "reproducibility": {"experiment_seed": self._experiment.seed},
+        config = self._config(ranges, plan.batches, plan.reporting_period)
+        searcher = {**config["searcher"], "name": "grid"}
+        name = f"compare-{self._experiment.name}"
+        return {**config, "name": name, "searcher": searcher}
+
+    def _config(
+        self, hyperparameters: Mapping[str, Any], batches: int, reporting_period: int
+    ) -> dict[str, Any]:
+        """The experiment with changed hyperparameters and lengths.
+
+        A run has one validation and one checkpoint, at its end.
+        """
+        config, whole = dict(self._experiment.config), {"batches": batches}
+        own = {**config.get("hyperparameters", {}), **hyperparameters}
+        asked = self._experiment.platform.searcher
+        searcher: dict[str, Any] = {
+            "name": "single",
+            "metric": asked.metric,
+            "smaller_is_better": asked.smaller_is_better,
         }
+        if has_our_form(own):
+            own["training"] = {
+                **own["training"],
+                "max_length": whole,
+                "validation_period": whole,
+                "checkpoint_period": whole,
+                "reporting_period": {"batches": reporting_period},
+            }
+        else:
+            searcher["max_length"] = whole
+            config["min_validation_period"] = config["min_checkpoint_period"] = whole
+            config["scheduling_unit"] = reporting_period
+        if "trial" in own:
+            config["entrypoint"] = "python3 -m determined_amp train"
+        return {**config, "hyperparameters": own, "searcher": searcher}
 
     def _rounded(self, batches: int) -> int:
         window = self._experiment.aggregation_frequency
         return -(-batches // window) * window
 
 
-def _lengths(batches: int, reporting_period: int) -> dict[str, Any]:
-    """The lengths of a run with one validation and one checkpoint, at its end."""
-    whole = {"batches": batches}
-    return {
-        "max_length": whole,
-        "validation_period": whole,
-        "checkpoint_period": whole,
-        "reporting_period": {"batches": reporting_period},
-    }
-
-
-def run_pilots(trials: _Trials, results: PilotResults, console: Console) -> None:
+def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Console) -> None:
     """Train briefly in every precision that the device supports, and find the loss scale.
 
     Raises:
         CompareError: if the trial cannot be trained in fp32.
     """
-    folder = trials.folder / "pilots"
 
     def log(text: str) -> None:
         _print(console, text)
@@ -366,7 +350,7 @@ def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[s
         if answer.finding.verdict is not Verdict.ISLANDS:
             break
     assert results.scale is not None
-    results.scale.write(trials.folder / FILE_NAME)
+    results.scale.write(folder.parent / FILE_NAME)
 
 
 def make_plan(

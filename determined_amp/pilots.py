@@ -16,7 +16,7 @@ from determined_amp.experiment.amp_settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.search.run_trial import FirstBatch, Job, Outcome, TrialResult, Validation
-from determined_amp.search.trial_kind import TrialKind
+from determined_amp.search.task import Task, Verb
 from determined_amp.search.workers import Worker
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
@@ -70,7 +70,7 @@ def train_briefly(
         log: Called with a sentence while the first batch is awaited.
     """
     began = time.monotonic()
-    job = Job(TrialKind.COMPARE, config, RunFolder(folder).path)
+    job = Job(Task(Verb.TRAIN), config, RunFolder(folder).path)
     too_slow = f"{REPORTING_PERIOD} batches take more than {_PATIENCE + _GRACE:.0f} s"
     result = _run(job, precision.value, _PATIENCE, too_slow, log)
     wall = time.monotonic() - began
@@ -101,7 +101,7 @@ def find_the_scale(
         folder: A new run folder.
         log: Called with a sentence while the first batch is awaited.
     """
-    job = Job(TrialKind.FIND, config, RunFolder(folder).path)
+    job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
     too_slow = f"the finder took more than {_FINDER:.0f} s after its first batch"
     result = _run(job, "the finder", _FINDER, too_slow, log)
     if result.outcome is not Outcome.COMPLETE:

@@ -28,16 +28,10 @@ from tests.training import ROOT, SMALL
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
 Rows = list[tuple[float, int | None, Mapping[str, float], Mapping[str, float]]]
 
-SEARCH: dict[str, Any] = {
-    "name": "small",
-    "hyperparameters": {
-        "experiment": "experiment.yaml",
-        "amp": {"init_scale": {"type": "log", "base": 2.0, "minval": 0, "maxval": 24}},
-        "training": {"max_length": {"batches": 4}},
-    },
-    "searcher": {"name": "grid", "metric": "loss_scale_score", "smaller_is_better": True},
-    "reproducibility": {"experiment_seed": 3},
-}
+SEARCH: dict[str, Any] = with_overrides(
+    read_yaml(str(ROOT / "hp_search/loss_scale_grid.yaml")),
+    (*SMALL, "name=small", "reproducibility.experiment_seed=3", "searcher.max_concurrent_trials=1"),
+)
 
 
 def scored(scale_log2: int, *, top: int = 18) -> dict[str, float]:

@@ -12,11 +12,16 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import SearchStudy, read_study
-from tests.training import ROOT, SMALL
+from tests.training import ROOT
 
+SMALL_MODEL = (
+    "data.image_size=8",
+    "hyperparameters.hidden_features=16",
+    "hyperparameters.global_batch_size=32",
+)
 THREE_SCALES = (
     "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",
-    "hyperparameters.training.max_length.batches=2",
+    "entrypoint=python3 -m determined_amp score --batches 2",
 )
 # Trains 8 batches.
 SHORT = (
@@ -28,11 +33,8 @@ SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
 
 
 def write(directory: Path, search: str, *overrides: str) -> Path:
-    """A search YAML of the repository, changed, beside a small experiment to search over."""
-    experiment = with_overrides(read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml")), SMALL)
-    (directory / "experiment.yaml").write_text(yaml.safe_dump(experiment))
-    changes = ("hyperparameters.experiment=experiment.yaml", *overrides)
-    config = with_overrides(read_yaml(str(ROOT / "hp_search" / search)), changes)
+    """A search YAML of the repository, changed, over a small model."""
+    config = with_overrides(read_yaml(str(ROOT / "hp_search" / search)), (*SMALL_MODEL, *overrides))
     path = directory / "search.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from determined.cli.ntsc import parse_config_overrides
 from torch import nn
 
 from benchmarks import loss_scale_choice
@@ -29,6 +30,7 @@ from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.claims import CLAIMS
 from determined_amp.report.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
+from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import one_weight
 from tests.test_metrics import Context
@@ -157,7 +159,12 @@ def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
             assert keys <= there | lengths, config
             checked += len(keys)
             if config.startswith("experiment_configs"):
-                experiment.parse(with_overrides(raw, overrides), config)
+                merge = parse_config_overrides if words[0] == "det" else with_overrides
+                changed = merge(raw, overrides)
+                if changed["searcher"]["name"] != "single":
+                    SearchPlan(changed)
+                    continue
+                experiment.parse(changed, config)
     assert checked > 3
 
 
@@ -297,8 +304,8 @@ class TestLossScalePage:
 class TestPrecisionPage:
     def test_overrides_are_of_keys_that_the_search_has(self) -> None:
         search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
-        overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+)", PRECISION)
-        assert len(overrides) == 3
+        overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION)
+        assert len(overrides) == 2
         changed = with_overrides(search, overrides)
         assert flat(changed).keys() == flat(search).keys()
 

@@ -19,8 +19,8 @@ import determined_amp
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
-    *("experiment", "amp", "audit", "trial", "runs", "local", "cluster"),
-    *("finder", "search", "report", "pilots", "comparison", "cli"),
+    *("experiment", "amp", "audit", "trial", "runs", "local", "finder", "search"),
+    *("cluster", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 # What the extras bring.
@@ -64,7 +64,7 @@ PROGRAMS = {
     "the finder's function": "determined_amp.finder.find_loss_scale",
     "mixed precision": "from determined_amp import MixedPrecision",
     "the train command": "import determined_amp.cli.train",
-    "the verbs of a cluster": "import determined_amp.search.on_cluster",
+    "the verbs of a cluster": "import determined_amp.cluster",
     "a search": "import optuna",
 }
 

@@ -338,7 +338,7 @@ class TestOutputThatVanishes:
             process.stdout.close()
             assert process.wait(timeout=100) == 0
         assert training.end(run) == ("completed", "", 12)
-        assert "nobody reads the output any more" in (run / "log.txt").read_text()
+        assert "output continues in this log" in (run / "log.txt").read_text()
 
     def test_closed_terminal_changes_nothing(self) -> None:
         with on_stop_signals(lambda number, frame: None):

@@ -114,7 +114,7 @@ class TestRanks:
         self, slots: int, nodes: int, started: list[list[str]]
     ) -> None:
         task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
-        cluster.start_ranks(task, "determined_amp", "train", "--trial", "model:Trial")
+        cluster.start_ranks(task, "train", "--trial", "model:Trial")
         assert started == [
             [*self.LAUNCHER, "-m", "determined_amp", "train", "--trial", "model:Trial"]
         ]
@@ -122,7 +122,7 @@ class TestRanks:
     @pytest.mark.parametrize("slots", [0, 1])
     def test_of_one_slot_need_no_launcher(self, slots: int, started: list[list[str]]) -> None:
         task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a"])
-        cluster.start_ranks(task, "determined_amp", "train")
+        cluster.start_ranks(task, "train")
         assert not started
 
     def test_do_not_start_others(
@@ -130,7 +130,7 @@ class TestRanks:
     ) -> None:
         monkeypatch.setenv("RANK", "0")
         task: Any = SimpleNamespace(slot_ids=[0, 1], container_addrs=["a"])
-        cluster.start_ranks(task, "determined_amp", "train")
+        cluster.start_ranks(task, "train")
         assert not started
 
 

@@ -22,7 +22,7 @@ from determined_amp.runs.run import RunState
 from tests.report_master import TRIAL, Master, report, serving
 from tests.reporting import SEARCH, finding, scored
 
-HPARAMS = {"experiment": "experiment.yaml", "training": {"max_length": {"batches": 4}}}
+HPARAMS = {"training": {"max_length": {"batches": 4}}}
 
 
 def trial(number: int, scale: float) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.Monkey
 
 SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
-ON_CLUSTER = "python3 -m determined_amp.search.on_cluster"
+FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"
 TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
 
 
@@ -203,8 +203,8 @@ class TestKind:
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "said"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
-            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, "report precision 7"),
+            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
+            (TRAIN, "grid", PRECISIONS, "report precision 7"),
             (COMPARE, "single", {}, "report precision 7"),
             (TRAIN, "single", {}, "report precision 7 OTHERS"),
         ],
@@ -219,9 +219,9 @@ class TestKind:
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "said"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, "report loss-scale SEARCH --finding 7"),
-            (f"{ON_CLUSTER} score", "grid", SCALES, "report loss-scale 7"),
-            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, "report loss-scale 7"),
+            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
+            (SCORE, "grid", SCALES, "report loss-scale 7"),
+            (TRAIN, "adaptive_asha", SCALES, "report loss-scale 7"),
             (TRAIN, "grid", SCALES, "report loss-scale 7"),
         ],
     )
@@ -235,12 +235,12 @@ class TestKind:
     @pytest.mark.parametrize(
         ("entrypoint", "searcher", "space", "expected"),
         [
-            (f"{ON_CLUSTER} find", "single", {}, "loss-scale"),
-            (f"{ON_CLUSTER} score", "grid", SCALES, "loss-scale"),
-            (f"{ON_CLUSTER} train", "adaptive_asha", SCALES, "loss-scale"),
+            (FIND, "single", {}, "loss-scale"),
+            (SCORE, "grid", SCALES, "loss-scale"),
+            (TRAIN, "adaptive_asha", SCALES, "loss-scale"),
             (TRAIN, "grid", SCALES, "loss-scale"),
             (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, "precision"),
-            (f"{ON_CLUSTER} compare", "grid", PRECISIONS, "precision"),
+            (TRAIN, "grid", PRECISIONS, "precision"),
             (COMPARE, "single", {}, "precision"),
             (TRAIN, "single", {}, "precision"),
         ],
@@ -269,8 +269,7 @@ class TestKind:
 
 
 def test_what_a_master_does_not_tell_is_said(master: Master) -> None:
-    files, side = read_experiment(7).notes
-    assert "read from experiment.yaml in this folder" in files
+    (side,) = read_experiment(7).notes
     assert "side by side" in side
     master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
     master.reports = {"validation": [], "training": []}

@@ -160,16 +160,15 @@ def test_machine_that_no_trial_noted_is_unknown(master: Master) -> None:
     assert read().runs[0].machine == Machine()
 
 
-def test_search_is_the_experiment_with_what_was_sampled(
-    master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    length = {"max_length": {"batches": 100}}
-    sampled = {"experiment": "experiment_configs/mlp/amp.yaml", "training": length}
-    master.trials[2] = {**TRIAL, "id": 13, "hparams": sampled}
+def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
+    """A drawn scale is rounded to a power of two, as in the trial itself."""
+    space = "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 0, maxval: 24}"
+    master.config = with_overrides(CONFIG, (space,))
+    master.trials[2] = trial(13, "amp_fp16")
+    master.trials[2]["hparams"]["amp"]["init_scale"] = 3000.7
     run = read().runs[2]
     assert run.precision.value == "amp_fp16"
-    assert run.settings["hyperparameters.training.max_length.batches"] == 100
+    assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
 
 
 def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:

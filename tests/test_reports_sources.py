@@ -25,7 +25,7 @@ def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
     assert [run.scale_log2 for run in search.runs] == [16.0, 10.0]
     assert [run.batches for run in search.runs] == [4, 4]
     assert search.runs[0].hparams["amp.init_scale"] == 70000.0
-    assert search.runs[0].hparams["experiment"] == "experiment.yaml"
+    assert search.runs[0].hparams["trial"] == "trials.mlp:MLPTrial"
     assert search.runs[0].overflow is False
     assert search.runs[1].overflow is None
     assert [run.seed for run in search.runs] == [3, 3]

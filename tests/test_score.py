@@ -125,7 +125,7 @@ class TestTerms:
         assert self.of(4, half).gradient_error == 0.25
         assert self.of(4, half, all_of_it).gradient_error == 0.625
         found = self.of(4, half, all_of_it, other_slots=[0.25])
-        assert found == Score(0.0, 0.0, 0.4375, 2.5, 0.0, 0.0)
+        assert found == Score(4, 0.0, 0.0, 0.4375, 2.5, 0.0, 0.0)
 
     @pytest.mark.parametrize("start", [127, 30.25, 16, 0.5, -2, -20, -99.75])
     def test_skipped_steps_are_counted_wherever_overflow_ends(
@@ -182,7 +182,7 @@ class TestTerms:
         assert self.of(-40).backward_headroom_bits == 46
 
     def test_overflow_has_no_gradient_error(self, float16: Float16) -> None:
-        assert self.of(9) == Score(2.0, 3.0, 1.0, -2.5, 0.0, 1.0)
+        assert self.of(9) == Score(9.0, 2.0, 3.0, 1.0, -2.5, 0.0, 1.0)
 
     @pytest.mark.parametrize("start", [16, 0, -3])
     def test_of_a_forward_that_overflows_are_none(self, float16: Float16, start: int) -> None:

@@ -8,8 +8,8 @@ device supports, with an audit, and finds the loss scale. Then it prints its pla
 and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.
 Ctrl-C ends the command with a report on the runs so far.
 
-As a task on a cluster it takes no options. Its arguments are the hyperparameters of
-`hp_search/compare.yaml`.
+It can be the entrypoint of an experiment on a cluster, with the options `--trial`, `--seeds`,
+`--batches` and `--minutes`. The whole comparison is then one task.
 
 It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.html`.
 """
@@ -36,17 +36,18 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if the trial cannot be trained, or no two precisions can be compared.
     """
-    options = None if is_task() else _options(arguments)
-    config = {} if options is None else checked_configuration(options)
-    if options is not None:
+    options = _options(arguments)
+    config: dict[str, Any] = {}
+    if not is_task():
+        config = checked_configuration(options)
         _require_batch_size(config, options.config)
     start_server()
     try:
         # Imported after the server starts: both spend seconds importing torch, at the same time.
         from determined_amp import comparison  # noqa: PLC0415
 
-        if options is None:
-            comparison.compare_on_cluster()
+        if is_task():
+            comparison.compare_on_cluster(options)
         else:
             comparison.compare(config, options.config, options)
     except KeyboardInterrupt:  # during the runs, the engine handles signals

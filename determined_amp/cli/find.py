@@ -7,6 +7,8 @@
 The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
 YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
 bfloat16 predicts overflow and underflow at every power of two. Passes in float16 verify the choice.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from determined_amp.cli.options import add_batches_option, checked_configuration, parser_of
+from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
 from determined_amp.experiment.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ def main(arguments: Sequence[str]) -> int:
         UserError: if an option is wrong, or no loss scale can be found.
     """
     options = _options(arguments)
+    if is_task():
+        from determined_amp.cluster import find_task  # noqa: PLC0415
+
+        find_task(options.trial, options.batches, arguments)
+        return 0
     _check_targets(options)
     config = checked_configuration(options)
     # These import torch, which takes seconds.
@@ -93,6 +100,8 @@ def _check_targets(options: argparse.Namespace) -> None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("find", "Find the initial loss scale in one pass.")
     add_batches_option(parser)
+    if is_task():
+        return parser.parse_args(arguments)
     parser.add_argument(
         "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"
     )

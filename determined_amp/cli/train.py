@@ -41,27 +41,17 @@ def main(arguments: Sequence[str]) -> int:
         UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
     """
     if is_task():
-        return _train_in_task(arguments)
+        trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
+        from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
+
+        train_task(trial, arguments)
+        return 0
     options = _options(arguments)
     options.config = options.config or os.path.join(options.resume, "config.yaml")
     config = configuration_of(options)
     _refuse_search(config, options.config)
     check(config, options.config, trial=options.trial)
     return _train_here(options, config)
-
-
-def _train_in_task(arguments: Sequence[str]) -> int:
-    trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
-    # These import torch, which takes seconds.
-    import determined as det  # noqa: PLC0415
-
-    from determined_amp.cluster import parse_task, start_ranks, train_on_cluster  # noqa: PLC0415
-
-    info = det.get_cluster_info()
-    assert info is not None
-    parse_task(info, trial)
-    start_ranks(info, "determined_amp", "train", *arguments)
-    return train_on_cluster(info, trial=trial)
 
 
 def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
@@ -133,7 +123,7 @@ def _refuse_search(config: Mapping[str, Any], source: str) -> None:
     if method not in _SEARCHES or not isinstance(hyperparameters, Mapping):
         return
     # A trial of a search has one value per hyperparameter, and can be trained.
-    if "experiment" in hyperparameters or any(ranges(hyperparameters)):
+    if any(ranges(hyperparameters)):
         text = (
             f"got {method}, and there are ranges to search; allowed: python -m determined_amp "
             f"search {source}; or searcher.name: single and one value for every "

@@ -71,7 +71,13 @@ _SECTIONS = frozenset(
 
 # Matches an entrypoint that Determined itself imports.
 _LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
-_RANGES = ("int", "double", "log", "categorical")
+_NUMBERS = ("int", "double", "log")
+_RANGES = (*_NUMBERS, "categorical")
+
+_SCALE = "amp.init_scale"
+
+# The hyperparameter that sets the seed of a trial, in place of one that the platform draws.
+TRIAL_SEED = "trial_seed"
 
 
 class CheckpointPolicy(enum.Enum):
@@ -289,7 +295,8 @@ def parse(
         trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
             entrypoint of that form.
         hyperparameters: The hyperparameters that the searcher chose for this trial; by default
-            those of `config`.
+            those of `config`. An initial loss scale that was drawn from a range is rounded to the
+            nearest power of two: scaling by one is exact.
 
     Raises:
         ConfigError: naming every mistake. Those that only the trial's own classes show are named
@@ -351,6 +358,10 @@ def _check(
     if has_our_form(values) and is_test(config):
         config, values = for_test(config), {**values, "training": ONE_BATCH}
     values = constants(values)
+    if hyperparameters is not None:
+        values = _with_power_of_two(values, config)
+        config = {**config, "hyperparameters": values}
+    config, values = _with_trial_seed(config, values, problems)
     named = None if problems else _named_trial(config, values, trial, problems)
     platform = read(Platform, config, "", problems, strict=False)
     known = _read_known(values, problems)
@@ -375,6 +386,36 @@ def _hyperparameters(
     text = f"got {raw!r}; allowed: a mapping of keys to values"
     problems.append(Problem("hyperparameters", text))
     return {}
+
+
+def _with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
+    space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(values, _SCALE)
+    is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS
+    if not is_range or not isinstance(scale, (int, float)) or scale <= 0:
+        return values
+    return {**values, "amp": {**values["amp"], "init_scale": 2.0 ** round(math.log2(scale))}}
+
+
+def _with_trial_seed(
+    config: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Configuration and hyperparameters with `trial_seed` moved to the seed of the experiment.
+
+    The platform draws a seed for each trial of a search. This hyperparameter sets it instead, so
+    that trials can share one. The trial itself does not get it.
+    """
+    if TRIAL_SEED not in values:
+        return config, values
+    others = {key: value for key, value in values.items() if key != TRIAL_SEED}
+    seed = values[TRIAL_SEED]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        text = f"got {seed!r}; allowed: an integer >= 0 and below 2^32"
+        problems.append(Problem(f"hyperparameters.{TRIAL_SEED}", text))
+        return config, others
+    reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
+    changed = {**config, "hyperparameters": others, "reproducibility": reproducibility}
+    return changed, others
 
 
 def constants(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -235,6 +235,7 @@ def in_training(
     amp = MixedPrecision.of(context)
     if amp is not None:
         amp.watched = False  # audit and guard would end the loop: here overflows are expected
+        context = amp.context
     train_batch = trial.train_batch
     frozen: list[TrialBatch] = []
     results: list[T] = []

@@ -50,6 +50,7 @@ class Score:
     """The metrics of one loss scale; every value is finite.
 
     Args:
+        init_scale_log2: log2 of the loss scale.
         loss_scale_score: log2(1 + `steps_lost`); smaller is better, and 0 is best.
         steps_lost: Steps skipped until nothing overflows, plus `flushed_share` times the scaler's
             `growth_interval` if that share is above `FLUSHED_LIMIT`.
@@ -63,6 +64,7 @@ class Score:
         overflow: 1 if a step with this scale is skipped, otherwise 0.
     """
 
+    init_scale_log2: float
     loss_scale_score: float
     steps_lost: float
     gradient_error: float
@@ -94,7 +96,7 @@ def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> 
 
     Args:
         metric: What the search ranks its trials by.
-        trials: Their metrics by name: `Score` and `init_scale_log2`.
+        trials: Their metrics, the fields of `Score` by name.
 
     Returns:
         None without trials, with another metric than the score, or if an older version scored one,
@@ -201,6 +203,7 @@ def score_batches(
         error = sum(slots) / len(slots)
     steps = steps_lost(skipped, seen.flushed_share, growth_interval)
     return Score(
+        init_scale_log2=scale_log2,
         loss_scale_score=score_of(steps),
         steps_lost=steps,
         gradient_error=error,

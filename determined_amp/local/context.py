@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,6 @@ from determined import core, pytorch
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.experiment.settings import ConfigError
 from determined_amp.trial.determined_0_38 import average_by_default
-
-# Called with the context of a trial and its experiment, before the trial is made.
-Prepare = Callable[[pytorch.PyTorchTrialContext, Experiment[Any]], None]
 
 
 def trial_context(

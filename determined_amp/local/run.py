@@ -31,7 +31,7 @@ from determined_amp.local.checkpoint_storage import (
     is_of_the_machine,
     read_metadata,
 )
-from determined_amp.local.context import Prepare, trial_context
+from determined_amp.local.context import trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import StopOnSignal, process_group
@@ -247,7 +247,6 @@ def train(
     *,
     listeners: Sequence[RunListener] = (),
     show: bool = True,
-    prepare: Prepare | None = None,
 ) -> RunFolder:
     """Train to the end, or until a signal stops the run.
 
@@ -257,7 +256,6 @@ def train(
         resume: The checkpoint to continue from; None for a new run.
         listeners: Receive the events of the run, in the process of the chief.
         show: Whether the terminal shows the run.
-        prepare: Called before the trial is made.
 
     Returns:
         The run folder.
@@ -304,8 +302,6 @@ def train(
             limits_of_the_machine(),
         ):
             context = trial_context(core_context, experiment, first_batch)
-            if prepare is not None:
-                prepare(context, experiment)
             trial = trial_of(experiment, context)
             with controlled_by(partial(LocalController, experiment, length, notified, first_batch)):
                 start = resume.checkpoint if resume else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.experiment import TRIAL_SEED
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.score import worth_of_best
 from determined_amp.finder.trial import find_in_trial
@@ -18,7 +18,7 @@ from determined_amp.report.loss_scale_figure import points_of
 from determined_amp.report.loss_scale_panels import predicted_score, seed_band
 from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.run import SCALE, is_scale
-from determined_amp.search.compose import compose
+from determined_amp.search.task import Task
 
 # The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
@@ -64,16 +64,17 @@ def predict(search: Source, batches: int = 4) -> FoundScale:
 
 
 def _experiment(search: Source) -> dict[str, Any]:
-    """The experiment of a search, with its own scale instead of a searched one."""
+    """The experiment of a search, with the default scale instead of a searched one."""
     sample = search.runs[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
     frequency = (search.config.get("optimizations") or {}).get("aggregation_frequency", 1)
     if frequency > 1:  # in Determined's own form; ours has a hyperparameter for it
         plain["optimizations"] = {"aggregation_frequency": frequency}
-    if "experiment" not in sample:
-        return {**plain, "hyperparameters": nested(sample)}
-    constant = nested({name: value for name, value in sample.items() if not is_scale(name)})
-    return compose({**plain, "hyperparameters": constant}, constant, Path.cwd())
+    kept = {n: value for n, value in sample.items() if n != TRIAL_SEED and not is_scale(n)}
+    task = Task.of(search.config)
+    if task is not None and task.trial is not None:
+        plain["entrypoint"] = task.trial
+    return {**plain, "hyperparameters": nested(kept)}
 
 
 def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:

@@ -23,7 +23,7 @@ from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.master import NONSENSE, log_in
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.runs.settings import SEED, of_experiment
-from determined_amp.search.compose import compose
+from determined_amp.search.task import Task, Verb
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -68,24 +68,17 @@ def read_experiment(number: int, *, with_settings: bool = False) -> Source:
             _run(origin, config, t, reports[t.id], noted.get(t.id, {}), with_settings=with_settings)
             for t in trials
         )
-        return Source(origin, tuple(runs), config, notes=_unknown(config, trials))
+        return Source(origin, tuple(runs), config, notes=_unknown(trials))
 
 
-def _unknown(config: Mapping[str, Any], trials: Sequence[Trial]) -> tuple[str, ...]:
+def _unknown(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Sentences for the report on what the master does not tell."""
-    named = {str((trial.hparams or {}).get("experiment")) for trial in trials} - {"None"}
-    told = []
-    if named:
-        told.append(
-            f"the settings of these trials are read from {', '.join(sorted(named))} in this "
-            "folder, which may differ from what was sent to the cluster"
-        )
-    if len(trials) > 1:
-        told.append(
-            "the master does not tell which trials ran side by side on one machine, which changes "
-            "their speeds"
-        )
-    return tuple(told)
+    if len(trials) < 2:
+        return ()
+    return (
+        "the master does not tell which trials ran side by side on one machine, which changes "
+        "their speeds",
+    )
 
 
 def read_finding(number: int) -> FoundScale:
@@ -109,7 +102,7 @@ def read_finding(number: int) -> FoundScale:
 
 
 def fetch_comparison(number: int, folder: Path) -> str | None:
-    """Download the report of an experiment of `hp_search/compare.yaml`, from its checkpoint.
+    """Download the report of an experiment that ran `compare`, from its checkpoint.
 
     Args:
         number: The id of the experiment.
@@ -140,10 +133,9 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
 
 
 def is_compare_command(config: Mapping[str, Any]) -> bool:
-    """Whether an experiment was created from `hp_search/compare.yaml`."""
-    entrypoint = config.get("entrypoint")
-    words = entrypoint if isinstance(entrypoint, list) else str(entrypoint).split()
-    return words[-2:] == ["determined_amp", "compare"]
+    """Whether the entrypoint of an experiment is the command `compare`."""
+    task = Task.of(config)
+    return task is not None and task.verb is Verb.COMPARE
 
 
 @contextmanager
@@ -227,10 +219,9 @@ def _settings(
 ) -> dict[str, Any]:
     """The configuration of one trial with every default filled in, as in a run folder."""
     try:
-        if "experiment" in hyperparameters:  # a search of this repository
-            config = compose(config, hyperparameters, Path.cwd())
-            hyperparameters = config["hyperparameters"]
-        experiment = parse(config, origin, hyperparameters=hyperparameters)
+        task = Task.of(config)
+        trial = task.trial if task else None
+        experiment = parse(config, origin, trial=trial, hyperparameters=hyperparameters)
         return of_experiment(experiment)
     except ConfigError as error:
         raise ReportError(

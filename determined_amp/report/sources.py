@@ -11,12 +11,12 @@ import matplotlib
 
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import searcher_of
-from determined_amp.report.master_runs import is_compare_command, read_experiment
+from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.run_folders import is_search, read_search
 from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import is_scale
-from determined_amp.search.trial_kind import TrialKind
+from determined_amp.search.task import Task, Verb
 
 
 def is_experiment(source: str) -> bool:
@@ -62,13 +62,13 @@ def refuse_precisions(given: str, source: Source) -> None:
     Raises:
         ReportError: if the source is no search for a loss scale. The message has the right command.
     """
-    kind, config = TrialKind.of(source.config), source.config
-    if kind is TrialKind.FIND:
+    config = source.config
+    if _verb(source) is Verb.FIND:
         raise ReportError(
             f"{source.origin}: is the finder's answer, which ends its log, and no search; with a "
             f"search: {_REPORT} loss-scale SEARCH --finding {given}"
         )
-    if kind is TrialKind.COMPARE or is_compare_command(config):
+    if _compares(source):
         raise ReportError(
             f"{source.origin}: compares precisions; its report: {_REPORT} precision {given}"
         )
@@ -89,7 +89,7 @@ def refuse_loss_scales(given: str, source: Source) -> None:
     Raises:
         ReportError: if the source is about the loss scale. The message has the right command.
     """
-    if TrialKind.of(source.config) is TrialKind.FIND:
+    if _verb(source) is Verb.FIND:
         refuse_precisions(given, source)
     if is_over_loss_scale(source):
         raise ReportError(
@@ -100,14 +100,25 @@ def refuse_loss_scales(given: str, source: Source) -> None:
 
 def is_over_loss_scale(source: Source) -> bool:
     """Whether a source is about the loss scale, not about precisions."""
-    kind = TrialKind.of(source.config)
-    if kind is TrialKind.COMPARE or is_compare_command(source.config):
+    if _compares(source):
         return False
-    if kind in (TrialKind.FIND, TrialKind.SCORE):
-        return True
+    return _verb(source) in (Verb.FIND, Verb.SCORE) or any(map(is_scale, _searched(source)))
+
+
+def _compares(source: Source) -> bool:
+    """Whether a source ran the command `compare`, or is a search over precisions."""
+    return _verb(source) is Verb.COMPARE or "amp.precision" in _searched(source)
+
+
+def _verb(source: Source) -> Verb | None:
+    task = Task.of(source.config)
+    return None if task is None else task.verb
+
+
+def _searched(source: Source) -> list[str]:
+    """The dotted names of the hyperparameters that a source searches over."""
     spaces = flat(source.config.get("hyperparameters") or {})
-    searched = [name for name, value in spaces.items() if isinstance(value, Mapping)]
-    return any(map(is_scale, searched)) and not any(n.endswith("precision") for n in searched)
+    return [name for name, value in spaces.items() if isinstance(value, Mapping)]
 
 
 def folder_beside(source: str) -> Path:

@@ -144,6 +144,7 @@ class RunFolder:
         Returns:
             The run, with the new part.
         """
+        before = self._run()
         # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
         write_whole(self.path / "resolved.yaml", dump_yaml(experiment.resolved()))
@@ -154,7 +155,6 @@ class RunFolder:
             datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             sys.argv,
         )
-        before = self._run()
         parts = (*(p for p in before.parts if p.first_batch < first_batch), part)
         return self._write(
             dataclasses.replace(before, state=RunState.RUNNING, reason="", parts=parts)

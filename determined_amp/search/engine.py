@@ -40,7 +40,6 @@ from determined_amp.search.study_file import (
     load_study,
     storing,
 )
-from determined_amp.search.trial_kind import TrialKind
 from determined_amp.search.trial_queue import TrialQueue
 from determined_amp.search.workers import Worker
 
@@ -102,9 +101,9 @@ def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -
 def _check(config: Mapping[str, Any], source: str) -> None:
     """Raise for mistakes that many trials would share, before the first trial starts."""
     try:
-        space = SearchPlan(config).space
-        for probe in space.probes():
-            check_trial(config, space.nested(probe))
+        plan = SearchPlan(config)
+        for probe in plan.space.probes():
+            check_trial(plan.experiment(0, plan.space.nested(probe)), plan.task)
     except ConfigError as error:
         raise ConfigError(source, error.problems) from error
 
@@ -136,7 +135,7 @@ def _run(folder: Path, workers: int) -> int:
     study = load_study(folder / FILE_NAME)
     plan = SearchPlan(study.user_attrs["search"])
     display = SearchDisplay(Console(), plan, folder)
-    if plan.kind is TrialKind.COMPARE:
+    if plan.compares:
         _keep_workers(study, workers)
         if workers > 1:
             display.warn_of_sharing(workers)

@@ -23,6 +23,7 @@ from rich.console import Console
 from determined_amp.experiment.errors import UserError
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.score import score
 from determined_amp.finder.trial import find_in_trial
 from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
 from determined_amp.local.logs import logging_to
@@ -32,15 +33,8 @@ from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
-from determined_amp.search.compose import compose
-from determined_amp.search.scale_metrics import (
-    batches_to_score,
-    batches_to_use,
-    report_flushed_share,
-    scored,
-)
 from determined_amp.search.searcher_settings import check_lengths
-from determined_amp.search.trial_kind import TrialKind
+from determined_amp.search.task import Task, Verb, check_score
 
 
 @dataclass(frozen=True)
@@ -48,12 +42,12 @@ class Job:
     """One trial to run.
 
     Args:
-        kind: Whether to train, compare, score or find.
+        task: Whether to train, score or find.
         config: Its experiment configuration.
         folder: Its run folder; a trial with a checkpoint there continues from it.
     """
 
-    kind: TrialKind
+    task: Task
     config: Mapping[str, Any]
     folder: Path
 
@@ -110,16 +104,16 @@ class TrialResult:
 GoOn = Callable[[Validation], bool]
 
 
-def check_trial(search: Mapping[str, Any], sampled: Mapping[str, Any]) -> Experiment[Any]:
-    """Compose and check the experiment of a trial with these sampled values.
+def check_trial(experiment: Experiment[Any], task: Task) -> None:
+    """Check that a trial of a search can be run.
 
     Raises:
-        ConfigError: naming every mistake, if it cannot be run.
+        ConfigError: naming every mistake.
     """
-    experiment = parse(compose(search, sampled, Path.cwd()), str(search.get("name", "search")))
-    scores = TrialKind.of(search) is TrialKind.SCORE
-    (batches_to_score if scores else check_lengths)(experiment)
-    return experiment
+    if task.verb is Verb.SCORE:
+        check_score(experiment)
+    else:
+        check_lengths(experiment)
 
 
 def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> TrialResult:
@@ -163,21 +157,18 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
 
 def _run(job: Job, folder: RunFolder, listener: _SearchListener) -> None:
     experiment = parse(job.config, str(job.config.get("name", "search")))
-    if job.kind is TrialKind.SCORE:
-        _score(experiment, folder, listener.go_on)
+    if job.task.verb is Verb.SCORE:
+        _score(experiment, job.task.batches, folder, listener.go_on)
         return
-    if job.kind is TrialKind.FIND:
-        _find(experiment, folder, listener.on_first_batch)
+    if job.task.verb is Verb.FIND:
+        _find(experiment, job.task.batches, folder, listener.on_first_batch)
         return
-    check_lengths(experiment)
     train_here(
         experiment,
         lambda: folder,
         _resume(folder),
         listeners=[listener],
         show=False,
-        # Not in a comparison: this makes a second trial, whose memory would be counted.
-        prepare=report_flushed_share if job.kind is TrialKind.TRAIN else None,
     )
 
 
@@ -185,23 +176,24 @@ def _resume(folder: RunFolder) -> Resume | None:
     return Resume.latest(folder.path) if complete_checkpoints(folder.checkpoints) else None
 
 
-def _score(experiment: Experiment[Any], folder: RunFolder, go_on: GoOn) -> None:
-    batches = batches_to_score(experiment)
+def _score(experiment: Experiment[Any], batches: int, folder: RunFolder, go_on: GoOn) -> None:
     folder.describe(experiment)
     with (
         logging_to(folder.log, Console(quiet=True)),
         open_trial(experiment.config, experiment.name) as found,
     ):
-        metrics = scored(found.trial, found.context, experiment, batches)
+        metrics = score(found.trial, found.context, batches)
     folder.forget_metrics_after(-1)  # a killed process may have left its report
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, _finite(metrics)))
 
 
 def _find(
-    experiment: Experiment[Any], folder: RunFolder, on_first_batch: Callable[[], None]
+    experiment: Experiment[Any],
+    batches: int,
+    folder: RunFolder,
+    on_first_batch: Callable[[], None],
 ) -> None:
-    batches = batches_to_use(experiment)
     folder.describe(experiment)
     with (
         logging_to(folder.log, Console(quiet=True)),

@@ -19,7 +19,6 @@ from determined_amp.finder.score import worth_of_best
 from determined_amp.local.display import progress_bar
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
-from determined_amp.search.trial_kind import TrialKind
 
 # Columns next to the searcher's metric, shown if a trial has them: name, title, format.
 _DIAGNOSIS = (
@@ -48,7 +47,7 @@ class SearchDisplay:
         self._plan = plan
         self._folder = folder
         self._metric = plan.settings.metric
-        self._compares = plan.kind is TrialKind.COMPARE
+        self._compares = plan.compares
         self._shown: set[int] | None = None
         self._progress = progress_bar(console, "trials")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.settings import ConfigError
-from determined_amp.search.compose import compose
 from determined_amp.search.searcher_settings import (
     Bracket,
     Method,
@@ -19,9 +18,7 @@ from determined_amp.search.searcher_settings import (
     read_searcher,
 )
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.trial_kind import ENTRYPOINT, TrialKind
-
-_KINDS_HERE = (TrialKind.TRAIN, TrialKind.COMPARE, TrialKind.SCORE)
+from determined_amp.search.task import Task, Verb
 
 
 class SearchPlan:
@@ -52,21 +49,26 @@ class SearchPlan:
         restarts = search.get("max_restarts", 0)
         if not isinstance(restarts, int) or restarts < 0:
             problems.append(f"max_restarts: got {restarts!r}; allowed: an integer >= 0")
-        kind = _kind_here(search, problems)
-        if settings is None or kind is None or problems:
+        task = _task_here(search, problems)
+        if settings is None or task is None or problems:
             raise ConfigError("search", problems)
         self.search = search
-        self.kind: TrialKind = kind
+        self.task: Task = task
         self.settings: SearcherSettings = settings
         self._seed: int = int(seed or 0)
         self.grid = self.space.grid() if grid else []
-        if self.kind is TrialKind.COMPARE:
+        if self.compares:
             self.grid = _by_turns(self.grid)
         self.brackets: list[Bracket] = (
             brackets(settings)
             if settings.name is Method.ADAPTIVE_ASHA
             else [Bracket((), len(self.grid) or settings.max_trials or 1)]
         )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the search compares precisions, so that it ranks nothing."""
+        return any(axis.name == "amp.precision" for axis in self.space.axes)
 
     @property
     def total(self) -> int:
@@ -78,10 +80,10 @@ class SearchPlan:
         """Whether a trial that cannot train is replaced by another one, as on the platform."""
         return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
 
-    def compose(self, number: int, sampled: Mapping[str, Any]) -> dict[str, Any]:
-        """The experiment configuration of a trial, including its seed.
+    def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment[Any]:
+        """The experiment of a trial.
 
-        If the search sets no seed, every trained trial gets its own, drawn from `experiment_seed`.
+        Without a `trial_seed`, every trained trial gets its own seed, drawn from `experiment_seed`.
         The platform does the same, but draws other numbers. All scored trials share one seed.
 
         Args:
@@ -89,28 +91,36 @@ class SearchPlan:
             sampled: A value for every hyperparameter of the search, nested.
 
         Raises:
-            ConfigError: if the experiment cannot be used.
+            ConfigError: naming every mistake.
         """
-        config = compose(self.search, sampled, Path.cwd())
-        if sampled.get("seed") is None and self.kind is not TrialKind.SCORE:
-            seed = self.drawn(number, 1)
-            config["reproducibility"] = {**config["reproducibility"], "experiment_seed": seed}
-        return config
+        config = self.search
+        if self.task.verb is Verb.TRAIN:
+            seed = {"experiment_seed": self.drawn(number, 1)}
+            config = {**config, "reproducibility": {**config["reproducibility"], **seed}}
+        return parse(
+            config,
+            str(config.get("name", "search")),
+            trial=self.task.trial,
+            hyperparameters=sampled,
+        )
 
     def drawn(self, number: int, stream: int) -> int:
         """A 32-bit random number that depends only on the search's seed and the arguments."""
         return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
 
 
-def _kind_here(search: Mapping[str, Any], problems: list[str]) -> TrialKind | None:
-    """The kind of the trials of a search; None after appending a mistake to `problems`."""
-    kind = TrialKind.of(search)
-    if kind in _KINDS_HERE:
-        return kind
-    verbs = ", ".join(kind.value for kind in _KINDS_HERE)
+def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:
+    """The task of the trials of a search; None after appending a mistake to `problems`."""
+    try:
+        task = Task.of(search)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return None
+    if task is not None and task.verb in (Verb.TRAIN, Verb.SCORE):
+        return task
     problems.append(
-        f"entrypoint: got {search.get('entrypoint')!r}; allowed: python3 -m {ENTRYPOINT} and one "
-        f"of {verbs}; to find the loss scale here, use python -m determined_amp find CONFIG"
+        f"entrypoint: got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
+        "determined_amp train, the same with score, or module:Class of a PyTorchTrial"
     )
     return None
 
@@ -123,6 +133,6 @@ def _by_turns(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     by_seed: dict[Any, list[dict[str, Any]]] = {}
     for point in points:
-        by_seed.setdefault(point.get("seed"), []).append(point)
+        by_seed.setdefault(point.get(TRIAL_SEED), []).append(point)
     turns = enumerate(by_seed.values())
     return [point for i, turn in turns for point in (turn[::-1] if i % 2 else turn)]

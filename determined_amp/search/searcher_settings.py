@@ -134,6 +134,8 @@ def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
     if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
         problems.append("searcher.bracket_rungs: is not supported; use mode and max_rungs")
         return None
+    if isinstance(raw, Mapping):  # the length of a trial in Determined's own form
+        raw = {key: value for key, value in raw.items() if key != "max_length"}
     return read(SearcherSettings, raw, "searcher", problems)
 
 

@@ -24,7 +24,6 @@ from determined_amp.search.run_trial import Job, Outcome, TrialResult, Validatio
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.searcher_settings import Method
 from determined_amp.search.space import Axis, Space, nest
-from determined_amp.search.trial_kind import TrialKind
 
 
 class TrialQueue:
@@ -48,7 +47,7 @@ class TrialQueue:
     @property
     def compared(self) -> bool:
         """Whether this is a comparison, in which each trial needs a new process."""
-        return self._plan.kind is TrialKind.COMPARE
+        return self._plan.compares
 
     def next_job(self) -> tuple[int, Job] | None:
         """The number and the job of the trial to start next; None if there is none."""
@@ -71,12 +70,13 @@ class TrialQueue:
         sampled = plan.space.nested(point)
         # A trial that continues keeps its configuration, even if the YAML has changed since.
         started = folder.config.exists()
-        config = read_yaml(str(folder.config)) if started else plan.compose(trial.number, sampled)
+        path = str(folder.config)
+        config = read_yaml(path) if started else plan.experiment(trial.number, sampled).config
         used = _used(plan.space, sampled, config)
         folder.describe_trial(trial.number, flat(used))
         trial.set_user_attr("used", used)
         trial.set_user_attr("seed", config["reproducibility"]["experiment_seed"])
-        return Job(plan.kind, config, folder.path)
+        return Job(plan.task, config, folder.path)
 
     def _open_bracket(self) -> int | None:
         """The bracket of the next new trial; None if the search has all its trials."""

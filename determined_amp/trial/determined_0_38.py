@@ -37,6 +37,11 @@ def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:
     return context._core.train
 
 
+def checkpoint_context(context: pytorch.PyTorchTrialContext) -> core.CheckpointContext:
+    """What stores checkpoints for this context."""
+    return context._core.checkpoint
+
+
 def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
     """Batches of one optimizer step."""
     return int(context._aggregation_frequency)

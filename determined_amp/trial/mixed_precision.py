@@ -136,6 +136,11 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         amp: MixedPrecision | None = getattr(context, _ATTRIBUTE, None)
         return amp
 
+    @property
+    def context(self) -> pytorch.PyTorchTrialContext:
+        """The trial's context, as the trial sees it."""
+        return self._context
+
     # What a trial calls.
 
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
@@ -320,8 +325,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
             self._model_hooks += share_gradients_once(self._context, self._is_update_batch)
         if self.scaler.is_enabled():
             self.metrics.drifting = _drifting(self._context)
-        step = self._step_and_note_clip(self._context.step_optimizer)
-        self._patches.enter_context(patched(self._context, "step_optimizer", step))
+        self._note_clips()
         for optimizer in self._context.optimizers:
             self._meet(optimizer)
             self.metrics.of(optimizer).begin(optimizer)
@@ -366,16 +370,16 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
     def _is_update_batch(self, batch_idx: int) -> bool:
         return not self._replays and (batch_idx + 1) % self._aggregation_frequency == 0
 
-    def _step_and_note_clip(self, step_optimizer: Callable[..., None]) -> Callable[..., None]:
-        """`context.step_optimizer`, which tells the scaler whether the trial clips."""
-        scaler = self.scaler
+    def _note_clips(self) -> None:
+        """Let `context.step_optimizer` tell the scaler whether the trial clips."""
+        scaler, step_optimizer = self.scaler, self._context.step_optimizer
 
         def step(optimizer: Any, clip_grads: Any = None, *others: Any, **named: Any) -> None:
             scaler.clips = clip_grads is not None
             step_optimizer(optimizer, clip_grads, *others, **named)
             scaler.clips = False
 
-        return step
+        self._patches.enter_context(patched(self._context, "step_optimizer", step))
 
     def _remember_constructed(self) -> None:
         """Keep what the optimizers were made with, before a checkpoint or a step changes it."""

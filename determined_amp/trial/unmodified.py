@@ -87,9 +87,8 @@ def make_with_amp(
         ConfigError: if the trial cannot be trained that way, saying why and what to write. Some
             reasons show in the first batch only.
     """
-    adapter = _Unmodified(context, settings)
-    with patched(context, "wrap_model", adapter.wrap_model):
-        trial = make_trial(context)
+    adapter = _Unmodified(settings)
+    trial = make_trial(AmpContext(context, adapter))
     if adapter.amp is not None:
         adapter.attach(trial)
     elif MixedPrecision.of(context) is None:
@@ -188,22 +187,72 @@ class _Autocast:
         return _no_autocast, ()
 
 
-class _Unmodified(pytorch.PyTorchCallback):
-    """Stands between a trial and its context.
+class AmpContext(pytorch.PyTorchTrialContext):
+    """The context of a trial as the trial sees it: the same one, but for three methods.
+
+    It shares all attributes with the context that Determined's loop has.
 
     Args:
-        context: The trial's context.
+        context: That one.
+        adapter: What the three methods do more.
+    """
+
+    _adapter: _Unmodified
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, adapter: _Unmodified) -> None:
+        self.__dict__ = context.__dict__
+        self._adapter = adapter
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self._adapter.prepare(self, model)
+        return super().wrap_model(model)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        def run(scaled: torch.Tensor) -> None:
+            super(AmpContext, self).backward(scaled, gradient, retain_graph, create_graph)
+
+        self._adapter.backward(loss, run, create_graph=create_graph)
+
+    def step_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grads: Callable[[Any], Any] | None = None,
+        auto_zero_grads: bool = True,
+        scaler: Any = None,
+    ) -> None:
+        def run(clip: Callable[[Any], Any] | None, scaler: Any) -> None:
+            super(AmpContext, self).step_optimizer(optimizer, clip, auto_zero_grads, scaler)
+
+        self._adapter.step(optimizer, run, clip_grads, scaler, zero_grad=auto_zero_grads)
+
+
+class _FromOutside(MixedPrecision):
+    """That of a trial which knows nothing of it, whose clip gets gradients that are unscaled."""
+
+    def _note_clips(self) -> None:
+        """`AmpContext` has told the scaler that it may clip."""
+
+
+class _Unmodified(pytorch.PyTorchCallback):
+    """What happens between a trial and its context.
+
+    Args:
         settings: The `amp` section.
 
     Attributes:
         amp: Made when the trial wraps its first model without one of its own.
     """
 
-    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
+    def __init__(self, settings: AmpSettings) -> None:
         self.amp: MixedPrecision | None = None
-        self._context = context
         self._settings = settings
-        self._wrap_model = context.wrap_model
+        self._is_attached = False
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # Of optimizers that may keep weights aside: norms of their weights where a window began.
@@ -216,8 +265,8 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     # What the trial's constructor calls.
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        context = self._context
+    def prepare(self, context: pytorch.PyTorchTrialContext, model: nn.Module) -> None:
+        """Let a model that is about to be wrapped run under autocast."""
         if self.amp is None and MixedPrecision.of(context) is None:
             theirs = scaler_of(context)
             if theirs is not None and not theirs.is_enabled():
@@ -225,21 +274,20 @@ class _Unmodified(pytorch.PyTorchCallback):
                 theirs = None
             if theirs is not None or has_amp_of_its_own(context):
                 raise _wrong("it has a GradScaler of its own", _NO_AMP)
-            self.amp = MixedPrecision(context, self._settings)
+            self.amp = _FromOutside(context, self._settings)
+            self._context = context
             self._autocast = _Autocast(self.amp)
         if self.amp is not None:
             self.amp.prepare(model)
             # On the instance: names, state_dict keys and types stay.
             model.forward = partial(self._autocast, model.forward)
-        return self._wrap_model(model)
 
     def attach(self, trial: pytorch.PyTorchTrial) -> None:
-        """From now on the calls of `trial` to its context, and its batches, come through here."""
+        """From now on what `trial` asks of its context, and its batches, come through here."""
         assert self.amp is not None
+        self._is_attached = True
         amp, build_callbacks = self.amp, trial.build_callbacks
         self._train_batch = trial.train_batch
-        self._backward = self._context.backward
-        self._step_optimizer = self._context.step_optimizer
 
         def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
             first = {"determined_amp.unmodified": self}
@@ -251,8 +299,6 @@ class _Unmodified(pytorch.PyTorchCallback):
         }
         for name, replacement in replacements.items():
             setattr(trial, name, replacement)
-        self._context.backward = self.backward  # type: ignore[method-assign]
-        self._context.step_optimizer = self.step_optimizer  # type: ignore[method-assign]
 
     # What the trial's `train_batch` calls, and it itself.
 
@@ -274,14 +320,19 @@ class _Unmodified(pytorch.PyTorchCallback):
         return {**named, **metrics}
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
+        self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None], *, create_graph: bool
     ) -> None:
+        """Go backward from a loss, and leave true gradients.
+
+        Args:
+            loss: Unscaled.
+            backward: That of the context.
+            create_graph: Whether the trial wants gradients of gradients.
+        """
         amp, gradients = self.amp, self._gradients
-        assert amp is not None
+        if amp is None or not self._is_attached:
+            backward(loss)
+            return
         if create_graph and amp.scaler.is_enabled():
             raise _wrong(
                 "it calls context.backward(create_graph=True), whose gradients would be scaled",
@@ -300,7 +351,7 @@ class _Unmodified(pytorch.PyTorchCallback):
 
         def run(scaled: torch.Tensor) -> None:
             with self._in_backward():
-                self._backward(scaled, gradient, retain_graph, create_graph)
+                backward(scaled)
 
         if gradients is None:
             run(amp.scaler.scale(loss))
@@ -311,15 +362,28 @@ class _Unmodified(pytorch.PyTorchCallback):
             self._remember_weights()
             gradients.backward(loss, run)
 
-    def step_optimizer(
+    def step(
         self,
         optimizer: torch.optim.Optimizer,
-        clip_grads: Callable[[Any], Any] | None = None,
-        auto_zero_grads: bool = True,
-        scaler: Any = None,
+        step: Callable[[Callable[[Any], Any] | None, Any], None],
+        clip_grads: Callable[[Any], Any] | None,
+        scaler: Any,
+        *,
+        zero_grad: bool,
     ) -> None:
+        """Step an optimizer whose gradients are true.
+
+        Args:
+            optimizer: The one to be stepped.
+            step: That of the context, with a function that clips, and a scaler.
+            clip_grads: The trial's.
+            scaler: The trial's.
+            zero_grad: Whether the gradients are zeroed afterwards.
+        """
         amp = self.amp
-        assert amp is not None
+        if amp is None or not self._is_attached:
+            step(clip_grads, scaler)
+            return
         if scaler is not None and scaler.is_enabled():
             raise _wrong("it has a GradScaler of its own", _NO_AMP)
         measure = amp.clip(optimizer)
@@ -332,10 +396,10 @@ class _Unmodified(pytorch.PyTorchCallback):
 
         if ends_step(self._context):
             amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
-        self._step_optimizer(optimizer, clip if clip_grads else None, auto_zero_grads, amp.scaler)
+        step(clip if clip_grads else None, amp.scaler)
         skipped = amp.scaler.outcomes.get(optimizer)
         if skipped is True and optimizer in self._weights:
-            self._let_put_back(optimizer, auto_zero_grads)
+            self._let_put_back(optimizer, zero_grad)
         if skipped is not None:
             self._weights.pop(optimizer, None)
 

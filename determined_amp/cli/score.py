@@ -1,0 +1,53 @@
+"""The command `score`: measure how many optimizer steps an initial loss scale loses.
+
+    python -m determined_amp score CONFIG.yaml [--trial module:Class] [--batches 4]
+                                   [--config KEY=VALUE ...]
+
+The trial is not trained; see `determined_amp.finder.score`. The scale is `amp.init_scale`, or that
+of the trial's own `GradScaler`.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--batches`.
+A search over `amp.init_scale` then scores every scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from determined_amp.cli.options import (
+    add_batches_option,
+    checked_configuration,
+    is_task,
+    parser_of,
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Score the loss scale and print its metrics.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UserError: if the configuration is wrong, or the trial has no loss scale.
+    """
+    parser = parser_of("score", "Measure how many optimizer steps an initial loss scale loses.")
+    add_batches_option(parser)
+    options = parser.parse_args(arguments)
+    if is_task():
+        from determined_amp.cluster import score_task  # noqa: PLC0415  # torch
+
+        score_task(options.trial, options.batches)
+        return 0
+    config = checked_configuration(options)
+    # These import torch, which takes seconds.
+    from determined_amp.finder.score import score  # noqa: PLC0415
+    from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
+    from determined_amp.search.task import check_score  # noqa: PLC0415
+
+    with open_trial(config, options.config, options.trial) as opened:
+        check_score(opened.experiment)
+        metrics = score(opened.trial, opened.context, options.batches)
+    for name, value in metrics.items():
+        print(f"{name:24} {value:.6g}")
+    return 0
