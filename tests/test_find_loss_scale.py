@@ -91,7 +91,7 @@ class TestAnswer:
         assert text.startswith("Classifier: 2 batches, 16 samples, on ")
         assert "measured in float16" in text
         assert f"verdict: use 2^{found.finding.choice_log2}" in text
-        assert "the scaler's 2^20 skips" in text
+        assert "starting at the scaler's 2^20 costs" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
         assert found.as_json()["verdict"] == "use 2^k"
 
