@@ -259,7 +259,7 @@ class AmpLoop:
         """
         if self.scaler.outcomes:
             for optimizer, skipped in self.scaler.finish().items():
-                self.metrics.of(optimizer).finish(skipped)
+                self.metrics.each.of(optimizer).finish(skipped)
 
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
@@ -424,7 +424,7 @@ class AmpLoop:
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """Before every step, in every precision, so that fp32 shows a mistake, too."""
-        self.metrics.of(optimizer).begin(optimizer)
+        self.metrics.each.of(optimizer).begin(optimizer)
         self.scaler.check_step()
 
     def _check_norm(self, max_norm: float, place: str) -> None:
@@ -436,7 +436,7 @@ class AmpLoop:
             return
         if not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
-        steps, gradients = self.metrics.of(optimizer), gradients_of(parameters)
+        steps, gradients = self.metrics.each.of(optimizer), gradients_of(parameters)
         steps.measure(parameters, self.loss_scale)
         if max_norm < math.inf and any_gradient(optimizer):
             steps.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -119,6 +119,7 @@ class TrainingMetrics:
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
+        each: The steps of every optimizer.
         batches: Batches counted since the last report.
         latest: The newest report; None before the first.
         trial_reports_loss: Set it where the trial itself returns a metric `loss`, which then stays.
@@ -140,7 +141,7 @@ class TrainingMetrics:
         self._scales = scales
         self._scaled = scaled
         self._loss_sum = DeviceSum(device)
-        self._steps = StepsOfEach(device, optimizers, scaled=scaled)
+        self.each = StepsOfEach(device, optimizers, scaled=scaled)
         self._losses = 0
         self._samples = 0
         self.batches = 0
@@ -156,15 +157,15 @@ class TrainingMetrics:
     @property
     def first(self) -> OptimizerSteps:
         """The steps of the optimizer that comes first, before it is there."""
-        return self._steps.first
+        return self.each.first
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerSteps:
         """The steps of an optimizer."""
-        return self._steps.of(optimizer)
+        return self.each.of(optimizer)
 
     def all(self) -> list[OptimizerSteps]:
         """The steps of every optimizer, in their order."""
-        return self._steps.all()
+        return self.each.all()
 
     def add(
         self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False

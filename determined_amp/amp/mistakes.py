@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from determined_amp.amp.fields import ConfigError
 
 
-class Stage(enum.Enum):
+class Stage(str, enum.Enum):  # a string is hashed faster
     """Where one optimizer is between the backward and the end of its step."""
 
     SCALED = "its gradients may be scaled"

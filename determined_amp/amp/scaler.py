@@ -81,15 +81,15 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """`GradScaler.unscale_`, before anything reads or clips the gradients."""
-        self._enter(optimizer, "unscale")
+        self._stages[optimizer] = self._check(optimizer, "unscale")
         if self._enabled:
             super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """`GradScaler.step`; keeps whether the step was skipped."""
         if self.clips:
-            self._enter(optimizer, "clip")
-        self._after(optimizer, "step")
+            self._check(optimizer, "clip")
+        self._check(optimizer, "step")
         if not self.has_scaled and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
@@ -157,7 +157,7 @@ class LossScaler(torch.amp.GradScaler):
             ConfigError: if an optimizer has stepped, and nothing was updated.
         """
         for optimizer in self._outcomes:
-            self._enter(optimizer, "end")
+            self._check(optimizer, "end")
 
     def finish(self) -> dict[Optimizer, Skipped]:
         """Update the scale after steps, unless that was done; the outcome of each step."""
@@ -220,10 +220,8 @@ class LossScaler(torch.amp.GradScaler):
 
     # How it does that.
 
-    def _enter(self, optimizer: Optimizer, call: str) -> None:
-        self._stages[optimizer] = self._after(optimizer, call)
-
-    def _after(self, optimizer: Optimizer, call: str) -> Stage:
+    def _check(self, optimizer: Optimizer, call: str) -> Stage:
+        """The stage after a call."""
         after = TRANSITIONS[self._stages.get(optimizer, Stage.SCALED), call]
         if isinstance(after, Mistake):
             raise error_of(after, self._remedies)

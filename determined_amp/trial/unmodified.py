@@ -88,10 +88,13 @@ def make_with_amp(
             reasons show in the first batch only.
     """
     adapter = _Unmodified(settings)
-    trial = make_trial(AmpContext(context, adapter))
+    view = AmpContext(context, adapter)
+    trial = make_trial(view)
     if adapter.amp is not None:
         adapter.attach(trial)
-    elif MixedPrecision.of(context) is None:
+    else:
+        view.hand_over()
+    if MixedPrecision.of(context) is None:
         raise _wrong("it wraps no model", "self.model = context.wrap_model(model)")
     return trial
 
@@ -202,6 +205,10 @@ class AmpContext(pytorch.PyTorchTrialContext):
     def __init__(self, context: pytorch.PyTorchTrialContext, adapter: _Unmodified) -> None:
         self.__dict__ = context.__dict__
         self._adapter = adapter
+
+    def hand_over(self) -> None:
+        """Be the context and no more, for a trial with a `MixedPrecision` of its own."""
+        self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self._adapter.prepare(self, model)
