@@ -77,14 +77,14 @@ OF_A_SEARCH = ("hyperparameters.hidden_features=32", "hyperparameters.global_bat
 # Three precisions, one seed each, a few batches long.
 COMPARED = (
     "hyperparameters.amp.precision.vals=[fp32, amp_fp16, amp_bf16]",
-    "hyperparameters.seed.vals=[7]",
+    "hyperparameters.trial_seed.vals=[7]",
     *(
         f"hyperparameters.training.{name}.batches=20"
         for name in ("max_length", "validation_period", "checkpoint_period", "reporting_period")
     ),
 )
 # The command `compare` as one task, on a trial that knows nothing of AMP.
-COMPARE = ("hyperparameters.seeds=2", "hyperparameters.batches=20", "hyperparameters.minutes=20")
+COMPARE = "entrypoint=python3 -m determined_amp compare --seeds 2 --batches 20 --minutes 20"
 # Trials are compared after 2, 8 and 32 batches: so many that not each can be the best so far.
 ASHA = (
     "searcher.max_trials=6",
@@ -217,9 +217,9 @@ def aborted(cluster: Cluster) -> Run:
 def small_search(path: Path) -> list[str]:
     """Overrides that leave a few short trials of a search."""
     config = yaml.safe_load(path.read_text())
-    if path.stem == "compare":
-        return [*COMPARE]
     changes = [*OF_A_SEARCH]
+    if path.stem == "compare":
+        return [*changes, COMPARE]
     if path.stem == "compare_precisions":
         return [*changes, *COMPARED]
     method = config["searcher"]["name"]
@@ -313,8 +313,11 @@ class TestSearch:
         run = searches[path].completed()
         searcher = yaml.safe_load(path.read_text())["searcher"]
         assert len(run.trials) >= (1 if searcher["name"] == "single" else 3)
+        # Of these the metric is that of the trial, which is not trained, or by the command itself.
+        of_the_trial = {"compare": "speed", "find_loss_scale": "init_scale_log2"}
+        metric = of_the_trial.get(path.stem, searcher["metric"])
         for trial in run.trials:
-            scores = [report[searcher["metric"]] for report in metrics(trial, "validation")]
+            scores = [report[metric] for report in metrics(trial, "validation")]
             assert scores
             assert all(math.isfinite(score) for score in scores)
 
@@ -413,7 +416,7 @@ def strangers(cluster: Cluster, stranger: Path, tmp_path_factory: Any) -> dict[s
     lines = [line for line in hook.read_text().splitlines() if ".whl" not in line]
     hook.write_text("\n".join([*lines, ""]))
     ours, before = stranger / "amp.yaml", stranger / "before.yaml"
-    searches, named = ROOT / "hp_search", "hyperparameters.experiment="
+    find = "entrypoint=python3 -m determined_amp find"
     two_slots = ("resources.slots_per_trial=2",) if cluster.slots > 1 else ()
     as_it_is = (
         "entrypoint=determined_amp:TrialAsItIs",
@@ -425,8 +428,8 @@ def strangers(cluster: Cluster, stranger: Path, tmp_path_factory: Any) -> dict[s
         "two slots": (ours, two_slots, copied),
         "as it is": (before, as_it_is, stranger),
         "guarded": (ours, ("hyperparameters.learning_rate=1.0e+30",), stranger),
-        "found": (searches / "find_loss_scale.yaml", (f"{named}amp.yaml",), stranger),
-        "compared": (searches / "compare.yaml", (f"{named}before.yaml", *COMPARE), stranger),
+        "found": (ours, (find,), stranger),
+        "compared": (before, (f"{COMPARE} --trial before:MyTrial",), stranger),
     }
     return {
         name: cluster.create(config, *overrides, context=folder)
@@ -474,6 +477,35 @@ class TestStranger:
         (answer,) = run.metrics("validation")
         assert answer["speed"] >= 1  # of what to use; so small a model may have fp32 only
         assert "use " in run.log()
+
+
+@pytest.fixture(scope="module")
+def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context with the page's script for a loop of one's own, long enough, and the library."""
+    folder = tmp_path_factory.mktemp("own_loop") / "context"
+    shutil.copytree(ROOT / "docs" / "any_loop", folder)
+    shutil.copytree(ROOT / "determined_amp", folder / "determined_amp")
+    script = (folder / "train.py").read_text()
+    lengths = "BATCHES, REPORT_EVERY, CHECKPOINT_EVERY = "
+    assert f"{lengths}200, 25, 50" in script
+    (folder / "train.py").write_text(script.replace(f"{lengths}200, 25", f"{lengths}1000, 2"))
+    return folder
+
+
+class TestOwnLoop:
+    def test_paused_and_activated_it_ends_with_the_same_weights(
+        self, cluster: Cluster, own_loop: Path
+    ) -> None:
+        alone, run = (
+            cluster.create(own_loop / "any_loop.yaml", context=own_loop) for _ in range(2)
+        )
+        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.det("pause")
+        wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
+        run.det("activate")
+        ended = [each.completed().metrics("validation")[-1] for each in (run, alone)]
+        assert ended[0] == ended[1]
+        assert run.restarts() == 0
 
 
 class TestGuard:
