@@ -134,12 +134,10 @@ PRIVATE = frozenset(
     for path in Path(str(package.__file__)).parent.glob("*.py")
     for name in re.findall(r"(?:def|class|\.) ?(_[A-Za-z]\w*)", path.read_text())
 )
-# The one file that may touch them, and those that do not hand them over to it yet.
+# The one file that may touch them, and one that does not hand them over to it yet. The other one
+# touches a name of Optuna's that Determined has, too.
 TOUCHES = "trial/determined_0_38.py"
-NOT_YET = {
-    *("search/on_cluster.py", "search/scale_metrics.py", "search/trial_queue.py"),
-    "report/master_runs.py",
-}
+NOT_YET = {"report/master_runs.py", "search/study.py"}
 
 
 def private_names_of_determined(library: Path) -> Iterator[str]:
