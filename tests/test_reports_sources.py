@@ -74,8 +74,11 @@ def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
         read_search(tmp_path / "nowhere")
 
 
-def test_damaged_configuration_is_a_sentence(tmp_path: Path) -> None:
-    (write_study(tmp_path, []) / "search.yaml").write_text("name: [")
+@pytest.mark.parametrize(
+    "content", ["name: [", "name: cut", "searcher: 5", "searcher: {name: grid}"]
+)
+def test_damaged_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
+    (write_study(tmp_path, []) / "search.yaml").write_text(content)
     with pytest.raises(ReportError, match=r"search\.yaml"):
         read_search(tmp_path)
 

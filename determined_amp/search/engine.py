@@ -275,8 +275,8 @@ class Engine:
             run = self._study.lost(number, status)
         if run is not None:
             self._display.ended(run)
-            failure = run.reason if run.state is RunState.FAILED else None
-            self._failures = [*self._failures, failure][-SAME_FAILURES:]
+            failed = message is not None and message.state is RunState.FAILED
+            self._failures = [*self._failures, run.reason if failed else None][-SAME_FAILURES:]
         elif message is not None and message.reason and self.blocked is None:
             self.blocked = message.reason
             self._stop()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.errors import UserError
-from determined_amp.experiment.experiment import read_yaml, searcher_of
+from determined_amp.amp.fields import ConfigError, read
+from determined_amp.experiment.experiment import Searcher, read_yaml, searcher_of
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.score import bits_from_default
 from determined_amp.runs.folder import read_trials, write_whole
@@ -97,12 +98,21 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / missing[0]}: there is no such file; allowed: the folder of a search by "
             "`python -m determined_amp search`"
         )
-    return dict(read_yaml(str(folder / SEARCH_FILE)))
+    config = dict(read_yaml(str(folder / SEARCH_FILE)))
+    problems: list[str] = []
+    read(Searcher, config.get("searcher"), "searcher", problems, strict=False)
+    for section in ("searcher", "hyperparameters"):
+        if not problems and not isinstance(config.get(section), Mapping):
+            problems.append(f"{section}: missing, or no mapping of keys to values")
+    if problems:
+        raise ConfigError(str(folder / SEARCH_FILE), problems)
+    return config
 
 
 def workers_of(config: Mapping[str, Any]) -> int:
     """Number of trials that ran at the same time."""
-    return int(config["searcher"].get("max_concurrent_trials", 1))
+    workers = config["searcher"].get("max_concurrent_trials")
+    return workers if isinstance(workers, int) else 1
 
 
 def read_local_search(folder: Path) -> LocalSearch:

@@ -113,8 +113,8 @@ class SearchStudy:
         folder.end(ended.state, ended.reason or "")
         run = read_run(folder.path)
         value = result(run, metric)
-        if ended.state is RunState.COMPLETED and value is None:
-            folder.end(RunState.FAILED, f"{metric} was not reported, or not finite")
+        if run.state is RunState.COMPLETED and value is None:
+            folder.end(RunState.FAILED, f"{metric} was not reported")
             run = read_run(folder.path)
         if run.state is RunState.PRUNED:
             self._study.tell(number, state=TrialState.PRUNED)
