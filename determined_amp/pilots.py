@@ -15,7 +15,8 @@ from typing import Any
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
-from determined_amp.search.run_trial import FirstBatch, Job, Outcome, TrialResult, Validation
+from determined_amp.runs.run import RunState
+from determined_amp.search.run_trial import FirstBatch, Job, TrialResult, Validation
 from determined_amp.search.task import Task, Verb
 from determined_amp.search.workers import Worker
 
@@ -75,8 +76,8 @@ def train_briefly(
     result = _run(job, precision.value, _PATIENCE, too_slow, log)
     wall = time.monotonic() - began
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a pilot is never continued
-    blocked = result.outcome is Outcome.INTERRUPTED and result.reason
-    if blocked or result.outcome in (Outcome.FAILED, Outcome.INVALID):
+    blocked = result.state is RunState.STOPPED and result.reason
+    if blocked or result.state.is_failure:
         return Pilot(precision, failure=result.reason or "it failed")
     lines = list(read_metrics(folder / "metrics.jsonl"))
     steady = [line for line in lines if _has_speed(line)]
@@ -104,7 +105,7 @@ def find_the_scale(
     job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
     too_slow = f"the finder took more than {_FINDER:.0f} s after its first batch"
     result = _run(job, "the finder", _FINDER, too_slow, log)
-    if result.outcome is not Outcome.COMPLETE:
+    if result.state is not RunState.COMPLETED:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
 
@@ -133,7 +134,7 @@ def _run(
         worker.process.terminate()  # a training stops at its next report, the finder at once
         result = _result(worker, _GRACE)
         if result is None or worker.process.exitcode == -signal.SIGTERM:
-            return TrialResult(Outcome.FAILED, reason=too_slow)
+            return TrialResult(RunState.FAILED, reason=too_slow)
         return result
 
 
@@ -160,7 +161,7 @@ def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) ->
             return message
         worker.answer(go_on=True)
     reason = f"no batch was trained within {_START / 60:.0f} minutes"
-    return TrialResult(Outcome.FAILED, reason=reason)
+    return TrialResult(RunState.FAILED, reason=reason)
 
 
 def _result(worker: Worker, seconds: float) -> TrialResult | None:
@@ -180,7 +181,7 @@ def _result(worker: Worker, seconds: float) -> TrialResult | None:
 def _died(worker: Worker) -> TrialResult:
     worker.process.join()
     reason = f"its process died with exit status {worker.process.exitcode}"
-    return TrialResult(Outcome.FAILED, reason=reason)
+    return TrialResult(RunState.FAILED, reason=reason)
 
 
 @contextmanager

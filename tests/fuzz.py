@@ -193,7 +193,7 @@ def dotted(config: object, path: str = "") -> Iterator[str]:
 PATHS = tuple(dotted(TINY))
 SEARCH = with_overrides(
     read_yaml(str(training.ROOT / "hp_search/loss_scale_grid.yaml")),
-    ["hyperparameters.experiment=experiment.yaml", *searching.THREE_SCALES],
+    [*searching.SMALL_MODEL, *searching.THREE_SCALES],
 )
 
 
@@ -242,26 +242,12 @@ def spoil(folder: Path, damage: Damage) -> None:
     }
     if damage.how in made:
         path.write_bytes(made[damage.how])
-    elif damage.how == "attribute":
-        _foreign_attribute(path, damage.at)
     else:
         path.unlink()
         if damage.how == "folder":
             path.mkdir()
         elif damage.how == "link":
             path.symlink_to("nowhere")
-
-
-def _foreign_attribute(path: Path, at: float) -> None:
-    """Give an attribute of a study, or of its trials, a value that no search writes."""
-    table = ("study_user_attributes", "trial_user_attributes", "trial_system_attributes")
-    value = ('"x"', "null", "5", "[]", '{"a": 1}')[int(at * 4)]
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        name = table[int(at * 100) % 3]
-        keys = [key for (key,) in database.execute(f"SELECT DISTINCT key FROM {name}")]
-        if keys:
-            key = keys[int(at * 1000) % len(keys)]
-            database.execute(f"UPDATE {name} SET value_json = ? WHERE key = ?", (value, key))
 
 
 def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
@@ -509,7 +495,7 @@ OF_YAML = st.builds(
 )
 OF_STUDIES = st.builds(
     Damage,
-    st.sampled_from(["cut", "flip", "number", "empty", "delete", "folder", *["attribute"] * 6]),
+    st.sampled_from(["cut", "number", "empty", "delete", "folder"]),
     st.just("found/study.db"),
     SHARES,
 ) | st.builds(Damage, st.sampled_from(DAMAGES), st.just("found/search.yaml"), SHARES)

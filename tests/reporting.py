@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import optuna
 import yaml
-from optuna.distributions import FloatDistribution
-from optuna.trial import TrialState, create_trial
 
-from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
@@ -21,7 +18,8 @@ from determined_amp.report.source import Source
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState
 from determined_amp.runs.settings import SEED
-from determined_amp.search.study_file import create_study
+from determined_amp.search.search_folder import write_config
+from determined_amp.search.study import create_study
 from tests.precisions import CPU, made_on
 from tests.training import ROOT, SMALL
 
@@ -55,19 +53,10 @@ def write_study(
 ) -> Path:
     """The folder of a search that has ended: per trial, what was sampled and its metrics."""
     folder.mkdir(parents=True, exist_ok=True)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = create_study(folder, search)
+    write_config(folder, search, workers=1)
+    create_study(folder, search)
     for number, (sampled, metrics) in enumerate(trials):
         write_trial(trial_folder(folder, number), number, {axis: sampled}, metrics)
-        study.add_trial(
-            create_trial(
-                state=TrialState.COMPLETE,
-                value=metrics[search["searcher"]["metric"]],
-                params={axis: sampled},
-                distributions={axis: FloatDistribution(1e-9, 1e9)},
-                user_attrs={"history": [[4, dict(metrics)]], "used": nested({axis: sampled})},
-            )
-        )
     return folder
 
 

@@ -10,8 +10,8 @@ import yaml
 from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.search.search_folder import LocalSearch, read_local_search
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study_file import SearchStudy, read_study
 from tests.training import ROOT
 
 SMALL_MODEL = (
@@ -28,7 +28,7 @@ SHORT = (
     "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "
     "checkpoint_period: {batches: 2}, reporting_period: {batches: 2}}",
 )
-# The brackets are 3 trials with rungs 2 and 8, and one that is never stopped.
+# The 4 trials are compared after 2 batches.
 SHORT_ASHA = ("searcher.max_trials=4", "searcher.max_time=8", *SHORT)
 
 
@@ -55,11 +55,11 @@ def only_folder(directory: Path) -> Path:
 
 def run(
     directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0
-) -> SearchStudy:
+) -> LocalSearch:
     """Search in this process and its workers; the current directory has to be `directory`."""
     path = write(directory, search, *overrides)
     assert command.main([path.name, "--workers", str(workers)]) == status
-    return read_study(only_folder(directory))
+    return read_local_search(only_folder(directory))
 
 
 def plan(config: dict[str, Any]) -> SearchPlan:

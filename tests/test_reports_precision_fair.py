@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.trial import TrialState, create_trial
 
 from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report.precision_findings import Findings, advise, find
@@ -18,7 +17,6 @@ from determined_amp.report.run_folders import read_search
 from determined_amp.report.source import ReportError
 from determined_amp.runs.folder import RunError, RunFolder, read_run
 from determined_amp.runs.run import RunState
-from determined_amp.search.study_file import load_study
 from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study
 
@@ -348,10 +346,7 @@ class TestSearch:
 
     def test_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16")
-        study = load_study(folder / "study.db")
-        ends = {TrialState.FAIL: RunState.FAILED, TrialState.PRUNED: RunState.PRUNED}
-        for number, (state, end) in enumerate(ends.items(), 2):
-            study.add_trial(create_trial(state=state, user_attrs={"reason": "no memory"}))
+        for number, end in enumerate((RunState.FAILED, RunState.PRUNED), 2):
             run = write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
             RunFolder(run).end(end, "no memory\nleft")
         ended = [(run.state, run.reason) for run in read_search(folder).runs[2:]]
@@ -359,14 +354,6 @@ class TestSearch:
             (RunState.FAILED, "no memory left; it ended after 60 of 100 batches"),
             (RunState.PRUNED, "60 of 100 batches: no memory left"),
         ]
-
-    def test_trial_without_a_folder_is_named(self, tmp_path: Path) -> None:
-        folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32")
-        (folder / "trials" / "0002").rename(tmp_path / "elsewhere")
-        findings = find([read_search(folder)])
-        assert len(findings.runs) == 2
-        (left_out,) = findings.left_out
-        assert left_out == f"trial 2 of {folder}: completed: its run folder is not there"
 
     def test_that_is_none_is_a_sentence(self, tmp_path: Path) -> None:
         with pytest.raises(ReportError, match="there is no such file"):

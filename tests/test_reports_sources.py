@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from determined_amp.finder.score import bits_from_default
 from determined_amp.report.loss_scale_text import over_loss_scale
 from determined_amp.report.run_folders import read_search
 from determined_amp.report.source import ReportError
-from determined_amp.search.study_file import read_study
+from determined_amp.search.search_folder import read_local_search
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 
@@ -47,7 +46,7 @@ def test_of_equal_trials_those_nearest_to_the_default_come_first(tmp_path: Path)
     trials = [(2.0**scale, scored(scale)) for scale in (24, 0, 8, 18, 17, 15)]
     folder = write_study(tmp_path, trials)
     assert [run.scale_log2 for run in read_search(folder).ranked()] == [17, 15, 18, 8, 0, 24]
-    ranked = [trial.metrics["init_scale_log2"] for trial in read_study(folder).ranked()]
+    ranked = [run.scale_log2 for run in read_local_search(folder).ranked()]
     assert ranked == [17, 15, 18, 8, 0, 24]
     assert bits_from_default(math.nan) > bits_from_default(-100)
 
@@ -75,13 +74,13 @@ def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
         read_search(tmp_path / "nowhere")
 
 
-def test_foreign_study_is_a_sentence_and_left_alone(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "study.db") as database:
-        database.execute("CREATE TABLE trials (a)")
-    before = (tmp_path / "study.db").read_bytes()
-    with pytest.raises(ReportError, match="is not a study"):
+@pytest.mark.parametrize(
+    "content", ["name: [", "name: cut", "searcher: 5", "searcher: {name: grid}"]
+)
+def test_damaged_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
+    (write_study(tmp_path, []) / "search.yaml").write_text(content)
+    with pytest.raises(ReportError, match=r"search\.yaml"):
         read_search(tmp_path)
-    assert (tmp_path / "study.db").read_bytes() == before
 
 
 def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:

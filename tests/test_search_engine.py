@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import signal
@@ -21,11 +20,17 @@ from rich.console import Console
 from determined_amp import __main__ as door
 from determined_amp.cli import search as command
 from determined_amp.report.run_folders import read_search
+from determined_amp.runs.folder import RunError
+from determined_amp.runs.run import Run, RunState
 from determined_amp.search import engine
 from determined_amp.search.engine import SearchError, _kind
 from determined_amp.search.search_display import SearchDisplay
-from determined_amp.search.study_file import SearchStudy, StudyError, read_study
-from determined_amp.search.trial_queue import TrialQueue
+from determined_amp.search.search_folder import (
+    LocalSearch,
+    SearchFolderError,
+    read_local_search,
+)
+from determined_amp.search.study import SearchStudy
 from tests import searching, training
 from tests.mortal import ORDER
 from tests.reporting import scored, write_study
@@ -42,21 +47,21 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def results(study: SearchStudy) -> list[object]:
+def results(search: LocalSearch) -> list[object]:
     """What has to be the same whoever ran it, and how often it was interrupted."""
     return [
-        (trial.number, trial.state, trial.params, trial.seed, trial.value, timeless(trial.history))
-        for trial in study.trials
+        (run.number, run.state, run.hparams, run.seed, run.metrics, run.curve("validation_loss"))
+        for run in search.runs
     ]
+
+
+def log2_scales(search: LocalSearch) -> list[float]:
+    return [run.scale_log2 for run in search.runs]
 
 
 def processes_in(directory: Path) -> int:
     """How many trained, or scored."""
     return len({*(directory / "pids").read_text().split()})
-
-
-def timeless(history: object) -> object:
-    return json.loads(json.dumps(history))
 
 
 class TestGrid:
@@ -66,22 +71,22 @@ class TestGrid:
         scales = (*searching.THREE_SCALES, TELLS_ITS_PROCESS)
         study = searching.run(tmp_path, "loss_scale_grid.yaml", *scales, workers=2)
         assert processes_in(tmp_path) == 2
-        assert [trial.params["amp.init_scale"] for trial in study.trials] == [2**24, 2**14, 2**4]
-        assert {trial.state for trial in study.trials} == {"complete"}
-        assert [trial.metrics["init_scale_log2"] for trial in study.ranked()] == [14, 4, 24]
-        highest, best, _ = study.trials
+        assert log2_scales(study) == [24, 14, 4]
+        assert {run.state for run in study.runs} == {RunState.COMPLETED}
+        assert [run.scale_log2 for run in study.ranked()] == [14, 4, 24]
+        highest, best, _ = study.runs
         assert highest.metrics["overflow"] == 1
-        assert best.value == best.metrics["loss_scale_score"] == 0
+        assert best.metrics["loss_scale_score"] == 0
         assert highest.metrics["steps_lost"] == 24 - 18
-        assert highest.value == math.log2(1 + 24 - 18)
-        assert best.used == {"amp": {"init_scale": 2.0**14}}
-        assert [batches for batches, _ in best.history] == [2]
+        assert highest.metrics["loss_scale_score"] == math.log2(1 + 24 - 18)
+        assert best.hparams == {"amp.init_scale": 2.0**14}
+        assert [batches for batches, _ in best.curve("loss_scale_score")] == [2]
         shown = capsys.readouterr().out
         assert (
             "no step is lost in 2 of 3 trials, at 2^4 to 2^14: a search can find nothing" in shown
         )
         assert "best:\nhyperparameters:\n  amp:\n    init_scale: 16384.0\n" in shown
-        written = yaml.safe_load((best.folder / "config.yaml").read_text())
+        written = yaml.safe_load((Path(best.name) / "config.yaml").read_text())
         assert written["hyperparameters"]["amp"]["init_scale"] == 2.0**14
 
     @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ class TestGrid:
         trials = [(2.0**scale, scored(scale)) for scale in scales]
         folder = write_study(tmp_path / "study", trials, search)
         display = SearchDisplay(Console(), searching.plan(search), folder)
-        display.close(read_study(folder), stopped=False, failed=False)
+        display.close(read_local_search(folder), stopped=False, failed=False)
         shown = capsys.readouterr().out
         assert worth in shown
         assert ("best:" in shown) is (best is not None)
@@ -119,9 +124,9 @@ class TestGrid:
         )
         with pytest.raises(SearchError, match="no trial of 3 has a result; trial 0: no loss scale"):
             command.main([path.name])
-        study = read_study(searching.only_folder(tmp_path))
-        assert [(trial.state, trial.invalid) for trial in study.trials] == [("failed", True)] * 3
-        assert all("no loss scale helps" in (trial.reason or "") for trial in study.trials)
+        runs = read_local_search(searching.only_folder(tmp_path)).runs
+        assert [run.state for run in runs] == [RunState.INVALID] * 3
+        assert all("no loss scale helps" in run.reason for run in runs)
 
 
 class TestFullDisk:
@@ -135,14 +140,14 @@ class TestFullDisk:
 
         path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
         with monkeypatch.context() as planted:
-            planted.setattr(TrialQueue, "validated", full)
+            planted.setattr(SearchStudy, "validated", full)
             assert door.main(["search", path.name]) == 2
         folder = searching.only_folder(tmp_path)
         said = capsys.readouterr().err
         assert "study.db: cannot be read or written: database or disk is full; free" in said
-        assert {trial.state for trial in read_study(folder).trials} == {"running", "waiting"}
+        assert {run.state for run in read_local_search(folder).runs} == {RunState.RUNNING}
         assert door.main(["search", "--resume", str(folder)]) == 0
-        assert {trial.state for trial in read_study(folder).trials} == {"complete"}
+        assert [run.state for run in read_local_search(folder).runs] == [RunState.COMPLETED] * 3
 
     def test_before_the_first_trial_leaves_no_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -174,16 +179,17 @@ class TestRandom:
                     )
                 )
         one, two = studies
-        for alone, shared in zip(one.trials, two.trials, strict=True):
-            assert (alone.params, alone.seed) == (shared.params, shared.seed)
+        for alone, shared in zip(one.runs, two.runs, strict=True):
+            assert (alone.hparams, alone.seed) == (shared.hparams, shared.seed)
             # Two workers have half the threads each, which add up in another order.
-            assert alone.value == pytest.approx(shared.value, rel=1e-5)
-        assert len({trial.params["amp.init_scale"] for trial in one.trials}) == 3
-        assert len({trial.seed for trial in one.trials}) == 1  # scored on the same batches
+            expected = pytest.approx(shared.metrics["loss_scale_score"], rel=1e-5)
+            assert alone.metrics["loss_scale_score"] == expected
+        assert len({run.scale_log2 for run in one.runs}) > 1
+        assert len({run.seed for run in one.runs}) == 1  # scored on the same batches
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> SearchStudy:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> LocalSearch:
     """A search with early stopping that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -193,32 +199,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SearchStudy:
 
 class TestAsha:
     def test_killed_worker_changes_nothing(
-        self, whole: SearchStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, whole: LocalSearch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ORDER.write_text("die once")
         study = searching.run(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA, MORTAL)
         assert "its process died with status -9" in capsys.readouterr().out
         assert not ORDER.exists()
         assert results(study) == results(whole)
-        killed = study.trials[0]
-        assert (killed.state, [batches for batches, _ in killed.history]) == (
-            "complete",
-            [2, 4, 6, 8],
-        )
+        killed = study.runs[0]
+        assert killed.state is RunState.COMPLETED
+        assert [batches for batches, _ in killed.curve("validation_loss")] == [2, 4, 6, 8]
         same = [
-            training.checkpoint(s.trials[0].folder, 8)["models_state_dict"] for s in (study, whole)
+            training.checkpoint(Path(s.runs[0].name), 8)["models_state_dict"]
+            for s in (study, whole)
         ]
         assert training.digest(same[0]) == training.digest(same[1])
 
-    def test_trials_train_report_and_stop(self, whole: SearchStudy) -> None:
-        states = [trial.state for trial in whole.trials]
-        assert states.count("complete") >= 2
-        assert "stopped" in states
-        assert len({trial.seed for trial in whole.trials}) == 4
-        for trial in whole.trials:
-            assert "validation_loss" in trial.metrics
-            assert "skipped_steps" in trial.training
-            assert trial.history[-1][0] == (8 if trial.state == "complete" else 2)
+    def test_trials_train_report_and_stop(self, whole: LocalSearch) -> None:
+        states = [run.state for run in whole.runs]
+        assert len(states) == 4
+        assert set(states) == {RunState.COMPLETED, RunState.PRUNED}
+        assert len({run.seed for run in whole.runs}) == 4
+        for run in whole.runs:
+            assert "validation_loss" in run.metrics
+            assert run.last("skipped_steps") is not None
+            assert run.batches == (8 if run.state is RunState.COMPLETED else 2)
 
 
 class TestComparison:
@@ -236,8 +241,8 @@ class TestComparison:
         overrides = (*self.TWO_OF_EACH, TELLS_ITS_PROCESS)
         study = searching.run(tmp_path, "compare_precisions.yaml", *overrides)
         assert processes_in(tmp_path) == 4
-        assert {trial.state for trial in study.trials} == {"complete"}
-        found = {(t.params["amp.precision"], t.seed): t for t in study.trials}
+        assert {run.state for run in study.runs} == {RunState.COMPLETED}
+        found = {(run.precision.value, run.seed): Path(run.name) for run in study.runs}
         assert found.keys() == {(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)}
         # What a process of its own, which searches nothing, makes of it.
         alone = training.run_small(
@@ -246,7 +251,7 @@ class TestComparison:
             *searching.SHORT,
             "reproducibility.experiment_seed=2",
         )
-        ours = training.checkpoint(found["amp_fp16", 2].folder, 8)["models_state_dict"]
+        ours = training.checkpoint(found["amp_fp16", 2], 8)["models_state_dict"]
         theirs = training.checkpoint(alone, 8)["models_state_dict"]
         assert training.digest(ours) == training.digest(theirs)
         shown = capsys.readouterr().out
@@ -258,8 +263,7 @@ class TestComparison:
     def test_warns_that_trials_side_by_side_are_no_measure_of_speed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        study = searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH, workers=2)
-        assert study.workers == 2
+        searching.run(tmp_path, "compare_precisions.yaml", *self.TWO_OF_EACH, workers=2)
         assert "their speeds cannot" in capsys.readouterr().out
         folder = searching.only_folder(tmp_path)
         (run, *_) = read_search(folder).runs
@@ -279,13 +283,13 @@ class TestComparison:
             "hyperparameters.amp.max_consecutive_skips=3",
         )
         assert command.main([path.name]) == 0
-        study = read_study(searching.only_folder(tmp_path))
+        study = read_local_search(searching.only_folder(tmp_path))
         by_turns = ["amp_fp16", "fp32", "fp32", "amp_fp16", "amp_fp16", "fp32"]
-        assert [trial.params["amp.precision"] for trial in study.trials] == by_turns
-        for trial in study.trials:
-            in_float16 = trial.params["amp.precision"] == "amp_fp16"
-            assert trial.state == ("failed" if in_float16 else "complete")
-            assert ("overflow" in (trial.reason or "")) is in_float16
+        assert [run.hparams["amp.precision"] for run in study.runs] == by_turns
+        for run in study.runs:
+            in_float16 = run.hparams["amp.precision"] == "amp_fp16"
+            assert run.state is (RunState.INVALID if in_float16 else RunState.COMPLETED)
+            assert ("overflow" in run.reason) is in_float16
 
 
 def test_worker_that_dies_too_often_costs_its_trial_only(tmp_path: Path) -> None:
@@ -299,9 +303,9 @@ def test_worker_that_dies_too_often_costs_its_trial_only(tmp_path: Path) -> None
         "searcher.max_trials=2",
         status=1,
     )
-    trial, other = study.trials
-    assert (trial.state, trial.invalid, other.state) == ("failed", False, "complete")
-    assert "its process died 1 times, the last time with status -9" in (trial.reason or "")
+    killed, other = study.runs
+    assert (killed.state, other.state) == (RunState.FAILED, RunState.COMPLETED)
+    assert "its process died 1 times, the last time with status -9" in killed.reason
 
 
 def test_three_failures_alike_end_the_search(
@@ -327,9 +331,9 @@ def test_three_failures_alike_end_the_search(
     assert "the last 3 trials failed alike: RuntimeError: as ordered" in printed.err
     assert "loss-scale-asha: failed" in printed.out
     assert "completed" not in printed.out
-    study = read_study(searching.only_folder(tmp_path))
-    assert [trial.state for trial in study.trials] == ["failed"] * 3
-    assert "as ordered" in (study.trials[0].folder / "log.txt").read_text()
+    runs = read_local_search(searching.only_folder(tmp_path)).runs
+    assert [run.state for run in runs] == [RunState.FAILED] * 3
+    assert "as ordered" in (Path(runs[0].name) / "log.txt").read_text()
 
 
 class TestKilledSearch:
@@ -358,9 +362,9 @@ class TestKilledSearch:
             time.sleep(0.05)
             for folder in directory.glob("runs/*/*"):
                 try:
-                    if any(t.value is not None for t in read_study(folder).trials):
+                    if read_local_search(folder).ranked():
                         return folder
-                except StudyError:
+                except (SearchFolderError, RunError):
                     continue
         raise AssertionError("no trial ended within five minutes")
 
@@ -369,39 +373,39 @@ class TestKilledSearch:
         folder = self.wait_for_a_result(tmp_path)
         search.kill()
         search.communicate(timeout=300)
-        before = read_study(folder)
-        assert any(trial.state in ("waiting", "running") for trial in before.trials)
-        assert_goes_on(folder, before)
+        before = read_local_search(folder)
+        assert len(before.ranked()) < 6
+        assert_goes_on(folder, before, 6)
 
 
 def test_signal_stops_the_search_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    update = SearchDisplay.update
+    ended = SearchDisplay.ended
 
-    def update_then_interrupt(board: SearchDisplay, study: SearchStudy) -> None:
-        update(board, study)
+    def end_then_interrupt(display: SearchDisplay, run: Run) -> None:
+        ended(display, run)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as planted:
-        planted.setattr(SearchDisplay, "update", update_then_interrupt)
+        planted.setattr(SearchDisplay, "ended", end_then_interrupt)
         before = searching.run(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
     shown = capsys.readouterr().out
     folder = searching.only_folder(tmp_path)
     assert f"--resume {folder.relative_to(tmp_path)}" in shown
-    assert len([trial for trial in before.trials if trial.state == "complete"]) <= 1
-    assert_goes_on(folder, before)
+    assert log2_scales(before) == [24]
+    assert_goes_on(folder, before, 3)
 
 
-def assert_goes_on(folder: Path, before: SearchStudy) -> None:
+def assert_goes_on(folder: Path, before: LocalSearch, points: int) -> None:
     """Resume: all points are there once, and what had ended is as it was."""
     assert command.main(["--resume", str(folder)]) == 0
-    after = read_study(folder)
-    points = [trial.params["amp.init_scale"] for trial in before.trials]
-    assert [trial.params["amp.init_scale"] for trial in after.trials] == points
-    assert {trial.state for trial in after.trials} == {"complete"}
-    for trial in before.trials:
-        assert trial.state != "complete" or after.trials[trial.number] == trial
+    after = read_local_search(folder)
+    assert len(set(log2_scales(after))) == len(after.runs) == points
+    assert {run.state for run in after.runs} == {RunState.COMPLETED}
+    for run in before.ranked():
+        again = after.runs[run.number]
+        assert (again.hparams, again.metrics, again.date) == (run.hparams, run.metrics, run.date)
 
 
 def test_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,10 +434,10 @@ def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
     assert "No space left on device: 'cache.bin'; the search stopped" in said
     folder = searching.only_folder(tmp_path)
     assert f"--resume {folder.relative_to(tmp_path)}" in said
-    assert {trial.state for trial in read_study(folder).trials} == {"running"}
+    assert not read_local_search(folder).ranked()
     (tmp_path / "free").touch()
     assert door.main(["search", "--resume", str(folder)]) == 0
-    assert len(read_study(folder).ranked()) == 2
+    assert len(read_local_search(folder).ranked()) == 2
 
 
 def test_failures_of_one_kind_are_alike_whatever_their_numbers() -> None:

@@ -1,4 +1,4 @@
-"""The `searcher` section: what is read from it, and what `adaptive_asha` makes of it."""
+"""The `searcher` section: what is read from it, and when `adaptive_asha` first compares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.search.searcher_settings import (
-    SearcherSettings,
-    brackets,
     check_lengths,
     read_searcher,
 )
@@ -25,32 +23,25 @@ ASHA = {
 }
 
 
-def settings(**changes: Any) -> SearcherSettings:
-    problems: list[str] = []
-    found = read_searcher({**ASHA, **changes}, problems)
-    assert problems == []
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # As the platform's own code, compiled, prints them.
-        ({"max_trials": 8, "max_time": 400}, [((100, 400), 6), ((400,), 2)]),
-        ({"max_time": 937}, [((58, 234, 937), 12), ((234, 937), 4)]),
-        ({"max_time": 1600}, [((100, 400, 1600), 12), ((400, 1600), 4)]),
-        ({"max_time": 800}, [((50, 200, 800), 12), ((200, 800), 4)]),
-        ({"mode": "aggressive"}, [((50, 200, 800), 16)]),
-        ({"mode": "conservative"}, [((50, 200, 800), 12), ((200, 800), 3), ((800,), 1)]),
-        ({"max_rungs": 2}, [((200, 800), 11), ((800,), 5)]),
-        ({"max_trials": 1}, [((800,), 1)]),
-        ({"max_trials": 3, "divisor": 1.5, "max_time": 7}, [((3, 4, 7), 2), ((4, 7), 1)]),
+        ({}, 50),  # 50, 200, 800
+        ({"max_time": 937}, 58),
+        ({"max_trials": 3}, 800),  # too few for a second rung
+        ({"max_trials": 4}, 200),
+        ({"max_rungs": 2}, 200),
+        ({"max_trials": 1000, "divisor": 10, "max_time": 1000}, 1),
+        ({"max_trials": 1000, "divisor": 2, "max_time": 1600}, 100),
+        ({"max_time": 2}, 2),
+        ({"name": "random", "time_metric": None, "max_time": None}, 1),
     ],
 )
-def test_brackets_are_those_of_the_platform(changes: Any, expected: Any) -> None:
-    found = [(bracket.rungs, bracket.max_trials) for bracket in brackets(settings(**changes))]
-    assert found == expected
+def test_first_rung(changes: Any, expected: int) -> None:
+    searcher = {k: v for k, v in {**ASHA, **changes}.items() if v is not None}
+    found = read_searcher(searcher, [])
+    assert found is not None
+    assert found.first_rung() == expected
 
 
 class TestMistakes:
@@ -62,6 +53,7 @@ class TestMistakes:
             ({"max_time": None}, "searcher.max_time: missing; adaptive_asha needs it"),
             ({"time_metric": "records"}, "allowed: batches or epochs"),
             ({"divisor": 1}, "searcher.divisor: got 1"),
+            ({"divisor": 2.5}, "searcher.divisor: got 2.5"),
             ({"bracket_rungs": [2]}, "use mode and max_rungs"),
             ({"name": "grid"}, "searcher.max_time: given, but grid takes only"),
         ],

@@ -12,9 +12,10 @@ from determined_amp.amp.fields import ConfigError
 from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
+from determined_amp.runs.run import RunState
 from determined_amp.search.run_trial import check_trial
+from determined_amp.search.search_folder import read_local_search
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study_file import read_study
 from tests import searching
 
 STRANGER: dict[str, Any] = {
@@ -47,7 +48,7 @@ def plan(*overrides: str) -> SearchPlan:
 
 def test_two_ranges_make_a_comparison_of_any_experiment() -> None:
     search = plan(SEEDS, PRECISIONS)
-    assert len(search.grid) == 4
+    assert len(search.points) == 4
     found = search.experiment(0, {"lr": 0.1, "trial_seed": 3, "amp": {"precision": "amp_bf16"}})
     assert found.trial == "tests.strangers:WithHparams"
     assert found.hyperparameters == {"lr": 0.1, "amp": {"precision": "amp_bf16"}}
@@ -63,7 +64,7 @@ def test_seed_of_the_trial_itself_is_an_ordinary_hyperparameter() -> None:
     search = plan("hyperparameters.seed={type: categorical, vals: [1, 2]}")
     found = search.experiment(0, {"lr": 0.1, "seed": 2})
     assert found.hyperparameters == {"lr": 0.1, "seed": 2}
-    assert found.seed == search.drawn(0, 1)
+    assert found.seed == search.drawn_seed(0)
 
 
 def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() -> None:
@@ -108,10 +109,10 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
     config = with_overrides({**STRANGER, **loading}, overrides)
     Path("search.yaml").write_text(yaml.safe_dump(config))
     assert command.main(["search.yaml"]) == 0
-    study = read_study(searching.only_folder(Path.cwd()))
-    assert [trial.state for trial in study.trials] == ["complete", "complete"]
-    assert [[batches for batches, _ in trial.history] for trial in study.trials] == [[4, 8]] * 2
-    one, two = (trial.value for trial in study.trials)
+    runs = read_local_search(searching.only_folder(Path.cwd())).runs
+    assert [run.state for run in runs] == [RunState.COMPLETED, RunState.COMPLETED]
+    assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [[4, 8]] * 2
+    one, two = (run.metrics["val_loss"] for run in runs)
     assert one != two
-    recorded = yaml.safe_load((study.trials[0].folder / "config.yaml").read_text())
+    recorded = yaml.safe_load((Path(runs[0].name) / "config.yaml").read_text())
     assert recorded["entrypoint"] == "tests.strangers:WithLoaderProcesses"

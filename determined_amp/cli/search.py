@@ -8,8 +8,8 @@ trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resu
 trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even
 while it runs.
 
-Grid points, ranges and their scales, nesting, brackets, rungs, and the replacement of invalid
-trials follow the platform. These things differ:
+Optuna draws the points and stops trials early. A grid has the points of the platform, except that
+a half of an `int` is rounded to the even number. These things differ from a search on a cluster:
 
 * A comparison trains seed by seed; the platform trains precision by precision.
 * Random numbers come from the same distributions, but the values differ. So do the seeds of trials
@@ -17,9 +17,9 @@ trials follow the platform. These things differ:
 * `max_concurrent_trials` and `slots_per_trial` have no effect. `--workers` sets the number of
   concurrent trials, and every trial is one process. Early stopping compares a trial with earlier
   ones, so the number of workers affects its decisions, as it does on a cluster.
-* The brackets of `adaptive_asha` are filled one after the other.
-* The platform replaces any number of invalid trials. Here the limit is the number of trials in the
-  search.
+* `adaptive_asha` is Optuna's successive halving: all trials are compared with each other, `mode`
+  has no effect, and `divisor` is an integer.
+* A trial with hyperparameters that cannot train is not replaced by another one.
 * Three trials in a row that fail for the same reason end the search. One precision that always
   fails does not end a comparison, because the precisions alternate.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import searcher_of
-from determined_amp.finder.score import bits_from_default
 from determined_amp.runs.run import Run, is_scale
+from determined_amp.search.search_folder import ranked
 
 
 class ReportError(UserError):
@@ -55,8 +55,4 @@ class Source:
 
     def ranked(self) -> list[Run]:
         """The runs that reported a finite metric, best first; of equals those nearest to 2^16."""
-        return searcher_of(self.config).best_first(
-            self.runs,
-            lambda run: run.metrics.get(self.metric),
-            lambda run: bits_from_default(run.scale_log2),
-        )
+        return ranked(self.config, self.runs)

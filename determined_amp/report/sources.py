@@ -12,10 +12,11 @@ import matplotlib
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import searcher_of
 from determined_amp.report.master_runs import read_experiment
-from determined_amp.report.run_folders import is_search, read_search
+from determined_amp.report.run_folders import read_search
 from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import is_scale
+from determined_amp.search.search_folder import is_search
 from determined_amp.search.task import Task, Verb
 
 

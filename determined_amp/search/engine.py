@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
@@ -19,28 +19,19 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import FolderError, fresh_folder, lock
-from determined_amp.search.run_trial import (
-    FirstBatch,
-    Outcome,
-    TrialResult,
-    Validation,
-    check_trial,
-)
+from determined_amp.runs.run import RunState
+from determined_amp.search.run_trial import FirstBatch, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
-from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study_file import (
-    FILE_NAME,
-    WORKERS_KEY,
-    StudyError,
-    create_study,
-    describe,
-    load_study,
-    storing,
+from determined_amp.search.search_folder import (
+    read_config,
+    read_local_search,
+    workers_of,
+    write_config,
 )
-from determined_amp.search.trial_queue import TrialQueue
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
 from determined_amp.search.workers import Worker
 
 # After this many failures in a row for the same reason, the other trials would fail, too.
@@ -74,23 +65,20 @@ def run_search(
         UserError: if it cannot start, cannot continue, or no trial has a result.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder = _folder(search, resume, overrides)
+    folder = resume or _new_folder(str(search), overrides, workers)
+    plan = SearchPlan(read_config(folder))
     with lock(folder, "this search"), storing(folder):
-        return _run(folder, workers)
+        return _run(folder, plan, workers)
 
 
-def _folder(search: str | None, resume: Path | None, overrides: Sequence[str]) -> Path:
-    """The folder of the search to continue, or a new folder after checking the YAML."""
-    if resume is not None:
-        load_study(resume / FILE_NAME)
-        return resume
-    assert search is not None
+def _new_folder(search: str, overrides: Sequence[str], workers: int) -> Path:
+    """The folder of a new search, after checking the YAML."""
     config = with_overrides(read_yaml(search), overrides)
     _check(config, search)
     folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
     try:
         with storing(folder):
-            (folder / "search.yaml").write_text(dump_yaml(config))
+            write_config(folder, config, workers)
             create_study(folder, config)
     except (OSError, StudyError) as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,38 +108,42 @@ def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -
         Whether it was stopped.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    (folder / "search.yaml").write_text(dump_yaml(dict(search)))
-    study, plan = create_study(folder, search), SearchPlan(search)
+    plan = SearchPlan(write_config(folder, search, workers=1))
+    create_study(folder, search)
     display = SearchDisplay(Console(), plan, folder)
-    engine = Engine(TrialQueue(plan, study, folder), display, 1, time_limit)
+    engine = Engine(SearchStudy(plan, folder), display, 1, time_limit)
     stored = storing(folder)
     with lock(folder, "this search"), stored, display.bar(), on_stop_signals(engine.on_signal):
-        engine.run(lambda: display.update(describe(study, folder)))
+        engine.run()
     _check_machine(engine, folder)
     return engine.stopping
 
 
-def _run(folder: Path, workers: int) -> int:
-    study = load_study(folder / FILE_NAME)
-    plan = SearchPlan(study.user_attrs["search"])
+def _run(folder: Path, plan: SearchPlan, workers: int) -> int:
     display = SearchDisplay(Console(), plan, folder)
-    if plan.compares:
-        _keep_workers(study, workers)
-        if workers > 1:
-            display.warn_of_sharing(workers)
-    engine = Engine(TrialQueue(plan, study, folder), display, workers)
+    before = workers_of(plan.search)
+    if plan.compares and workers != before:
+        raise SearchError(
+            f"--workers: got {workers}, but this comparison began with {before}, and speed depends "
+            f"on it; allowed: {before}"
+        )
+    if plan.compares and workers > 1:
+        display.warn_of_sharing(workers)
+    if workers > before:  # from now on the speeds of its trials do not count
+        write_config(folder, plan.search, workers)
+    engine = Engine(SearchStudy(plan, folder), display, workers)
     with display.bar(), on_stop_signals(engine.on_signal):
-        engine.run(lambda: display.update(describe(study, folder)))
+        engine.run()
     _check_machine(engine, folder)
     failure = engine.common_failure
-    ended = describe(study, folder)
+    ended = read_local_search(folder)
     empty = not engine.stopping and not ended.ranked()
     display.close(ended, stopped=engine.stopping, failed=empty or failure is not None)
     if failure is not None:
         raise SearchError(f"the last {SAME_FAILURES} trials failed alike: {failure}")
     if empty:
-        reasons = (f"trial {trial.number}: {trial.reason}" for trial in ended.trials[:1])
-        raise SearchError(f"no trial of {len(ended.trials)} has a result; {''.join(reasons)}")
+        reasons = (f"trial {run.number}: {run.reason}" for run in ended.runs[:1])
+        raise SearchError(f"no trial of {len(ended.runs)} has a result; {''.join(reasons)}")
     return 1 if ended.failed() else 0
 
 
@@ -163,16 +155,6 @@ def _check_machine(engine: Engine, folder: Path) -> None:
         )
 
 
-def _keep_workers(study: optuna.study.Study, workers: int) -> None:
-    before = study.user_attrs.get(WORKERS_KEY, workers)
-    if before != workers:
-        raise SearchError(
-            f"--workers: got {workers}, but this comparison began with {before}, and speed depends "
-            f"on it; allowed: {before}"
-        )
-    study.set_user_attr(WORKERS_KEY, workers)
-
-
 class Engine:
     """Runs all trials in worker processes, until none is left or a signal stops the search.
 
@@ -180,8 +162,8 @@ class Engine:
     one ends them at once.
 
     Args:
-        trials: The trials of the search.
-        display: Shows lost trials.
+        study: The trials of the search.
+        display: Shows the trials that end.
         workers: Number of trials that run at the same time.
         time_limit: Seconds after which the search stops as if by a signal; None for no limit.
 
@@ -191,19 +173,19 @@ class Engine:
 
     def __init__(
         self,
-        trials: TrialQueue,
+        study: SearchStudy,
         display: SearchDisplay,
         workers: int,
         time_limit: float | None = None,
     ) -> None:
         self._ends = math.inf if time_limit is None else time.monotonic() + time_limit
-        self._trials = trials
+        self._study = study
         self._display = display
         self._workers = workers
         self._idle: list[Worker] = []
         self._busy: dict[Worker, int] = {}
         self.blocked: str | None = None
-        self._failures: list[str] = []
+        self._failures: list[str | None] = []
         self._signals = 0
 
     @property
@@ -214,8 +196,9 @@ class Engine:
     @property
     def common_failure(self) -> str | None:
         """Why the last `SAME_FAILURES` trials failed, if all had the same reason; else None."""
-        alike = len(self._failures) == SAME_FAILURES and len({*map(_kind, self._failures)}) == 1
-        return self._failures[-1] if alike else None
+        reasons = [reason for reason in self._failures if reason is not None]
+        alike = len(reasons) == SAME_FAILURES and len({*map(_kind, reasons)}) == 1
+        return reasons[-1] if alike else None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT and SIGTERM by stopping the trials."""
@@ -229,8 +212,8 @@ class Engine:
             else:
                 worker.process.kill()
 
-    def run(self, on_change: Callable[[], None]) -> None:
-        """Run all trials, and call `on_change` after each message of a worker."""
+    def run(self) -> None:
+        """Run all trials."""
         try:
             self._start_trials()
             while self._busy:
@@ -240,7 +223,6 @@ class Engine:
                     self._stop()
                 for ready in ready_ones:
                     self._handle(by_connection[ready])  # type: ignore[index]  # one of ours
-                    on_change()
                 self._start_trials()
         finally:
             for worker in self._busy:
@@ -257,7 +239,7 @@ class Engine:
 
     def _start_trials(self) -> None:
         while len(self._busy) < self._workers and not self.stopping and self.common_failure is None:
-            found = self._trials.next_job()
+            found = self._study.next_job()
             if found is None:
                 return
             number, job = found
@@ -276,30 +258,28 @@ class Engine:
         if isinstance(message, FirstBatch):
             return
         if isinstance(message, Validation):
-            worker.answer(go_on=self._trials.validated(number, message))
+            worker.answer(go_on=self._study.validated(number, message))
             return
         del self._busy[worker]
-        if message is None:
-            status = worker.close()
-            if not self.stopping:
-                self._display.lost(number, status)
-                self._trials.lost(number, status)
-            return
-        if self._trials.compared:
-            worker.close()
+        if message is not None:
+            if self._study.compares:  # each trial of a comparison has a new process
+                worker.close()
+            else:
+                self._idle.append(worker)
+            run = self._study.ended(number, message)
         else:
-            self._idle.append(worker)
-        self._trials.ended(number, message)
-        if message.outcome is Outcome.INTERRUPTED and message.reason and self.blocked is None:
+            status = worker.close()
+            if self.stopping:
+                return  # it was killed, and continues with a resume
+            self._display.lost(number, status)
+            run = self._study.lost(number, status)
+        if run is not None:
+            self._display.ended(run)
+            failed = message is not None and message.state is RunState.FAILED
+            self._failures = [*self._failures, run.reason if failed else None][-SAME_FAILURES:]
+        elif message is not None and message.reason and self.blocked is None:
             self.blocked = message.reason
             self._stop()
-        self._note(message)
-
-    def _note(self, result: TrialResult) -> None:
-        if result.outcome is Outcome.FAILED:
-            self._failures = [*self._failures, result.reason or "it failed"][-SAME_FAILURES:]
-        else:
-            self._failures = []
 
 
 def _kind(reason: str) -> str:

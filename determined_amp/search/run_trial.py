@@ -6,7 +6,6 @@ over all trials of the process so far. Only in a comparison does each trial have
 
 from __future__ import annotations
 
-import enum
 import gc
 import math
 import time
@@ -33,6 +32,7 @@ from determined_amp.local.run import Resume
 from determined_amp.local.run import train as train_here
 from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import RunState
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.task import Task, Verb, check_score
 
@@ -70,31 +70,19 @@ class FirstBatch:
     """The first batch of a trial was trained; its start is over."""
 
 
-class Outcome(enum.Enum):
-    """How a trial ended: complete, stopped early, interrupted, or without a result."""
-
-    COMPLETE = "complete"
-    STOPPED = "stopped"
-    INTERRUPTED = "interrupted"
-    INVALID = "invalid"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True)
 class TrialResult:
     """The result of a trial.
 
     Args:
-        outcome: How it ended. `INVALID` means that these hyperparameters cannot train.
-        training: The last training metrics; None without any.
+        state: How it ended. `STOPPED` means that it was interrupted, and can continue.
         reason: Why it is invalid or failed, or which machine problem interrupted it; else None.
         epoch_batches: Batches of an epoch; None if it did not train.
         seconds_per_batch: Time of a batch between the first one and the last training report; None
             if there is no such report.
     """
 
-    outcome: Outcome
-    training: Mapping[str, float] | None = None
+    state: RunState
     reason: str | None = None
     epoch_batches: int | None = None
     seconds_per_batch: float | None = None
@@ -137,19 +125,18 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
         except SystemExit as exit_error:  # Determined's context raises it for an InvalidHP
             if not isinstance(exit_error.__context__, det.InvalidHP):
                 raise
-            return TrialResult(Outcome.INVALID, reason=str(exit_error.__context__))
+            return TrialResult(RunState.INVALID, reason=str(exit_error.__context__))
         except Exception as error:  # a failed trial must not end the search
             if is_of_the_machine(error):
-                return TrialResult(Outcome.INTERRUPTED, reason=str(error))
+                return TrialResult(RunState.STOPPED, reason=str(error))
             if isinstance(error, UserError):
-                return TrialResult(Outcome.FAILED, reason=str(error))
+                return TrialResult(RunState.FAILED, reason=str(error))
             with folder.log.open("a") as log:
                 log.write(traceback.format_exc())
-            return TrialResult(Outcome.FAILED, reason=f"{type(error).__name__}: {error}")
-    training = [line for line in folder.read_metrics() if line["group"] == "training"]
+            return TrialResult(RunState.FAILED, reason=f"{type(error).__name__}: {error}")
     return TrialResult(
-        listener.outcome,
-        training=_finite(training[-1]) if training else None,
+        listener.state,
+        reason="stopped early by the search" if listener.state is RunState.PRUNED else None,
         epoch_batches=listener.epoch_batches,
         seconds_per_batch=listener.seconds_per_batch,
     )
@@ -212,7 +199,7 @@ class _SearchListener(RunListener):
         notify: Called when the first batch was trained.
 
     Attributes:
-        outcome: How the trial ended.
+        state: How the trial ended.
         epoch_batches: Batches of an epoch; None before the training.
         seconds_per_batch: See `TrialResult`.
     """
@@ -222,7 +209,7 @@ class _SearchListener(RunListener):
         self._notify = notify
         self._first_batch_at = 0.0
         self.seconds_per_batch: float | None = None
-        self.outcome = Outcome.COMPLETE
+        self.state = RunState.COMPLETED
         self.epoch_batches: int | None = None
 
     def on_epoch_length(self, batches: int) -> None:
@@ -247,12 +234,12 @@ class _SearchListener(RunListener):
             self._stop.reason, self._stop.requested = str(search_gone), True
             raise
         if not continues:
-            self.outcome = Outcome.STOPPED
+            self.state = RunState.PRUNED
             self._stop.requested = True
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        if stopped and self.outcome is Outcome.COMPLETE:
-            self.outcome = Outcome.INTERRUPTED
+        if stopped and self.state is RunState.COMPLETED:
+            self.state = RunState.STOPPED
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:

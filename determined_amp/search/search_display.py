@@ -13,12 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from determined_amp.amp.metrics import MetricName
-from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.dotted import nested
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.score import worth_of_best
 from determined_amp.local.display import progress_bar
+from determined_amp.runs.folder import read_trials
+from determined_amp.runs.run import Run, RunState
+from determined_amp.search.search_folder import STUDY_FILE, LocalSearch, result
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.study_file import FILE_NAME, SearchStudy, SearchTrial
 
 # Columns next to the searcher's metric, shown if a trial has them: name, title, format.
 _DIAGNOSIS = (
@@ -29,7 +31,7 @@ _DIAGNOSIS = (
     ("flushed_share", "flushed", "{:.2%}"),
     (MetricName.SKIPPED_STEPS, "skipped", "{:.0f}"),
 )
-_ENDED = ("complete", "stopped", "failed")
+_ENDED = (RunState.COMPLETED, RunState.PRUNED, RunState.FAILED, RunState.INVALID)
 _MOST_ROWS = 30
 
 
@@ -48,13 +50,16 @@ class SearchDisplay:
         self._folder = folder
         self._metric = plan.settings.metric
         self._compares = plan.compares
-        self._shown: set[int] | None = None
+        self._ended: dict[int, Run] = {}
         self._progress = progress_bar(console, "trials")
 
     @contextmanager
     def bar(self) -> Iterator[None]:
         """Show the bar inside this block."""
-        self._task = self._progress.add_task("starting", total=self._plan.total)
+        before = (run for run in read_trials(self._folder) if run.state in _ENDED)
+        self._ended = {run.number: run for run in before}
+        total, done = len(self._plan.points), len(self._ended)
+        self._task = self._progress.add_task("starting", total=total, completed=done)
         with self._progress:
             yield
 
@@ -69,80 +74,78 @@ class SearchDisplay:
         """Print that the process of a trial died."""
         self._print(f"trial {number:>3}  its process died with status {status}")
 
-    def update(self, study: SearchStudy) -> None:
-        """Show the trials that have ended since the last time."""
-        ended = [trial for trial in study.trials if trial.state in _ENDED]
-        before, self._shown = self._shown or set(), {trial.number for trial in ended}
-        for trial in ended:
-            if trial.number not in before:
-                self._print(self._line(trial))
+    def ended(self, run: Run) -> None:
+        """Show a trial that has ended."""
+        self._print(self._line(run))
+        self._ended[run.number] = run
         description = "comparing" if self._compares else "searching"
-        ranked = study.ranked()
+        ranked = LocalSearch(self._plan.search, tuple(self._ended.values())).ranked()
         if ranked and not self._compares:
             best = ranked[0]
-            description = f"best {self._metric} {best.value:.5g} (trial {best.number})"
-        done = min(len(ended), self._plan.total)
-        self._progress.update(self._task, completed=done, description=description)
+            value = best.metrics[self._metric]
+            description = f"best {self._metric} {value:.5g} (trial {best.number})"
+        self._progress.update(self._task, completed=len(self._ended), description=description)
 
-    def close(self, study: SearchStudy, *, stopped: bool, failed: bool) -> None:
+    def close(self, search: LocalSearch, *, stopped: bool, failed: bool) -> None:
         """Show the table of a search that has ended, and the best values as YAML.
 
         Args:
-            study: The search.
+            search: The search.
             stopped: Whether a signal stopped it.
             failed: Whether it has no result, or ended because trials failed for the same reason.
         """
-        ranked = study.ranked()
+        ranked = search.ranked()
         state = "failed" if failed else "stopped" if stopped else "completed"
-        self._console.print(self._table(study, ranked, f"{self._plan.search.get('name')}: {state}"))
+        title = f"{self._plan.search.get('name')}: {state}"
+        self._console.print(self._table(search, ranked, title))
         if self._compares:
             self._print(f"compare: python -m determined_amp report precision {self._folder}")
-        elif ranked and all(trial.metrics.get("overflow") for trial in ranked):
+        elif ranked and all(run.overflow for run in ranked):
             self._print("every scale of this search overflows: search smaller ones")
-        elif ranked and ranked[0].used:
-            worth = worth_of_best(self._metric, [trial.metrics for trial in ranked])
+        elif ranked and ranked[0].hparams:
+            worth = worth_of_best(self._metric, [run.metrics for run in ranked])
             if worth is not None:
                 self._print(worth)
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
-            lines = dump_yaml({"hyperparameters": dict(ranked[0].used)})
+            lines = dump_yaml({"hyperparameters": nested(ranked[0].hparams)})
             self._print(lines.rstrip())
-        lost = study.failed()
+        lost = search.failed()
         if lost:
             self._print(
-                f"{len(lost)} of {len(study.trials)} trials failed; trial {lost[0].number}: "
-                f"{_first_line(lost[0].reason)}"
+                f"{len(lost)} of {len(search.runs)} trials failed; trial {lost[0].number}: "
+                f"{lost[0].reason}"
             )
         if stopped:
             self._print(f"go on: python -m determined_amp search --resume {self._folder}")
-        self._print(f"study: sqlite:///{self._folder / FILE_NAME}")
+        self._print(f"study: sqlite:///{self._folder / STUDY_FILE}")
 
-    def _line(self, trial: SearchTrial) -> str:
-        values = "  ".join(f"{name} {_short(value)}" for name, value in flat(trial.used).items())
-        if trial.value is None:
-            state = "invalid" if trial.invalid else trial.state
-            result = f"{state}: {_first_line(trial.reason)}"
-        else:
-            result = f"{self._metric} {_short(trial.value)}"
-        if trial.state == "stopped":
-            result += f", stopped after {trial.history[-1][0]} batches"
-        return f"trial {trial.number:>3}  {values}  {result}"
+    def _line(self, run: Run) -> str:
+        values = "  ".join(f"{name} {_short(value)}" for name, value in run.hparams.items())
+        value = result(run, self._metric)
+        end = f"{self._metric} {_short(value)}"
+        if run.state is RunState.PRUNED:
+            end += f", stopped after {run.batches} batches"
+        elif value is None:
+            end = f"{run.state.value}: {run.reason}"
+        return f"trial {run.number:>3}  {values}  {end}"
 
-    def _table(self, study: SearchStudy, ranked: list[SearchTrial], title: str) -> Table:
+    def _table(self, search: LocalSearch, ranked: list[Run], title: str) -> Table:
         """A row per trial, best first, with the scale after rounding to a power of two.
 
         The column `after` has the batches of the last validation, or why there is no value. The
         trials of a comparison are sorted by number, because their ranking depends on the seeds.
         """
-        valueless = [trial for trial in study.trials if trial.value is None]
-        rows = [*ranked, *(trial for trial in valueless if trial.state != "waiting")]
+        valueless = [run for run in search.runs if result(run, self._metric) is None]
+        rows = [*ranked, *valueless]
         if self._compares:
-            rows.sort(key=lambda trial: trial.number)
-        numbers = [dict(trial.metrics) for trial in rows]
+            rows.sort(key=lambda run: run.number)
+        numbers = [dict(run.metrics) for run in rows]
         skipped = MetricName.SKIPPED_STEPS
-        for found, trial in zip(numbers, rows, strict=True):
-            if skipped in trial.training:
-                found.setdefault(skipped, trial.training[skipped])
-        shown = [row for row in _DIAGNOSIS if any(row[0] in found for found in numbers)]
+        for known, run in zip(numbers, rows, strict=True):
+            count = run.last(skipped)
+            if count is not None:
+                known.setdefault(skipped, count)
+        shown = [row for row in _DIAGNOSIS if any(row[0] in known for known in numbers)]
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
@@ -152,30 +155,21 @@ class SearchDisplay:
         titles = [name.rpartition(".")[2] for name in params]
         for column in ("trial", *titles, self._metric, *(title for _, title, _ in shown), "after"):
             table.add_column(column, justify="right", overflow="fold")
-        for trial, found in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
+        for run, known in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
+            value = result(run, self._metric)
             table.add_row(
-                str(trial.number),
-                *(escape(_short(trial.params.get(name))) for name in params),
-                _short(trial.value),
-                *(text.format(found[name]) if name in found else "" for name, _, text in shown),
-                _after(trial),
+                str(run.number),
+                *(escape(_short(run.hparams.get(name))) for name in params),
+                _short(value),
+                *(text.format(known[name]) if name in known else "" for name, _, text in shown),
+                run.state.value if value is None else str(run.batches),
             )
         if len(rows) > _MOST_ROWS:
-            table.caption = f"{len(rows) - _MOST_ROWS} more in the study"
+            table.caption = f"{len(rows) - _MOST_ROWS} more in the folder"
         return table
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _after(trial: SearchTrial) -> str:
-    if trial.value is not None:
-        return f"{trial.history[-1][0]}"
-    return "invalid" if trial.invalid else trial.state
-
-
-def _first_line(reason: str | None) -> str:
-    return (reason or "").partition("\n")[0]
 
 
 def _short(value: Any) -> str:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
 
 from determined_amp.amp.fields import ConfigError
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
-from determined_amp.search.searcher_settings import (
-    Bracket,
-    Method,
-    SearcherSettings,
-    brackets,
-    read_searcher,
-)
+from determined_amp.search.searcher_settings import Method, SearcherSettings, read_searcher
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
 from determined_amp.search.task import Task, Verb
 
@@ -56,14 +53,6 @@ class SearchPlan:
         self.task: Task = task
         self.settings: SearcherSettings = settings
         self._seed: int = int(seed or 0)
-        self.grid = self.space.grid() if grid else []
-        if self.compares:
-            self.grid = _by_turns(self.grid)
-        self.brackets: list[Bracket] = (
-            brackets(settings)
-            if settings.name is Method.ADAPTIVE_ASHA
-            else [Bracket((), len(self.grid) or settings.max_trials or 1)]
-        )
 
     @property
     def compares(self) -> bool:
@@ -71,14 +60,32 @@ class SearchPlan:
         return any(axis.name == "amp.precision" for axis in self.space.axes)
 
     @property
-    def total(self) -> int:
-        """The number of trials, not counting invalid ones that are replaced."""
-        return sum(bracket.max_trials for bracket in self.brackets)
+    def max_restarts(self) -> int:
+        """How often a trial whose process died continues."""
+        return int(self.search.get("max_restarts", 5))
 
     @property
-    def replaces_invalid(self) -> bool:
-        """Whether a trial that cannot train is replaced by another one, as on the platform."""
-        return self.settings.name in (Method.RANDOM, Method.ADAPTIVE_ASHA)
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Optuna's distribution of each searched hyperparameter, by dotted name."""
+        return {axis.name: axis.distribution for axis in self.space.axes}
+
+    @cached_property
+    def points(self) -> list[dict[str, Any]]:
+        """The point of each trial, by dotted name; they depend on the YAML alone."""
+        if self.settings.name is Method.GRID:
+            grid = self.space.grid()
+            return _by_turns(grid) if self.compares else grid
+        sampler = optuna.samplers.RandomSampler(seed=self._seed)
+        draws = optuna.create_study(sampler=sampler)
+        trials = range(self.settings.max_trials or 1)
+        return [dict(draws.ask(self.distributions).params) for _ in trials]
+
+    def pruner(self) -> optuna.pruners.BasePruner:
+        """The early stopping of the search."""
+        settings = self.settings
+        if settings.name is not Method.ADAPTIVE_ASHA:
+            return optuna.pruners.NopPruner()
+        return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
 
     def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment[Any]:
         """The experiment of a trial.
@@ -95,7 +102,7 @@ class SearchPlan:
         """
         config = self.search
         if self.task.verb is Verb.TRAIN:
-            seed = {"experiment_seed": self.drawn(number, 1)}
+            seed = {"experiment_seed": self.drawn_seed(number)}
             config = {**config, "reproducibility": {**config["reproducibility"], **seed}}
         return parse(
             config,
@@ -104,9 +111,9 @@ class SearchPlan:
             hyperparameters=sampled,
         )
 
-    def drawn(self, number: int, stream: int) -> int:
-        """A 32-bit random number that depends only on the search's seed and the arguments."""
-        return int(np.random.SeedSequence((self._seed, number, stream)).generate_state(1)[0])
+    def drawn_seed(self, number: int) -> int:
+        """A 32-bit seed that depends only on the search's seed and the trial's number."""
+        return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
 def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:

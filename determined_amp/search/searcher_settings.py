@@ -1,12 +1,8 @@
-"""The `searcher` section of a search, and the brackets of `adaptive_asha`.
-
-Brackets and rungs follow Determined 0.38.1 (`master/pkg/searcher/adaptive_asha.go`).
-"""
+"""The `searcher` section of a search."""
 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +22,7 @@ class Method(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """How many brackets `adaptive_asha` has: one, half of them, or all."""
+    """How many brackets `adaptive_asha` has on a cluster: one, half of them, or all."""
 
     AGGRESSIVE = "aggressive"
     STANDARD = "standard"
@@ -56,13 +52,13 @@ class SearcherSettings:
         name: The method.
         metric: Validation metric that ranks trials.
         smaller_is_better: Direction of the metric.
-        max_trials: Number of trials, not counting those with invalid hyperparameters.
+        max_trials: Number of trials.
         max_concurrent_trials: Used on a cluster only; elsewhere `--workers` sets it.
         time_metric: Unit of `max_time`: `batches` or `epochs`.
         max_time: Length of a trial that is not stopped early.
-        mode: How many brackets.
+        mode: Used on a cluster only; elsewhere all trials are compared with each other.
         divisor: One in this many trials continues at a rung.
-        max_rungs: Largest number of rungs of a bracket.
+        max_rungs: Largest number of rungs, the end of a trial included.
     """
 
     name: Method = setting()
@@ -73,8 +69,21 @@ class SearcherSettings:
     time_metric: str | None = setting(None)
     max_time: int | None = setting(None, at_least=1)
     mode: Mode = setting(Mode.STANDARD)
-    divisor: float = setting(4.0, above=1)
+    divisor: int = setting(4, at_least=2)
     max_rungs: int = setting(5, at_least=1)
+
+    def first_rung(self) -> int:
+        """The length, in `time_metric`, at which `adaptive_asha` first compares trials.
+
+        Each following rung is `divisor` times as long. A trial that is not stopped reaches
+        `max_time`. Without early stopping there is one rung, at the end.
+        """
+        if self.max_time is None or self.max_trials is None:
+            return 1
+        rungs, most = 1, min(self.max_time, self.max_trials)
+        while rungs < self.max_rungs and self.divisor**rungs <= most:
+            rungs += 1
+        return max(int(self.max_time // self.divisor ** (rungs - 1)), 1)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         takes = _TAKES[self.name]
@@ -85,48 +94,6 @@ class SearcherSettings:
                 yield key, f"missing; {self.name.value} needs it"
         if self.time_metric not in (None, *LENGTH_UNITS):
             yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
-
-
-@dataclass(frozen=True)
-class Bracket:
-    """A group of trials that `adaptive_asha` compares with each other.
-
-    Args:
-        rungs: Lengths, in `time_metric`, at which trials are compared; the last is the full length.
-        max_trials: Number of trials.
-    """
-
-    rungs: tuple[int, ...]
-    max_trials: int
-
-
-def brackets(settings: SearcherSettings) -> list[Bracket]:
-    """The brackets of an `adaptive_asha` search; the first has the earliest rung."""
-    assert settings.max_trials is not None
-    assert settings.max_time is not None
-    divisor = settings.divisor
-    most = min(
-        settings.max_rungs,
-        int(math.log(settings.max_time) / math.log(divisor)) + 1,
-        int(math.log(settings.max_trials) / math.log(divisor)) + 1,
-    )
-    fewest = {
-        Mode.AGGRESSIVE: most,
-        Mode.STANDARD: (most - 1) // 2 + 1,
-        Mode.CONSERVATIVE: 1,
-    }[settings.mode]
-    counts = range(most, fewest - 1, -1)
-    weights = [divisor ** (count - 1) / count for count in counts]
-    trials = [max(int(w / sum(weights) * settings.max_trials), 1) for w in weights]
-    trials[0] += max(settings.max_trials - sum(trials), 0)
-    return [
-        Bracket(_rungs(count, divisor, settings.max_time), of_bracket)
-        for count, of_bracket in zip(counts, trials, strict=True)
-    ]
-
-
-def _rungs(count: int, divisor: float, max_time: int) -> tuple[int, ...]:
-    return tuple(max(int(max_time / divisor ** (count - 1 - i)), 1) for i in range(count))
 
 
 def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
@@ -154,7 +121,7 @@ def check_lengths(experiment: Experiment[Any]) -> None:
     searcher = read(SearcherSettings, raw, "searcher", problems, strict=False)
     place, training = "hyperparameters.training", experiment.training
     if searcher is not None and searcher.time_metric is not None:
-        unit, first = searcher.time_metric, brackets(searcher)[0].rungs[0]
+        unit, first = searcher.time_metric, searcher.first_rung()
         if getattr(experiment.max_length, unit) != searcher.max_time:
             problems.append(
                 f"{place}.max_length: is not searcher.max_time; allowed: "

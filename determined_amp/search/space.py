@@ -1,10 +1,9 @@
-"""Hyperparameter spaces by the platform's rules: what is sampled, and which points a grid has.
+"""Hyperparameter spaces: what is sampled, and which points a grid has.
 
-The rules are those of Determined 0.38.1 (`master/pkg/searcher/grid.go` and `hyperparameters.go`).
-A mapping with a `type` is a space, any other mapping is a section, and anything else is a constant.
-A grid over `log` has evenly spaced exponents. A grid over `int` or `double` has evenly spaced
-values. Both ends are included; a single point is the middle. A grid over `int` has at most
-one point per integer.
+The forms are those of Determined 0.38.1. A mapping with a `type` is a space, any other mapping is a
+section, and anything else is a constant. A grid over `log` has evenly spaced exponents. A grid over
+`int` or `double` has evenly spaced values. Both ends are included; a single point is the middle. A
+grid over `int` has at most one point per integer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Axis:
     Args:
         path: Its keys under `hyperparameters`.
         distribution: Optuna's distribution: uniform, or uniform in the exponent for `log`.
-        grid: Its points in a grid, in the platform's order; empty without a `count`.
+        grid: Its points in a grid; empty without a `count`.
         values: The values that the choices of a categorical distribution stand for.
     """
 
@@ -61,7 +60,7 @@ class Space:
     """All hyperparameters of a search.
 
     Args:
-        axes: The searched hyperparameters in the platform's order: by name, level by level.
+        axes: The searched hyperparameters, sorted by name, level by level.
         constants: The hyperparameters that are not searched, nested as in the YAML.
     """
 
@@ -74,10 +73,7 @@ class Space:
         return math.prod(len(axis.grid) for axis in self.axes)
 
     def grid(self) -> list[dict[str, Scalar]]:
-        """Every point, by dotted name, in the order in which the platform starts its trials.
-
-        The last name varies fastest, and the platform starts with the last point.
-        """
+        """Every point, by dotted name, from the last one; the last name varies fastest."""
         points = itertools.product(*(axis.grid for axis in self.axes))
         names = [axis.name for axis in self.axes]
         return [dict(zip(names, point, strict=True)) for point in points][::-1]
@@ -96,17 +92,6 @@ class Space:
             value = point[axis.name]
             put(sample, axis.path, value if axis.values is None else axis.values[value])
         return sample
-
-
-def nest(axes: tuple[Axis, ...], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the searched hyperparameters, nested."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        value: Any = hyperparameters
-        for key in axis.path:
-            value = value[key]
-        put(found, axis.path, value)
-    return found
 
 
 def read_space(
@@ -171,7 +156,7 @@ class _IntRange(_Range):
 
     def axis(self, path: tuple[str, ...]) -> Axis:
         count = min(self.count or 0, self.maxval - self.minval + 1)
-        grid = tuple(_round(value) for value in self.points(count))
+        grid = tuple(round(value) for value in self.points(count))
         return Axis(path, distributions.IntDistribution(self.minval, self.maxval), grid)
 
 
@@ -221,11 +206,6 @@ def _read_axis(
         problems.append(f"{place}.count: missing; a grid needs it")
     elif axis is not None and len(problems) == before:
         yield axis
-
-
-def _round(value: float) -> int:
-    """Round halves away from zero, as Go's `math.Round` does; Python's `round` rounds to even."""
-    return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
 def _categorical(
