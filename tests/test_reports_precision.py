@@ -204,6 +204,20 @@ class TestFigure:
         assert set(means) == {"fp32", "amp_bf16"}
         assert np.asarray(means["fp32"].get_ydata()) == pytest.approx([0.5, 0.91])
 
+    def test_run_with_a_single_validation_is_a_dot(self, tmp_path: Path) -> None:
+        folders = [
+            *write_seeds(tmp_path, "fp32", BASE),
+            *write_seeds(tmp_path, "amp_bf16", BASE, speed=2000.0),
+        ]
+        for folder in folders:
+            file = folder / "metrics.jsonl"
+            report, _, *rest = file.read_text().splitlines()
+            file.write_text("\n".join([report, *rest]) + "\n")
+        axes = self.panel(draw(found(*folders)), "validation_accuracy")
+        drawn = {(*map(float, np.asarray(run.get_ydata())),): run for run in axes.get_lines()}
+        for value in BASE:
+            assert drawn[(value,)].get_marker() == "o"
+
     def test_columns_have_a_dot_per_run_and_the_ratio(self, tmp_path: Path) -> None:
         figure = self.drawn(tmp_path)
         axes = self.panel(figure, "Samples per second")

@@ -413,6 +413,13 @@ class TestAdvice:
         assert advised is Precision.FP32
         assert why == "amp_fp16 is slower (0.30 times the speed)"
 
+    def test_names_what_is_certain_before_what_may_be_chance(self, tmp_path: Path) -> None:
+        values = shifted(-0.01, -0.0, -0.03)
+        _, why = self.advised(tmp_path, amp_bf16={"speed": 500.0, "values": values})
+        assert why == "amp_bf16 is slower (0.50 times the speed)"
+        _, why = self.advised(tmp_path / "faster", amp_bf16={"speed": 2000.0, "values": values})
+        assert "cannot tell whether that is chance" in why
+
     def test_baseline_where_nothing_is_faster_by_more_than_the_spread(self, tmp_path: Path) -> None:
         folders = [
             write_run(tmp_path / f"{precision}{seed}", precision, seed, speed=speed)

@@ -73,7 +73,9 @@ def _learning(axes: Axes, findings: Findings) -> None:
         curves = [run.curve for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
         for curve in curves[:_MOST_CURVES]:
-            axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.6)
+            (line,) = axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.6)
+            if len(curve) == 1:  # a line through one point has no length
+                line.set(marker="o", markersize=2.5)
         if curves:
             batches, values = _mean_curve(curves)
             (line,) = axes.plot(batches, values, "o", markersize=3.0, label=summary.name)
