@@ -356,11 +356,11 @@ class TestSaving:
         validations = Validations()
         checkpoints = saving_in(tmp_path, validations)
         kept_after = {2: [2], 4: [4], 6: [4, 6], 8: [8], 10: [8, 10], 12: [8, 12]}
-        for (batches, kept), best in zip(kept_after.items(), (0, 4, 4, 8, 8, 8), strict=True):
+        for (batches, numbers), best in zip(kept_after.items(), (0, 4, 4, 8, 8, 8), strict=True):
             validations.best = best
             save(checkpoints, batches)
             saved = complete_checkpoints(tmp_path)
-            assert sorted(read_metadata(path)["steps_completed"] for path in saved) == kept
+            assert sorted(read_metadata(path)["steps_completed"] for path in saved) == numbers
         kept = complete_checkpoints(tmp_path)
         assert [read_metadata(path)["best"] for path in kept] == [True, False]
         assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in kept]
