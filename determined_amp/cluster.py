@@ -117,7 +117,7 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher.
+    """In a task of several slots, replace this process by the launcher.
 
     Call it after the configuration was checked, so that mistakes are reported once and without the
     launcher's traceback. In a process that a launcher has started, it returns.
@@ -130,7 +130,7 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
     if single or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
-    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
+    launcher = [sys.executable, "-m", "determined_amp.launcher"]
     os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
 
 
