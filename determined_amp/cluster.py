@@ -25,7 +25,7 @@ import determined as det
 from determined import core, pytorch
 from rich.console import Console
 
-from determined_amp.amp.errors import GuardError
+from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import score
@@ -41,7 +41,7 @@ from determined_amp.trial.determined_0_38 import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.notes import note_on_master, show_failure
+from determined_amp.trial.notes import failure_noted, note_on_master, show_failure
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -55,6 +55,8 @@ def task_info() -> det.ClusterInfo:
 def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
     """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it.
 
+    If it is wrong, the metadata of the run say so.
+
     Args:
         info: Determined's information on the task.
         trial: `module:Class`, if the configuration does not name it.
@@ -62,12 +64,13 @@ def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]
     Raises:
         ConfigError: naming every mistake.
     """
-    return parse(
-        task_configuration(info),
-        "experiment",
-        trial=trial,
-        hyperparameters=info.trial.hparams,
-    )
+    with failure_noted(info):
+        return parse(
+            task_configuration(info),
+            "experiment",
+            trial=trial,
+            hyperparameters=info.trial.hparams,
+        )
 
 
 def train_task(trial: str | None, arguments: Sequence[str]) -> None:
@@ -87,7 +90,8 @@ def score_task(trial: str | None, batches: int) -> None:
     """Score the loss scale of the trial of this task on its first `batches` batches."""
     info = task_info()
     experiment = task_experiment(info, trial)
-    check_score(experiment)
+    with failure_noted(info):
+        check_score(experiment)
     with _measured_trial(info, experiment) as (made, context):
         report = train_context(context)
         report.set_status(f"scoring on {batches} batches")
@@ -117,7 +121,7 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
-    """In a task of several slots, replace this process by Determined's launcher.
+    """In a task of several slots, replace this process by the launcher.
 
     Call it after the configuration was checked, so that mistakes are reported once and without the
     launcher's traceback. In a process that a launcher has started, it returns.
@@ -130,7 +134,7 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
     if single or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
-    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
+    launcher = [sys.executable, "-m", "determined_amp.launcher"]
     os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
 
 
@@ -138,8 +142,8 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
 def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContext]:
     """Determined's context of a task; if the trial no longer trains, it reports why.
 
-    Determined drops the text of an `InvalidHP`. This writes it to the overview and the metadata of
-    the run, and to the last line of its log.
+    The reason goes to the overview and the metadata of the run. That of an `InvalidHP`, which
+    Determined drops, is also the last line of its log.
     """
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
@@ -148,7 +152,7 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
             set_averaging(context, experiment)
             try:
                 yield context
-            except (det.InvalidHP, GuardError) as error:
+            except (det.InvalidHP, UserError) as error:
                 show_failure(context, str(error))
                 raise
     except SystemExit as left:

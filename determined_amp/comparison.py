@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +35,12 @@ from determined_amp.pilots import (
 )
 from determined_amp.report.precision_report import write_report
 from determined_amp.report.run_folders import REMARKS, read_search
-from determined_amp.report.source import ReportError
+from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import fresh_folder, read_record
+from determined_amp.runs.run import RunState
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.trial.determined_0_38 import task_configuration
+from determined_amp.trial.notes import note, show_failure_of_run, show_status
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -45,6 +50,9 @@ _TOO_SLOW = 5.0
 
 # Time limit of the runs as a multiple of their estimate, and seconds for the report after them.
 _RESERVE, _REPORT_SECONDS = 1.3, 10.0
+
+# The answer where there is nothing to compare.
+_ONLY_FP32 = f"use fp32: every other precision failed or was more than {_TOO_SLOW:g}x slower"
 
 _FLOAT16_HOPELESS = (Verdict.FORWARD_OVERFLOW, Verdict.BF16)
 
@@ -77,18 +85,18 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
     finally:  # after Ctrl-C, too
         print_pilots(console, results)
     if len(results.pilots) < 2:
-        _print(
-            console,
-            f"\nuse fp32: every other precision failed or was more than {_TOO_SLOW:g}x slower "
-            "(see above)",
-        )
+        _print(console, f"\n{_ONLY_FP32} (see above)")
         return folder
     plan = make_plan(results, experiment, options)
     print_plan(console, results, plan, options.seeds)
     (folder / REMARKS).write_text(json.dumps(results.remarks(), indent=2) + "\n")
+    began = time.monotonic()
     stopped = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
+    is_late = time.monotonic() - began >= plan.time_limit
+    within = f"within {_minutes(plan.time_limit)}" if is_late else "when it was interrupted"
     try:
-        written = write_report([read_search(folder)], folder)
+        runs = _of_answer(read_search(folder), options.seeds * len(results.pilots), within)
+        written = write_report([runs], folder)
     except KeyboardInterrupt:
         raise CompareError(
             f"stopped before the report was written; python -m determined_amp report {folder} "
@@ -98,12 +106,33 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
         if not stopped:
             raise
         more = " ".join(_to_go_on(folder)[:1])
-        raise CompareError(f"stopped before there was anything to compare; {more}") from error
+        raise CompareError(
+            f"stopped before there was anything to compare: too few runs were finished {within}; "
+            f"{more}"
+        ) from error
     if stopped:
         steps = "".join(f"  {step}\n" for step in _to_go_on(folder))
-        _print(console, f"stopped early: this is what is known so far. For more:\n{steps}")
+        _print(
+            console, f"not every run was finished {within}: the answer is early. For more:\n{steps}"
+        )
     _print(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
     return folder
+
+
+def _of_answer(source: Source, planned: int, within: str) -> Source:
+    """The runs that have ended, by their number, and how many have not.
+
+    The folder of a run says nothing to a reader, and on a cluster it ends with its task.
+    """
+    ended = [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
+    missing = planned - len(ended)
+    were = "was" if missing == 1 else "were"
+    left_out = [f"{missing} of {planned} runs {were} not finished {within}"] if missing else []
+    return dataclasses.replace(
+        source,
+        runs=tuple(dataclasses.replace(run, name=f"run {run.number}") for run in ended),
+        left_out=(*source.left_out, *left_out),
+    )
 
 
 def _page(folder: Path) -> str:
@@ -136,8 +165,18 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     """
     info = task_info()
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
+    # It warns that it writes by torch, as it does in every task without TensorFlow.
+    logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with core.init() as core_context:
-        folder = compare(config, "experiment", options)
+        try:
+            folder = compare(config, "experiment", options)
+        except UserError as error:
+            show_failure_of_run(core_context.train, str(error))
+            raise
+        answer = _as_metadata(folder)
+        note(core_context.train, **answer)
+        times = "" if answer["speed"] == 1.0 else f": {answer['speed']:.1f}x"
+        show_status(core_context.train, f"use {answer['precision']}{times}")
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
         batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
@@ -147,11 +186,33 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
         core_context.train.report_progress(1.0)
 
 
+def _as_metadata(folder: Path) -> dict[str, Any]:
+    """The answer, the advised precision, its speed as a ratio, and the verdict on the metric."""
+    report = _report(folder)
+    if report is None:
+        return {"answer": _ONLY_FP32, "precision": Precision.FP32.value, "speed": 1.0}
+    noted = {"answer": report["answer"], "precision": report["use"], "speed": 1.0}
+    for comparison in report["comparisons"]:
+        if (comparison["precision"], comparison["against"]) == (report["use"], report["baseline"]):
+            speed = comparison["speed"]
+            noted["speed"] = 1.0 if speed is None else round(speed["median"], 3)
+            noted["verdict"] = comparison["verdict"]
+    return noted
+
+
+def _report(folder: Path) -> dict[str, Any] | None:
+    """The report of a comparison; None if nothing but fp32 could be trained."""
+    try:
+        report: dict[str, Any] = json.loads((folder / "precision.json").read_text())
+    except FileNotFoundError:
+        return None
+    return report
+
+
 def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
     """The batches of a run, and ratios to the baseline; `speed` is for the advised precision."""
-    try:
-        report = json.loads((folder / "precision.json").read_text())
-    except FileNotFoundError:  # nothing but fp32 could be trained
+    report = _report(folder)
+    if report is None:
         return BATCHES, {"speed": 1.0}
     metrics = {"speed": 1.0}
     for comparison in report["comparisons"]:
@@ -405,4 +466,6 @@ def _print(console: Console, text: str) -> None:
 
 def _minutes(seconds: float) -> str:
     whole = round(seconds)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min" + (f" {whole % 60:02d} s" if whole % 60 else "")

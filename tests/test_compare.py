@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -21,12 +22,13 @@ from determined.common import storage
 from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
 from determined_amp.amp.settings import Precision
-from determined_amp.comparison import PilotResults
+from determined_amp.comparison import CompareError, PilotResults
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.pilots import BATCHES, Pilot
 from determined_amp.report.run_folders import read_search
+from determined_amp.report.source import Source
 from determined_amp.runs.run import RunState
 from tests import shapes
 from tests.test_unmodified import run
@@ -153,6 +155,21 @@ class TestAnswer:
         assert math.isfinite(found["precisions"][1]["mean"])
 
 
+class TestAnswerOfUnfinishedRuns:
+    def test_counts_them_without_a_list(self, images: Path) -> None:
+        source = read_search(images)
+        first, second, *_ = source.runs
+        stopped = dataclasses.replace(second, state=RunState.STOPPED, reason="stopped by SIGTERM")
+        runs = dataclasses.replace(source, runs=(first, stopped), left_out=())
+        answer = comparison._of_answer(runs, 6, "within 3 min")
+        assert [run.name for run in answer.runs] == [f"run {first.number}"]
+        assert answer.left_out == ("5 of 6 runs were not finished within 3 min",)
+
+    def test_is_silent_where_all_have_ended(self, images: Path) -> None:
+        source = read_search(images)
+        assert comparison._of_answer(source, len(source.runs), "").left_out == source.left_out
+
+
 def test_time_that_is_up_ends_it_with_what_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,9 +178,8 @@ def test_time_that_is_up_ends_it_with_what_is_known(
         compare("Images", tmp_path, "--batches", "4000", "--seeds", "1")
     shown = capsys.readouterr()
     assert "fp32, " in shown.out
-    assert (
-        "stopped before there was anything to compare; python -m determined_amp search" in shown.err
-    )
+    told = "stopped before there was anything to compare: too few runs were finished within 0 s; "
+    assert f"{told}python -m determined_amp search" in shown.err
     (made,) = (tmp_path / "runs" / "compare-shape").iterdir()
     assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
 
@@ -292,31 +308,43 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
 
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
-    monkeypatch.setattr(comparison, "read_search", lambda folder: None)
+    monkeypatch.setattr(comparison, "read_search", lambda folder: Source(str(folder), ()))
     monkeypatch.setattr(comparison, moment, interrupted)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
     assert capsys.readouterr().err.startswith(said)
 
 
-class OnCluster(core.DummyTrainContext):
+class OnCluster(core.TrainContext):
     """Takes the place of what reports to a master."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.validation: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
+        self.status = ""
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        self.metadata = metadata
+        return metadata
+
+    def set_status(self, status: str) -> None:
+        self.status = status
+
+    def report_progress(self, progress: float, is_source: bool = True) -> None:
+        """Nobody watches."""
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         self.validation = {"batches": steps_completed, **metrics}
 
 
-def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnCluster:
+    """What the task of a trial reports to; its checkpoints are in `tmp_path`."""
     hparams = {"learning_rate": {"type": "const", "val": 0.5}}
     info = SimpleNamespace(trial=SimpleNamespace(hparams=hparams, _config={"name": "a"}))
-    options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
-    asked: list[Any] = []
     train, processes = OnCluster(), core.DummyDistributedContext()
     checkpoints = core.DummyCheckpointContext(
         processes, storage.SharedFSStorageManager(str(tmp_path))
@@ -327,6 +355,28 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
         "init",
         lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
     )
+    return train
+
+
+def test_task_of_a_cluster_that_fails_leaves_its_reason(
+    on_cluster: OnCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> Path:
+        raise CompareError("the trial cannot be trained in fp32: no batch")
+
+    monkeypatch.setattr(comparison, "compare", fail)
+    with pytest.raises(CompareError):
+        comparison.compare_on_cluster(Namespace())
+    assert on_cluster.metadata["amp"]["failure"].endswith("in fp32: no batch")
+    assert on_cluster.status == "trial cannot be trained in fp32: no batch"
+
+
+def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
+    images: Path, on_cluster: OnCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = on_cluster
+    options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
+    asked: list[Any] = []
 
     def compare_before(*given: Any) -> Path:
         asked.append(given)
@@ -345,6 +395,12 @@ def test_task_of_a_cluster_leaves_the_answer_in_metrics_and_checkpoint(
     assert train.validation["batches"] == 24
     assert train.validation["speed"] == {**speeds, "fp32": 1.0}[found["use"]]
     assert all(train.validation[f"speed_{name}"] == speed for name, speed in speeds.items())
+    noted = train.metadata["amp"]
+    assert noted["answer"] == found["answer"]
+    assert noted["precision"] == found["use"]
+    assert noted["speed"] == pytest.approx(train.validation["speed"], abs=1e-3)
+    times = "" if found["use"] == "fp32" else f": {noted['speed']:.1f}x"
+    assert train.status == f"use {found['use']}{times}"
 
 
 @pytest.mark.parametrize(

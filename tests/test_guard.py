@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Sequence
 from datetime import datetime
 from types import SimpleNamespace
@@ -17,11 +18,14 @@ from determined.common.api import errors
 from torch import nn
 
 from determined_amp.amp.errors import GuardError
+from determined_amp.amp.fields import ConfigError
 from determined_amp.amp.guard import RunningStatistics
 from determined_amp.amp.metrics import Report, StepReport
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
+from determined_amp.trial import notes
 from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.notes import cause_first
 from tests.test_metrics import Context
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
@@ -73,6 +77,53 @@ def judge(
 
 def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (
+            "the loss scale is at its floor 1 and steps still overflow. Cause: forward overflow in "
+            "module 1: largest |activation| 7e+04",
+            "overflow in module 1",
+        ),
+        ("the training loss is nan in amp_bf16. The newest batch alone is finite", "training loss"),
+        ("experiment: hyperparameters.amp.precison: unknown key", "amp.precison: unknown key"),
+    ],
+)
+def test_status_begins_with_the_cause(reason: str, status: str) -> None:
+    """A card of the WebUI shows twenty characters."""
+    assert cause_first(reason).startswith(status)
+
+
+class TestFailureBeforeAContext:
+    """The task of a trial that cannot begin, for instance because of a wrong key."""
+
+    INFO: Any = SimpleNamespace(trial=None, master_url="http://localhost:1")
+
+    def test_is_noted_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        master = Master({"mine": 1})
+        master.set_status = lambda status: None  # type: ignore[method-assign]
+        monkeypatch.setattr(notes, "train_context_of_task", lambda info: master)
+        with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
+            raise ConfigError("experiment", ["amp.precison: unknown key"])
+        reason = "experiment: amp.precison: unknown key"
+        assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
+
+    def test_is_the_one_that_is_raised_if_the_master_fails(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(notes, "train_context_of_task", lambda info: 1 / 0)
+        with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
+            raise ConfigError("experiment", ["amp.precison: unknown key"])
+
+    def test_does_not_wait_for_a_silent_master(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answered = threading.Event()
+        monkeypatch.setattr(notes, "_PATIENCE", 0.01)
+        monkeypatch.setattr(notes, "train_context_of_task", lambda info: answered.wait(60))
+        with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
+            raise ConfigError("experiment", ["amp.precison: unknown key"])
+        answered.set()
 
 
 class TestMetadata:

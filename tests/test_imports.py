@@ -20,7 +20,7 @@ LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
 LAYERS = (
     *("amp", "experiment", "audit", "trial", "runs", "local", "finder", "search"),
-    *("cluster", "report", "pilots", "comparison", "cli"),
+    *("launcher", "cluster", "report", "pilots", "comparison", "cli"),
 )
 NOT_IN_THE_WHEEL = {"trials", "benchmarks", "tests", "hp_search"}
 # What the extras bring.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from determined_amp.amp.precision import described
 from determined_amp.cli import train
 from determined_amp.experiment import experiment
 from determined_amp.local.display import Display
+from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal, on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
 from determined_amp.runs.run import RunState
@@ -34,6 +36,16 @@ from trials.mlp import MLPTrial
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.run_small("mlp/bf16.yaml", tmp_path_factory.mktemp("local"))
+
+
+def test_warnings_of_determined_that_no_user_can_act_on_are_only_written(tmp_path: Path) -> None:
+    shown = Console(file=io.StringIO())
+    with logging_to(tmp_path / "log.txt", shown):
+        logging.getLogger("determined.tensorboard").warning("TensorFlow writer not found")
+        logging.getLogger("determined").warning("something else")
+    assert "TensorFlow writer not found" in (tmp_path / "log.txt").read_text()
+    printed: Any = shown.file
+    assert printed.getvalue().split() == ["WARNING", "something", "else"]
 
 
 class TestRunFolder:

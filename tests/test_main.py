@@ -98,8 +98,24 @@ def test_launcher_of_ranks_ends_its_report_with_the_reason(tmp_path: Path) -> No
     assert set(rule) == {"="}
 
 
+def test_launcher_of_a_task_adds_no_traceback_to_a_reason(tmp_path: Path) -> None:
+    config = tmp_path / "experiment.yaml"
+    config.write_text("hyperparameters: {trial: 'os:getcwd'}")
+    launcher = [sys.executable, "-m", "determined_amp.launcher", "--nnodes", "1"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node", "1", "-m", "determined_amp", "train", str(config)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "no retry can help: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 class TestRanks:
-    LAUNCHER = (sys.executable, "-m", "determined.launch.torch_distributed", sys.executable)
+    LAUNCHER = (sys.executable, "-m", "determined_amp.launcher", sys.executable)
 
     @pytest.fixture
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:

@@ -112,7 +112,7 @@ class TestComparison:
 
     def test_without_an_answer_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "x")]
-        with pytest.raises(ReportError, match=r"experiment 7 .* no checkpoint with precision"):
+        with pytest.raises(ReportError, match=r"experiment 7 .* has no report: "):
             fetch_comparison(7, tmp_path)
 
     def test_other_experiment_has_none(self, master: Master, tmp_path: Path) -> None:

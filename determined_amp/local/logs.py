@@ -15,6 +15,9 @@ from rich.logging import RichHandler
 
 logger = logging.getLogger(__name__)
 
+# Warnings of Determined about its own storage and its own writer: nothing that a user can change.
+_NOT_FOR_USERS = ("Ignoring partial checkpoint download", "TensorFlow writer not found")
+
 
 class _MayVanish:
     """A standard stream whose reader may go away: then output ends, and the program goes on."""
@@ -64,11 +67,12 @@ def surviving_closed_output() -> Iterator[None]:
 def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     """Inside this block log to `path`, if given, and print warnings to `console`.
 
-    Python's own warnings are logged, too.
+    Python's own warnings are logged, too. A few of Determined's are written and not shown.
     """
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
+    shown.addFilter(_is_for_users)
     handlers = [shown]
     if path is not None:
         written = logging.FileHandler(path, encoding="utf-8")
@@ -87,3 +91,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
             handler.close()
         logging.captureWarnings(False)
         root.setLevel(level)
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOT_FOR_USERS)

@@ -121,10 +121,9 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
             return None
         left = [c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})]
         if not left:
-            raise ReportError(
-                f"{origin}: has no checkpoint with {_TEXT}; it did not end, or could train in fp32 "
-                "only, which its log says"
-            )
+            noted = _noted(determined._session, number).values()
+            known = next((n.get("failure") or n.get("answer") for n in noted), None)
+            raise ReportError(f"{origin}: has no report: {known or 'its comparison has not ended'}")
         with _downloaded(left[0], origin, "") as downloaded:
             for path in downloaded.iterdir():
                 if path.suffix in (".html", ".json", ".md", ".png"):

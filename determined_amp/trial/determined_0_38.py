@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import determined as det
 import torch
 from determined import core, pytorch, util
+from determined.common.api import authentication, certs
 
 from determined_amp.amp.errors import GuardError, UserError
 from determined_amp.amp.fields import ConfigError
@@ -35,6 +36,23 @@ from determined_amp.trial.random_state import random_state, restore_random_state
 def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:
     """Takes the reports and the metadata of the run."""
     return context._core.train
+
+
+def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
+    """Takes the metadata of a run from a task that has no context, and reports no metrics."""
+    certificate = certs.default_load(info.master_url)
+    session = authentication.login_from_task(info.master_url, certificate)
+    run = info.trial.trial_id
+    return core.TrainContext(
+        session,
+        run,
+        info.trial.experiment_id,
+        core._MetricsContext(session, run, info.trial._trial_run_id),
+        core.DummyDistributedContext(),
+        core.TensorboardMode.MANUAL,
+        None,
+        None,
+    )
 
 
 def checkpoint_context(context: pytorch.PyTorchTrialContext) -> core.CheckpointContext:

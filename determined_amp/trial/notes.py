@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import textwrap
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import determined as det
 from determined import core, pytorch
 from determined.common.api import bindings, errors
 
-from determined_amp.trial.determined_0_38 import train_context
+from determined_amp.amp.errors import UserError
+from determined_amp.trial.determined_0_38 import train_context, train_context_of_task
 
 logger = logging.getLogger(__name__)
 
 # What a request to the master may raise.
 _REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
-# Characters of a status that the overview of a run shows well.
+# Characters of a status that the page of a run shows well; its card shows the first twenty.
 _STATUS_WIDTH = 100
+
+# Seconds that a task which ends waits for its master.
+_PATIENCE = 5.0
+
+# What a reason may begin with before it names its cause: the symptom, or the place of a key.
+_BEFORE_THE_CAUSE = re.compile(
+    r"^(.*?\. Cause: )?(experiment: )?(the |forward |gradient |hyperparameters\.)?", re.DOTALL
+)
 
 
 def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
@@ -26,8 +40,13 @@ def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
 
     Only the chief does, and only on a cluster. None removes a value.
     """
-    train = train_context(context)
-    if context.distributed.rank or isinstance(train, core.DummyTrainContext):
+    if context.distributed.rank == 0:
+        note(train_context(context), **values)
+
+
+def note(train: core.TrainContext, **values: Any) -> None:
+    """Note values in the metadata of a run, as `note_on_master` does."""
+    if isinstance(train, core.DummyTrainContext):
         return
     try:
         known = train.get_metadata() or {}
@@ -45,5 +64,43 @@ def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
     """
     note_on_master(context, failure=reason)
     if context.distributed.rank == 0:
-        with suppress(*_REFUSED):  # which has been said by then
-            train_context(context).set_status(textwrap.shorten(reason, _STATUS_WIDTH))
+        show_status(train_context(context), cause_first(reason))
+
+
+def show_failure_of_run(train: core.TrainContext, reason: str) -> None:
+    """Note why a run ended in its metadata, and show the cause as its status."""
+    note(train, failure=reason)
+    show_status(train, cause_first(reason))
+
+
+def show_status(train: core.TrainContext, status: str) -> None:
+    """Show a status on the page of a run, as far as it fits."""
+    with suppress(*_REFUSED):
+        train.set_status(textwrap.shorten(status, _STATUS_WIDTH))
+
+
+def cause_first(reason: str) -> str:
+    """A reason without the words before its cause."""
+    return _BEFORE_THE_CAUSE.sub("", reason) or reason
+
+
+@contextmanager
+def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
+    """Note a `UserError` that ends a task before it has a context; other errors pass.
+
+    A master that does not answer delays the end by five seconds at most.
+    """
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            arguments = (info, str(error))
+            sender = threading.Thread(target=_send_failure, args=arguments, daemon=True)
+            sender.start()
+            sender.join(_PATIENCE)
+        raise
+
+
+def _send_failure(info: det.ClusterInfo, reason: str) -> None:
+    with suppress(Exception):  # the reason itself is printed, and must not be hidden by another
+        show_failure_of_run(train_context_of_task(info), reason)
