@@ -51,6 +51,8 @@ from determined_amp.cli import search as search_command
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.runs.folder import RunError, read_record
+from determined_amp.runs.run import RunState
 from determined_amp.search import workers
 from tests import searching, training
 
@@ -418,15 +420,19 @@ def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) ->
     if not said or not named or len(ending.output) > 6000:
         return "unclear"
     runs = [path.parent for path in folder.rglob("run.json") if path.is_file()]
-    if any(
-        json.loads((run / "run.json").read_text())["state"] == "failed"
-        and any((run / "metrics.jsonl").open())
-        for run in runs
-    ):
+    if any(_failed(run) and any((run / "metrics.jsonl").open()) for run in runs):
         return "diverged"  # of what was asked, which only training could show
     if not unchanged:
         return "changed"
     return "clear" if ending.seconds < AT_ONCE else "slow"
+
+
+def _failed(run_folder: Path) -> bool:
+    """Whether the record of a run, which may be damaged, has a failure."""
+    try:
+        return read_record(run_folder).state is RunState.FAILED
+    except RunError:
+        return False
 
 
 def _trained(example: Example, folder: Path, output: str) -> tuple[str, str]:

@@ -54,7 +54,7 @@ class TestMistakes:
             ({"time_metric": "records"}, "allowed: batches or epochs"),
             ({"divisor": 1}, "searcher.divisor: got 1"),
             ({"divisor": 2.5}, "searcher.divisor: got 2.5"),
-            ({"bracket_rungs": [2]}, "use mode and max_rungs"),
+            ({"bracket_rungs": [2]}, "use max_rungs"),
             ({"name": "grid"}, "searcher.max_time: given, but grid takes only"),
         ],
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import STUDY_FILE, SearchFolderError, read_local_search
 from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
 from tests import searching, training
@@ -63,6 +65,20 @@ def test_trials_that_run_come_before_those_that_wait(tmp_path: Path) -> None:
     last = again.next_job()
     assert last is not None
     assert (last[0], again.next_job()) == (2, None)
+
+
+def test_trial_whose_folder_has_its_end_is_not_run_again(tmp_path: Path) -> None:
+    """The search was killed before the study had it."""
+    found = new_study(tmp_path).next_job()
+    assert found is not None
+    number, job = found
+    folder = RunFolder(job.folder)
+    report = {"group": "validation", "batches": 2, "loss_scale_score": 0.5}
+    folder.append_metrics(report)
+    folder.end(RunState.COMPLETED)
+    following = study_in(tmp_path).next_job()
+    assert following is not None
+    assert (number, following[0]) == (0, 1)
 
 
 def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class SearcherSettings:
 def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
     """The `searcher` section; None after appending its mistakes to `problems`."""
     if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
-        problems.append("searcher.bracket_rungs: is not supported; use mode and max_rungs")
+        problems.append("searcher.bracket_rungs: is not supported; use max_rungs")
         return None
     if isinstance(raw, Mapping):  # the length of a trial in Determined's own form
         raw = {key: value for key, value in raw.items() if key != "max_length"}

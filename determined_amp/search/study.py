@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
-from determined_amp.runs.folder import RunFolder, read_run, trial_folder
+from determined_amp.runs.folder import RunFolder, read_record, read_run, trial_folder
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.run_trial import Job, TrialResult, Validation
 from determined_amp.search.search_folder import STUDY_FILE, result
@@ -53,8 +53,20 @@ class SearchStudy:
         self._study.pruner = plan.pruner()
         for point in plan.points[len(self._trials()) :]:
             self._study.enqueue_trial(point)
-        self._open = [trial.number for trial in self._trials(TrialState.RUNNING)]
+        self._open: list[int] = []
         self._deaths: Counter[int] = Counter()
+        for trial in self._trials(TrialState.RUNNING):
+            self._reopen(trial.number)
+
+    def _reopen(self, number: int) -> None:
+        """Continue a trial of a killed search, unless its folder has the end already."""
+        folder = RunFolder(trial_folder(self._folder, number))
+        if folder.record.exists():
+            run = read_record(folder.path)
+            if run.state in (RunState.COMPLETED, RunState.PRUNED):
+                self.ended(number, TrialResult(run.state, reason=run.reason))
+                return
+        self._open.append(number)
 
     @property
     def compares(self) -> bool:
