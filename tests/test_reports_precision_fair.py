@@ -302,6 +302,16 @@ class TestEnd:
         run = read_run(write_run(tmp_path / "a", "fp32", 1, loss=math.nan))
         assert (run.state, run.reason) == (RunState.FAILED, "validation_loss is nan at the end")
 
+    def test_with_another_metric_than_the_searchers_that_is_not_finite_is_none(
+        self, tmp_path: Path
+    ) -> None:
+        folder = write_run(tmp_path / "a", "fp32", 1)
+        lines = (folder / "metrics.jsonl").read_text()
+        assert '"validation_loss"' in lines
+        metrics = lines.replace('"validation_loss"', '"perplexity": Infinity, "validation_loss"')
+        (folder / "metrics.jsonl").write_text(metrics)
+        assert read_run(folder).state is RunState.COMPLETED
+
     def test_of_all_runs_of_a_precision_is_a_finding(self, tmp_path: Path) -> None:
         base = [write_run(tmp_path / f"a{seed}", "fp32", seed) for seed in (1, 2, 3)]
         lost = [

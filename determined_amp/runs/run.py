@@ -24,7 +24,7 @@ from determined_amp.amp.precision import described_device
 from determined_amp.amp.settings import Precision
 from determined_amp.audit import AuditMetricName
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.runs.settings import BATCH_SIZE, LENGTH, PRECISION, SEED, TRAINING
+from determined_amp.runs.settings import BATCH_SIZE, LENGTH, METRIC, PRECISION, SEED, TRAINING
 
 T = TypeVar("T")
 
@@ -432,7 +432,8 @@ def judged(
     """How a run ended, and why, judged by its record and its reports.
 
     A run that has validated after its last batch has completed, even if it was killed before it
-    recorded that. One whose last validation is not finite has failed.
+    recorded that. One whose last validation is not finite has failed: the searcher's metric decides
+    where it was reported, any metric elsewhere.
 
     Args:
         state: Its recorded state.
@@ -450,10 +451,11 @@ def judged(
         after = f"; it ended after {progress}" if trained < length else ""
         return state, one_line(reason or "its log has the reason") + after
     if validated >= length or (state is RunState.COMPLETED and validations):
-        broken = [n for n, v in validations[-1].metrics.items() if not math.isfinite(v)]
-        if broken:
-            value = validations[-1].metrics[broken[0]]
-            return RunState.FAILED, f"{broken[0]} is {value} at the end"
+        last, metric = validations[-1].metrics, str(settings.get(METRIC))
+        deciding = [metric] if metric in last else list(last)
+        broken = next((name for name in deciding if not math.isfinite(last[name])), None)
+        if broken is not None:
+            return RunState.FAILED, f"{broken} is {last[broken]} at the end"
         return RunState.COMPLETED, ""
     if state is RunState.RUNNING:
         return state, f"{progress}: it is running, or was killed"
