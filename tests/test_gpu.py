@@ -35,6 +35,7 @@ from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
 from determined_amp.local.audit import audit_here
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.runs.run import RunState
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
@@ -613,18 +614,18 @@ def test_search_compares_two_precisions(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("optuna")
     searching: Any = importlib.import_module("tests.searching")
     monkeypatch.chdir(tmp_path)
-    study = searching.run(
+    search = searching.run(
         tmp_path,
         "compare_precisions.yaml",
         "hyperparameters.amp.precision.vals=[fp32, amp_bf16]",
-        "hyperparameters.seed.vals=[1]",
+        "hyperparameters.trial_seed.vals=[1]",
         *searching.SHORT,
     )
-    assert {trial.params["amp.precision"] for trial in study.trials} == {"fp32", "amp_bf16"}
-    for trial in study.trials:
-        assert trial.state == "complete"
-        assert trial.value is not None
-        assert only_a_gpu_shows(was_on_a_gpu(trial.folder))
+    assert {run.precision for run in search.runs} == {Precision.FP32, Precision.AMP_BF16}
+    for run in search.runs:
+        assert run.state is RunState.COMPLETED
+        assert "validation_loss" in run.metrics
+        assert only_a_gpu_shows(was_on_a_gpu(Path(run.name)))
 
 
 def was_on_a_gpu(run: Path) -> bool:
