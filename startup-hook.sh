@@ -22,7 +22,7 @@ if path.isdir("trials/data"):
 if "determined_amp compare" in environ.get("DET_EXPERIMENT_CONFIG", ""):
     needed |= {name: name for name in ("optuna", "matplotlib", "scipy")}
 hparams = environ.get("DET_HPARAMS", "")
-if "trials.latte" in hparams or "/latte/" in hparams:  # or in the experiment of a search
+if "trials.latte" in hparams:
     torch = path.dirname(getattr(util.find_spec("torch"), "origin", None) or "")
     newest = path.exists(path.join(torch, "accelerator"))
     needed["diffusers"] = "diffusers" if newest else "diffusers<0.36"

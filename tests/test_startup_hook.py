@@ -203,13 +203,6 @@ def test_diffusers_is_added_in_a_version_that_the_torch_of_the_image_can_import(
     assert added == [["diffusers<0.36"], ["diffusers"]]
 
 
-def test_diffusers_is_added_for_a_search_over_an_experiment_of_latte(image: Image) -> None:
-    search = json.dumps({"experiment": "experiment_configs/latte/amp.yaml"})
-    assert trained(image.start(DET_HPARAMS=search))
-    ((arguments, _),) = image.pip_calls
-    assert packages(arguments) == ["diffusers<0.36"]
-
-
 @pytest.mark.parametrize("entrypoint", ["determined_amp compare", "determined_amp train"])
 def test_packages_of_a_comparison_are_added_for_its_task_alone(
     image: Image, entrypoint: str
