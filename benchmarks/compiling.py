@@ -16,7 +16,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import determined
@@ -24,7 +23,7 @@ import torch
 from rich.progress import track
 
 from benchmarks.loops import NoReports, take_turns
-from benchmarks.overhead import cpu_name
+from benchmarks.measured import ROOT, add_folder, cpu_name
 from benchmarks.turns import Turns, by_turns
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -34,8 +33,6 @@ from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 BATCHES_PER_TURN = 10
 SETTINGS = ("false", "default")
 
@@ -101,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS))
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results go")
+    add_folder(parser)
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result: dict[str, Any] = {

@@ -3,7 +3,7 @@
     python -m benchmarks.jpeg
 
 It compares Pillow, which `image_folder` uses, with torchvision's decoder; both are libjpeg-turbo.
-It writes `benchmarks/results/jpeg_cpu.json`. Times are processor times of one thread, by turns.
+It writes `jpeg_cpu.json` into `--folder`. Times are processor times of one thread, by turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
-from benchmarks.overhead import RESULTS, cpu_name
+from benchmarks.measured import add_folder, cpu_name
 from benchmarks.photos import photo, write_photos
 from trials.data.images import DatasetName, DataSettings, load
 from trials.data.loading import Sample
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jpeg", description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--photos", type=int, default=PHOTOS)
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results go")
+    add_folder(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     photos = [photo(seed) for seed in range(options.photos)]

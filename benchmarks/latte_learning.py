@@ -3,7 +3,7 @@
     python -m benchmarks.latte_learning [--batches 500] [--seeds 3] [--runs FOLDER]
 
 It does not repeat runs that are already in FOLDER. It prints a table and writes the numbers to
-`benchmarks/results/latte_learning.json`.
+`latte_learning.json` in `--folder`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.measured import ROOT, add_folder
 from determined_amp.experiment import experiment
 from determined_amp.runs.folder import read_metrics
 from trials.data import clips
 from trials.data.loading import Sample
 from trials.latte import LatteHparams
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
-RESULTS = ROOT / "benchmarks" / "results" / "latte_learning.json"
 # The baselines are fitted on this many passes over the training set, with new motion in each.
 PASSES = 6
 
@@ -101,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "latte-learning")
+    add_folder(parser)
     options = parser.parse_args(arguments)
     path = str(CONFIGS / "fp32.yaml")
     config = experiment.parse(experiment.read_yaml(path), path)
@@ -111,8 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, seed in track(jobs, "training"):
         losses[name].append(trained(name, seed, options.batches, options.runs))
     result = {"batches": options.batches, "baselines": without_network, "losses": losses}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"torch": torch.__version__, **result}, indent=2) + "\n")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    numbers = options.folder / "latte_learning.json"
+    numbers.write_text(json.dumps({"torch": torch.__version__, **result}, indent=2) + "\n")
     table = Table("what", "validation loss")
     for name, loss in without_network.items():
         table.add_row(name.replace("_", " "), f"{loss:.4f}")

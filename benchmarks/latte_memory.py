@@ -2,9 +2,8 @@
 
     python -m benchmarks.latte_memory
 
-It measures with and without checkpointing. After each row it writes
-`benchmarks/results/latte_memory_cpu.json`, on a GPU `latte_memory_cuda.json`. At the end it writes
-a table beside that file, and the picture `docs/pictures/latte_memory.png`.
+It measures with and without checkpointing. After each row it writes `latte_memory_cpu.json` into
+`--folder`, on a GPU `latte_memory_cuda.json`. At the end it writes a table and a picture beside it.
 
 The bytes are counted on fake tensors, which have shapes but no values, so the paper's sizes need no
 memory. A real step of the small model keeps the same number of bytes, in BF16 within 0.02 %. On a
@@ -34,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from benchmarks.measured import ROOT, add_folder
 from determined_amp.amp.precision import prepare_backend
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment import experiment
@@ -41,10 +41,7 @@ from determined_amp.experiment.experiment import Experiment
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs" / "latte"
-RESULTS = ROOT / "benchmarks" / "results"
-PICTURES = ROOT / "docs" / "pictures"
 
 PRECISIONS = (Precision.FP32, Precision.AMP_FP16, Precision.AMP_BF16)
 # By model, the batch sizes (per slot) to count; bytes are linear in the batch size.
@@ -277,13 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.latte_memory", description="Memory and speed of Latte."
     )
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the numbers go")
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the picture goes")
+    add_folder(parser)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, batches = TIMED[device.type]
     torch.set_num_threads(1)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU thread"
+    options.folder.mkdir(parents=True, exist_ok=True)
     stem = options.folder / f"latte_memory_{device.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
@@ -300,8 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = {"torch": torch.__version__, "device": where, "rows": [*map(vars, rows)]}
             stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_suffix(".md").write_text(table(rows))
-    suffix = "" if device.type == "cpu" else "_cuda"
-    draw(rows, where, options.pictures / f"latte_memory{suffix}.png")
+    draw(rows, where, stem.with_suffix(".png"))
     print(table(rows))
     return 0
 

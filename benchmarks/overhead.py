@@ -18,7 +18,6 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import determined
@@ -28,12 +27,12 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import loops
+from benchmarks.measured import add_folder, cpu_name
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from trials.schedule import LRSchedule
 
-RESULTS = Path(__file__).parent / "results"
 BATCHES_PER_ROUND = 100  # one report of the default period
 TURNS_PER_ROUND = BATCHES_PER_ROUND // BATCHES_PER_TURN
 
@@ -120,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--precision", choices=[p.value for p in Precision], default=Precision.AMP_FP16.value
     )
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results go")
+    add_folder(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,16 +162,6 @@ def _show(result: dict[str, Any]) -> None:
                 f"{row['cpu_ratio']:.2f}",
             )
         Console().print(table)
-
-
-def cpu_name() -> str:
-    """The model of this processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

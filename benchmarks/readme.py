@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -19,8 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.gpu import report as gpu_report
+from benchmarks.loss_scale_rows import DEFAULT, FINDER, STEPS
+from benchmarks.loss_scale_tasks import TASKS
 from determined_amp.finder.verdict import DEFAULT_LOG2
-from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, save_png
+from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -31,7 +34,7 @@ PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
 }
-SCALES = RESULTS / "loss_scale_choice_cpu.json"
+SCALES = RESULTS / "loss_scale_cpu.json"
 GPU = RESULTS / "gpu.json"
 NO_GPU = "No GPU has been measured yet."
 
@@ -41,7 +44,8 @@ _HEADS = (
 )
 # Not tf32, which is fp32 on a CPU; docs/precision.md uses it to show the drift of the machine.
 _SHOWN = ("fp32", "amp_bf16", "amp_fp16")
-_NAMES = {"MLP": "MLP", "SummedLoss": "summed loss", "TinyLoss": "tiny loss"}
+_WAYS = (DEFAULT, FINDER)
+_MOST_SKIPS = 12  # a longer bar is cut off, and has its number
 _COLOURS = {"amp_bf16": BLUE, "amp_fp16": VERMILION}
 
 
@@ -50,7 +54,7 @@ def draw(precisions: Mapping[str, Mapping[str, Any]], scales: Mapping[str, Any])
 
     Args:
         precisions: The JSON of `report precision`, by the name of the model.
-        scales: The JSON of `benchmarks.loss_scale_choice`.
+        scales: The JSON of `benchmarks.loss_scale`.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 2.9), layout="constrained")
@@ -63,7 +67,7 @@ def draw(precisions: Mapping[str, Mapping[str, Any]], scales: Mapping[str, Any])
         }
         _draw_speed(speed, compared)
         _draw_accuracy(accuracy, compared, next(iter(precisions.values()))["margin"])
-        _draw_scales(scale, scales["models"])
+        _draw_scales(scale, scales["rows"])
         return figure
 
 
@@ -97,16 +101,19 @@ def _draw_accuracy(ax: Axes, compared: Mapping[str, Mapping[str, Any]], margin: 
     _label_rows(ax, ["" for _ in compared])
 
 
-def _draw_scales(ax: Axes, models: Sequence[Mapping[str, Any]]) -> None:
+def _draw_scales(ax: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     ax.set_title("Which initial loss scale?")
-    for row, model in enumerate(models):
-        low, top = model["window_log2"]
-        ax.barh(row, top - low, left=low, height=0.5, color=GREEN, alpha=0.25)
-        ax.plot(model["comparison"]["choice_log2"], row, "o", color=GREEN)
-    ax.axvline(DEFAULT_LOG2, color=MUTED, linestyle="--")
-    ax.text(DEFAULT_LOG2 + 0.8, -0.78, f"default 2^{DEFAULT_LOG2}", va="top", color=MUTED)
-    ax.set_xlabel("log₂ of the scale; bar: safe, dot: chosen")
-    _label_rows(ax, [_NAMES[model["name"]] for model in models])
+    tasks = [task.name for task in TASKS]
+    for y, task in enumerate(tasks):
+        of = {w: [r["skipped"] for r in rows if (r["task"], r["way"]) == (task, w)] for w in _WAYS}
+        default, found = (mean(skipped) for skipped in of.values())
+        ax.barh(y, min(default, _MOST_SKIPS), height=0.5, color=VERMILION, alpha=0.4)
+        ax.plot(found, y, "o", color=GREEN)
+        if default > _MOST_SKIPS:
+            ax.text(_MOST_SKIPS - 0.3, y, f"{default:.0f}", ha="right", va="center", color=INK)
+    ax.set_xlim(-0.6, _MOST_SKIPS)
+    ax.set_xlabel(f"steps skipped of {STEPS}; bar: 2^{DEFAULT_LOG2}, dot: finder")
+    _label_rows(ax, tasks)
 
 
 def _label_rows(ax: Axes, names: Sequence[str]) -> None:
@@ -164,7 +171,7 @@ def read_precisions() -> dict[str, Any]:
 
 def main() -> None:
     precisions = read_precisions()
-    save_png(draw(precisions, json.loads(SCALES.read_text())), PICTURE)
+    PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
     readme = with_table(README.read_text(), table(precisions))
     README.write_text(with_gpu(readme, json.loads(GPU.read_text())) if GPU.exists() else readme)
 

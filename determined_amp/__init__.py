@@ -10,10 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from determined_amp.amp.errors import GuardError, UserError
-    from determined_amp.amp.fields import ConfigError
+    from determined_amp.amp.errors import ConfigError, GuardError, UserError
     from determined_amp.amp.loop import AmpLoop
-    from determined_amp.amp.settings import AmpSettings, EvalPrecision, OnOverflow, Precision
+    from determined_amp.amp.settings import (
+        AmpSettings,
+        EvalPrecision,
+        OnOverflow,
+        Precision,
+        setting,
+    )
     from determined_amp.audit import AuditError
     from determined_amp.finder import find_loss_scale
     from determined_amp.trial.fitting import fit
@@ -37,13 +42,14 @@ __all__ = [
     "__version__",
     "find_loss_scale",
     "fit",
+    "setting",
 ]
 
 _MODULES = {
     "AmpLoop": "amp.loop",
     "AmpSettings": "amp.settings",
     "AuditError": "audit",
-    "ConfigError": "amp.fields",
+    "ConfigError": "amp.errors",
     "EvalPrecision": "amp.settings",
     "GuardError": "amp.errors",
     "MixedPrecision": "trial.mixed_precision",
@@ -53,6 +59,7 @@ _MODULES = {
     "UserError": "amp.errors",
     "find_loss_scale": "finder",
     "fit": "trial.fitting",
+    "setting": "amp.settings",
 }
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import importlib
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.errors import NO_RETRY, exit_status
+from determined_amp.local.logs import surviving_closed_output
 
 # By command: the module that has its `main(arguments)`, and its help text.
 _COMMANDS = {
@@ -20,6 +27,7 @@ _COMMANDS = {
         "determined_amp.cli.compare",
         "train in every precision, and say which to use",
     ),
+    "check": ("determined_amp.cli.check", "say what is wrong with the AMP of a trial"),
     "search": ("determined_amp.cli.search", "run a search without a cluster"),
     "report": ("determined_amp.cli.report", "the one of the next two that fits a source"),
     "report precision": ("determined_amp.cli.report", "compare precisions, with a verdict"),
@@ -28,6 +36,9 @@ _COMMANDS = {
         "draw the loss scale, predicted and observed",
     ),
 }
+
+# Commands whose result is in a folder. That of the others is what they print.
+_KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
 
 # Packages that the extras `search` and `reports` install.
 _OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy")
@@ -60,14 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"got {command!r}" if given else "no command given"
         print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
-    # `python -m` puts the working directory on the path; an installed script does not.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
     # A cluster restarts a failed task unless its log has this text.
     in_task = command == "train" or "DET_TASK_TYPE" in os.environ
     before = NO_RETRY if in_task else ""
 
     def run() -> int:
+        _check_surroundings(given)
         # The import takes seconds. Here, Ctrl-C during it prints no traceback.
         try:
             module = importlib.import_module(_COMMANDS[command][0])
@@ -85,11 +94,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) from error
 
     try:
-        return exit_status(run, before)
+        with surviving_closed_output() as output:
+            status = exit_status(run, before)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    lost = output.error
+    if status or lost is None or lost.errno == errno.EPIPE or command in _KEEP_THEIR_RESULT:
+        return status
+    print(f"{command}: standard output cannot be written: {lost.strerror}", file=sys.stderr)
+    return 2
+
+
+def _check_surroundings(given: Sequence[str]) -> None:
+    """Raise for an empty argument, which is a variable that is not set, and without a directory."""
+    for before, word in zip(["", *given], given, strict=False):
+        if not word or re.fullmatch(r"--[\w-]+=", word):
+            where = f" after {before}" if before and not word else ""
+            raise UserError(f"got an empty argument{where or f': {word}'}; allowed: a value")
+    try:
+        here = os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working directory was removed; allowed: one that exists") from error
+    # `python -m` puts the working directory on the path; an installed script does not.
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def run() -> NoReturn:
+    """Run the program of this process.
+
+    It ends without Python's teardown, which takes seconds once torch is imported. What runs at the
+    exit, as the removal of temporary folders, has run before.
+    """
+    statuses: list[int] = []
+
+    def leave() -> None:
+        if statuses:  # not an error that Python is to print
+            with suppress(OSError):
+                sys.stdout.flush()
+            with suppress(OSError):
+                sys.stderr.flush()
+            os._exit(statuses[0])
+
+    atexit.register(leave)  # the first that is registered is the last that runs
+    statuses.append(main())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and said
+    sys.exit(statuses[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.loop import AmpLoop
+from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.replay import undisturbed
 from determined_amp.amp.settings import Precision
@@ -158,13 +159,6 @@ class Audit:
     def metrics(self) -> dict[str, float]:
         """Only the share: numbers that are measured once make no curve."""
         return {AuditMetricName.SHARE: self.share}
-
-
-class AuditMetricName:
-    """The metric's name in the first training report; it covers one batch, on the chief's slot."""
-
-    # Share of the FLOPs in the dtype that the precision asks for.
-    SHARE = "watch_audit_share"
 
 
 class AuditError(UserError):

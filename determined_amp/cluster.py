@@ -1,4 +1,4 @@
-"""The commands `train`, `score` and `find` as the task of a trial on a Determined cluster.
+"""The commands `train`, `score`, `find` and `check` as the task of a trial on a Determined cluster.
 
 The platform has sampled the hyperparameters of the trial; `info.trial.hparams` has them.
 
@@ -10,6 +10,7 @@ find     Finds the loss scale in one pass over a few batches. The log ends with 
          `python -m determined_amp report loss-scale SEARCH --finding ID` reads. The metric group
          `loss_scale` has the overflow share and the flushed share for every power of two from 2^1
          up. The WebUI plots them over "batches", which here means log2 of the scale.
+check    Says what is wrong with the trial's own AMP. The findings end the log.
 """
 
 from __future__ import annotations
@@ -26,22 +27,30 @@ from determined import core, pytorch
 from rich.console import Console
 
 from determined_amp.amp.errors import UserError
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
+from determined_amp.check.doctor import examine
+from determined_amp.experiment.errors import exits_told
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.finder.advice import FILE_NAME
-from determined_amp.finder.score import score
-from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
-from determined_amp.local.context import set_averaging
 from determined_amp.search.task import check_score
 from determined_amp.trial.determined_0_38 import (
     SafeController,
+    average_by_default,
     checkpoint_context,
     controlled_by,
     task_configuration,
     train_context,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.notes import failure_noted, note_on_master, show_failure
+from determined_amp.trial.frozen import find_in_trial, score
+from determined_amp.trial.notes import (
+    failure_noted,
+    note,
+    note_on_master,
+    show_failure,
+    show_failure_of_run,
+    show_status,
+)
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -81,9 +90,9 @@ def train_task(trial: str | None, arguments: Sequence[str]) -> None:
     if TRIAL_SEED in info.trial.hparams:
         info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
-        made = trial_of(experiment, context)
+        trained = trial_of(experiment, context)
         with controlled_by(SafeController):
-            fit(made, context)
+            fit(trained, context)
 
 
 def score_task(trial: str | None, batches: int) -> None:
@@ -92,10 +101,10 @@ def score_task(trial: str | None, batches: int) -> None:
     experiment = task_experiment(info, trial)
     with failure_noted(info):
         check_score(experiment)
-    with _measured_trial(info, experiment) as (made, context):
+    with _measured_trial(info, experiment) as (measured, context):
         report = train_context(context)
         report.set_status(f"scoring on {batches} batches")
-        metrics = score(made, context, batches)
+        metrics = score(measured, context, batches)
         report.report_validation_metrics(steps_completed=batches, metrics=metrics)
         report.report_progress(1.0)
 
@@ -105,8 +114,8 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
     info = task_info()
     experiment = task_experiment(info, trial)
     start_ranks(info, "find", *arguments)
-    with _measured_trial(info, experiment) as (made, context):
-        found = find_in_trial(experiment.name, made, context, batches)
+    with _measured_trial(info, experiment) as (measured, context):
+        found = find_in_trial(experiment.name, measured, context, batches)
         if context.distributed.rank == 0:
             answer = found.finding.answer_log2
             note_on_master(context, init_scale=None if answer is None else 2.0**answer)
@@ -118,6 +127,24 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
                 found.write(folder / FILE_NAME)
             train_context(context).report_progress(1.0)
             found.show(Console(width=100))  # last, because the log also contains the reports
+
+
+def check_task(trial: str | None, *, as_json: bool) -> None:
+    """Examine the trial of this task; the findings end the log, and their number is a metric."""
+    info = task_info()
+    config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
+    with core.init() as core_context:
+        try:
+            findings = examine(config, "experiment", trial, print)
+        except UserError as error:
+            show_failure_of_run(core_context.train, str(error))
+            raise
+        faults = len(findings.faults)
+        note(core_context.train, faults=faults)
+        show_status(core_context.train, f"{faults} faults")
+        core_context.train.report_validation_metrics(1, {"faults": faults})
+        core_context.train.report_progress(1.0)
+    print(findings.to_json() if as_json else findings)
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
@@ -149,9 +176,10 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
     hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
-            set_averaging(context, experiment)
+            average_by_default(context, experiment.plan.average_aggregated_gradients)
             try:
-                yield context
+                with exits_told():
+                    yield context
             except (det.InvalidHP, UserError) as error:
                 show_failure(context, str(error))
                 raise
@@ -172,7 +200,7 @@ def _measured_trial(
         noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
         if experiment.amp is not None:
             noted["precision"] = experiment.amp.precision.value
-            noted["init_scale"] = experiment.amp.init_scale
+            noted["init_scale"] = experiment.amp.first_scale
         note_on_master(context, **noted)
         yield trial_of(experiment, context), context
 

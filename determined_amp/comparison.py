@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import shutil
 import time
@@ -33,12 +32,12 @@ from determined_amp.pilots import (
     find_the_scale,
     train_briefly,
 )
-from determined_amp.report.precision_report import write_report
-from determined_amp.report.run_folders import REMARKS, read_search
-from determined_amp.report.source import ReportError, Source
+from determined_amp.report import ReportError, precision_text
+from determined_amp.report.precision_report import Written, write_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search.engine import GRACE, run_comparison
+from determined_amp.search.search_folder import Search, read_search, write_remarks
 from determined_amp.trial.determined_0_38 import task_configuration
 from determined_amp.trial.notes import note, show_failure_of_run, show_status
 
@@ -61,7 +60,9 @@ class CompareError(UserError):
     """No two precisions can be compared."""
 
 
-def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace) -> Path:
+def compare(
+    config: Mapping[str, Any], source: str, options: argparse.Namespace
+) -> tuple[Path, Written | None]:
     """Compare the precisions of a trial, and print which one to use.
 
     Args:
@@ -70,7 +71,7 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
         options: `trial`, `seeds`, `batches`, `minutes`.
 
     Returns:
-        The folder of the comparison. It has a report if two precisions could be trained.
+        The folder of the comparison, and its report; None if only fp32 could be trained.
 
     Raises:
         UserError: if the trial cannot be trained in fp32.
@@ -86,10 +87,10 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
         print_pilots(console, results)
     if len(results.pilots) < 2:
         _print(console, f"\n{_ONLY_FP32} (see above)")
-        return folder
+        return folder, None
     plan = make_plan(results, experiment, options)
     print_plan(console, results, plan, options.seeds)
-    (folder / REMARKS).write_text(json.dumps(results.remarks(), indent=2) + "\n")
+    write_remarks(folder, **results.remarks())
     began = time.monotonic()
     stopped = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
     is_late = time.monotonic() - began >= plan.time_limit
@@ -116,10 +117,10 @@ def compare(config: Mapping[str, Any], source: str, options: argparse.Namespace)
             console, f"not every run was finished {within}: the answer is early. For more:\n{steps}"
         )
     _print(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
-    return folder
+    return folder, written
 
 
-def _of_answer(source: Source, planned: int, within: str) -> Source:
+def _of_answer(source: Search, planned: int, within: str) -> Search:
     """The runs that have ended, by their number, and how many have not.
 
     The folder of a run says nothing to a reader, and on a cluster it ends with its task.
@@ -169,16 +170,15 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with core.init() as core_context:
         try:
-            folder = compare(config, "experiment", options)
+            folder, written = compare(config, "experiment", options)
         except UserError as error:
             show_failure_of_run(core_context.train, str(error))
             raise
-        answer = _as_metadata(folder)
-        note(core_context.train, **answer)
-        times = "" if answer["speed"] == 1.0 else f": {answer['speed']:.1f}x"
-        show_status(core_context.train, f"use {answer['precision']}{times}")
+        noted, batches, metrics = _answer(written)
+        note(core_context.train, **noted)
+        times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
+        show_status(core_context.train, f"use {noted['precision']}{times}")
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
-        batches, metrics = _as_metrics(folder)
         core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
         with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
             for path in files:
@@ -186,44 +186,32 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
         core_context.train.report_progress(1.0)
 
 
-def _as_metadata(folder: Path) -> dict[str, Any]:
-    """The answer, the advised precision, its speed as a ratio, and the verdict on the metric."""
-    report = _report(folder)
-    if report is None:
-        return {"answer": _ONLY_FP32, "precision": Precision.FP32.value, "speed": 1.0}
-    noted = {"answer": report["answer"], "precision": report["use"], "speed": 1.0}
-    for comparison in report["comparisons"]:
-        if (comparison["precision"], comparison["against"]) == (report["use"], report["baseline"]):
-            speed = comparison["speed"]
-            noted["speed"] = 1.0 if speed is None else round(speed["median"], 3)
-            noted["verdict"] = comparison["verdict"]
-    return noted
+def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, float]]:
+    """What a task leaves on the master.
 
+    Args:
+        written: The report; None if nothing but fp32 could be trained.
 
-def _report(folder: Path) -> dict[str, Any] | None:
-    """The report of a comparison; None if nothing but fp32 could be trained."""
-    try:
-        report: dict[str, Any] = json.loads((folder / "precision.json").read_text())
-    except FileNotFoundError:
-        return None
-    return report
-
-
-def _as_metrics(folder: Path) -> tuple[int, dict[str, float]]:
-    """The batches of a run, and ratios to the baseline; `speed` is for the advised precision."""
-    report = _report(folder)
-    if report is None:
-        return BATCHES, {"speed": 1.0}
+    Returns:
+        Metadata: the answer, the advised precision, its speed as a ratio, and the verdict on the
+        metric. The number of batches of a run. Metrics: ratios to the baseline; `speed` is that of
+        the advised precision.
+    """
+    if written is None:
+        noted = {"answer": _ONLY_FP32, "precision": Precision.FP32.value, "speed": 1.0}
+        return noted, BATCHES, {"speed": 1.0}
+    findings, advised = written.findings, written.advice.precision
+    noted = {"answer": precision_text.answer(written.advice), "precision": advised.value}
     metrics = {"speed": 1.0}
-    for comparison in report["comparisons"]:
-        if comparison["against"] != report["baseline"]:
-            continue
-        for name in ("speed", "memory"):
-            if comparison[name] is not None:
-                metrics[f"{name}_{comparison['precision']}"] = comparison[name]["median"]
-        if comparison["precision"] == report["use"] and comparison["speed"] is not None:
-            metrics["speed"] = comparison["speed"]["median"]
-    return max(run["curve"][-1][0] for run in report["runs"] if run["curve"]), metrics
+    for comparison in findings.with_baseline:
+        for name, ratio in (("speed", comparison.speed), ("memory", comparison.memory)):
+            if ratio is not None:
+                metrics[f"{name}_{comparison.precision.value}"] = ratio.median
+        if comparison.precision is advised:
+            noted["verdict"] = comparison.verdict.value
+            metrics["speed"] = comparison.speed.median if comparison.speed else 1.0
+    noted["speed"] = round(metrics["speed"], 3)
+    return noted, max(run.batches for run in findings.runs), metrics
 
 
 @dataclass(frozen=True)
@@ -234,16 +222,18 @@ class Plan:
         batches: Length of each run, in batches.
         reporting_period: Interval of its reports, in batches.
         seconds: Estimated time of all runs.
+        allowed: Seconds that the user allows the runs.
     """
 
     batches: int
     reporting_period: int
     seconds: float
+    allowed: float
 
     @property
     def time_limit(self) -> float:
         """Seconds after which the runs are stopped."""
-        return self.seconds * _RESERVE
+        return max(self.seconds * _RESERVE, self.allowed)
 
     @property
     def announced(self) -> float:
@@ -341,11 +331,11 @@ class _Trials:
         """
         config, whole = dict(self._experiment.config), {"batches": batches}
         own = {**config.get("hyperparameters", {}), **hyperparameters}
-        asked = self._experiment.platform.searcher
+        own_searcher = self._experiment.platform.searcher
         searcher: dict[str, Any] = {
             "name": "single",
-            "metric": asked.metric,
-            "smaller_is_better": asked.smaller_is_better,
+            "metric": own_searcher.metric,
+            "smaller_is_better": own_searcher.smaller_is_better,
         }
         if has_our_form(own):
             own["training"] = {
@@ -433,7 +423,8 @@ def make_plan(
     period = max(int(wanted) // _REPORTS // window, 1) * window
     whole = max(int(wanted) // period, 1) * period
     batches = whole if options.batches is None else options.batches
-    return Plan(batches, period, overhead + batches * per_batch)
+    allowed = 60.0 * options.minutes
+    return Plan(batches, period, overhead + batches * per_batch, allowed)
 
 
 def print_pilots(console: Console, results: PilotResults) -> None:

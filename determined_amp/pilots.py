@@ -140,48 +140,42 @@ def _run(
 
 def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) -> TrialResult | None:
     """Wait for the first batch, and log that it is awaited; the result if the job ends before."""
-    began = time.monotonic()
-    first_line, between = _SLOW_START
-    next_line = first_line
-    while (waited := time.monotonic() - began) < _START:
-        if waited >= next_line:
-            log(
-                f"{name}: waiting for the first batch since {waited:.0f} s: data, model and "
-                f"compilation may take up to {_START / 60:.0f} minutes"
-            )
-            next_line += between
-        if not connection.wait([worker.connection], min(next_line, _START) - waited):
-            continue
-        message = worker.receive()
-        if isinstance(message, FirstBatch):
-            return None
-        if message is None:
-            return _died(worker)
-        if isinstance(message, TrialResult):
-            return message
-        worker.answer(go_on=True)
-    reason = f"no batch was trained within {_START / 60:.0f} minutes"
-    return TrialResult(RunState.FAILED, reason=reason)
+    began, (first_line, between) = time.monotonic(), _SLOW_START
+    waited = first_line
+    while waited < _START:
+        message = _next(worker, began + waited)
+        if message is not None:
+            return message if isinstance(message, TrialResult) else None
+        log(
+            f"{name}: waiting for the first batch since {waited:.0f} s: data, model and "
+            f"compilation may take up to {_START / 60:.0f} minutes"
+        )
+        waited += between
+    message = _next(worker, began + _START)
+    if message is None:
+        reason = f"no batch was trained within {_START / 60:.0f} minutes"
+        return TrialResult(RunState.FAILED, reason=reason)
+    return message if isinstance(message, TrialResult) else None
 
 
 def _result(worker: Worker, seconds: float) -> TrialResult | None:
-    """The result of the job; None if there is none after `seconds`."""
-    ends = time.monotonic() + seconds
+    """The result of a job that has trained its first batch; None if there is none in time."""
+    message = _next(worker, time.monotonic() + seconds)
+    return message if isinstance(message, TrialResult) else None
+
+
+def _next(worker: Worker, ends: float) -> FirstBatch | TrialResult | None:
+    """The first batch or the result, whichever is next; None if neither comes before `ends`."""
     while connection.wait([worker.connection], max(ends - time.monotonic(), 0.0)):
         message = worker.receive()
         if message is None:
-            return _died(worker)
-        if isinstance(message, TrialResult):
+            worker.process.join()
+            reason = f"its process died with exit status {worker.process.exitcode}"
+            return TrialResult(RunState.FAILED, reason=reason)
+        if not isinstance(message, Validation):
             return message
-        if isinstance(message, Validation):
-            worker.answer(go_on=True)
+        worker.answer(go_on=True)
     return None
-
-
-def _died(worker: Worker) -> TrialResult:
-    worker.process.join()
-    reason = f"its process died with exit status {worker.process.exitcode}"
-    return TrialResult(RunState.FAILED, reason=reason)
 
 
 @contextmanager

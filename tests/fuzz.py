@@ -8,6 +8,9 @@ in all that the command could notice, with real signals and exit statuses. It ma
 Either it says what is wrong, in which key or file, has status 2 after a second of work at most, and
 has changed nothing. Or it trains what was asked, and ends where an undisturbed run ends.
 
+A command may also find its standard streams closed, a file where it is to write, or a master that
+lies. A story is several commands in one folder, of which signals end some.
+
 The long run prints how often each came, and writes every example of another kind to a folder.
 """
 
@@ -35,7 +38,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
@@ -51,16 +54,20 @@ from determined_amp.cli import search as search_command
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.runs.folder import RunError, read_record
+from determined_amp.runs import master
+from determined_amp.runs.folder import RunError, read_metrics, read_record, read_run
 from determined_amp.runs.run import RunState
 from determined_amp.search import workers
 from tests import searching, training
+from tests.report_master import TRIAL, Master, answering, report
+from tests.reporting import scored
 
 # What commands import when they need it.
 _IMPORTED = (
     *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo", "trials.mlp"),
     *("determined_amp.cli.train", "determined_amp.cli.find", "determined_amp.search.engine"),
-    "determined_amp.cli.report",
+    *("determined_amp.cli.report", "determined_amp.report.loss_scale_report"),
+    "determined.experimental.client",
 )
 
 # Seconds until an example counts as one that hangs; a report takes 25 on a slow machine.
@@ -140,6 +147,21 @@ class Damage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lie:
+    """What is done to the master's answers to one kind of request.
+
+    Args:
+        how: A status, `slow`, `endless`, `html`, `cut`, or the JSON of a value instead of another.
+        request: The end of the path.
+        at: Which value, as a share of their number, in [0, 1].
+    """
+
+    how: str
+    request: str
+    at: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
 class Example:
     """One command, and what is done to it before and meanwhile.
 
@@ -150,6 +172,8 @@ class Example:
         damages: Of any file there.
         signals: The numbers of signals, sent one after the other.
         delay: Seconds before each of them.
+        stream: What is wrong with its standard output, see `broken_stream`.
+        lies: Of the master that it asks.
     """
 
     command: tuple[str, ...]
@@ -158,15 +182,29 @@ class Example:
     damages: tuple[Damage, ...] = ()
     signals: tuple[int, ...] = ()
     delay: float = 0.0
+    stream: str = ""
+    lies: tuple[Lie, ...] = ()
 
     @staticmethod
-    def read(text: str) -> Example:
-        """The opposite of `json.dumps(dataclasses.asdict(example))`."""
-        raw: dict[str, Any] = json.loads(text)
-        raw["changes"] = tuple(Change(**change) for change in raw["changes"])
-        raw["damages"] = tuple(Damage(**damage) for damage in raw["damages"])
-        raw = {key: tuple(v) if isinstance(v, list) else v for key, v in raw.items()}
-        return Example(**raw)
+    def read(raw: Mapping[str, Any]) -> Example:
+        """The opposite of `dataclasses.asdict(example)`, from JSON."""
+        kinds = {"changes": Change, "damages": Damage, "lies": Lie}
+        made = {key: tuple(kind(**one) for one in raw[key]) for key, kind in kinds.items()}
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+        return Example(**{**plain, **made})
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """Commands that follow each other in one folder."""
+
+    steps: tuple[Example, ...]
+
+
+def example_of(text: str) -> Example | Story:
+    """The opposite of `json.dumps(dataclasses.asdict(example))`."""
+    raw: dict[str, Any] = json.loads(text)
+    return Story(tuple(map(Example.read, raw["steps"]))) if "steps" in raw else Example.read(raw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +290,23 @@ def spoil(folder: Path, damage: Damage) -> None:
             path.symlink_to("nowhere")
 
 
-def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
+def broken_stream(how: str) -> None:
+    """Break the standard output of this process: `closed`, `full` disk, or the reader `gone`."""
+    sys.stdout.flush()
+    if how == "closed":
+        os.close(1)
+        sys.stdout = None
+        return
+    if how == "full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    os.dup2(target, 1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+
+
+def fork(arguments: Sequence[str], folder: Path, output: Path, example: Example) -> int:
     """Start a command in `folder` in a child of this process; its number."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of threads
@@ -278,18 +332,22 @@ def fork(arguments: Sequence[str], folder: Path, output: Path) -> int:
         torch.set_num_threads(1)
         # The server of a search would import everything again; its workers can be forks of this
         # process. They hold both ends of their pipe, so that nothing but a kill ends them.
-        search_command.start_server = lambda: None
+        search_command.start_server = lambda *more: None
         workers._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         workers.Worker.close = partialmethod(workers.Worker.close, kill=True)  # type: ignore[assignment,method-assign]
         with contextlib.suppress(KeyboardInterrupt):  # one that was sent before the command began
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
+        if example.stream:
+            broken_stream(example.stream)
         status = door.main(arguments)
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(status)
 
 
@@ -297,7 +355,7 @@ def run(example: Example, arguments: Sequence[str], folder: Path) -> Ending:
     """Run a command, and send it its signals."""
     output = folder.parent / "output.txt"
     output.touch()
-    child = fork(arguments, folder, output)
+    child = fork(arguments, folder, output, example)
     began = time.monotonic()
     due = [began + example.delay * (i + 1) for i in range(len(example.signals))]
     status, seconds = None, 0.0
@@ -359,7 +417,26 @@ def bases() -> Path:
     shutil.rmtree(root / "search" / "runs")
     with sqlite3.connect(root / "search" / "found" / "study.db") as database:
         database.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 2")
+    shutil.copytree(root / "search", root / "outputs")
+    shutil.copy(root / "yaml" / "config.yaml", root / "outputs")
+    shutil.copytree(root / "outputs", root / "story")
+    _fill(root / "outputs")
     return root
+
+
+def _fill(folder: Path) -> None:
+    """Make a file of each kind where a command may be told to write."""
+    _sound(["find", "config.yaml", "--batches", "1", "--json", "answer.json"], folder)
+    _sound(["find", "config.yaml", "--batches", "1", "--plot", "answer.png"], folder)
+    for name in ("notes.txt", "notes.json", "notes.png"):
+        (folder / name).write_text('{"mine": 1}')
+    for name in ("folder.json", "folder.png", "out", "out/loss_scale.html"):
+        (folder / name).mkdir()
+    (folder / "link.json").symlink_to("config.yaml")
+    (folder / "other.json").symlink_to("notes.json")
+    (folder / "nowhere.json").symlink_to("gone.json")
+    (folder / "kept").mkdir()
+    shutil.copy(folder / "answer.json", folder / "kept" / "loss_scale.json")
 
 
 def _sound(arguments: Sequence[str], folder: Path) -> None:
@@ -389,8 +466,10 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
     for damage in example.damages:
         spoil(folder, damage)
     before = content(folder)
-    ending = run(example, example.command, folder)
-    unchanged = content(folder) == before
+    with lying(example.lies) if example.lies else contextlib.nullcontext():
+        ending = run(example, example.command, folder)
+    after = content(folder)
+    unchanged = after == before
     output = f"exit {ending.status}, {ending.seconds:.2f} s\n{ending.output}"
     traced = "Traceback (most recent call last)" in ending.output
     # A search some of whose trials failed has told which, and has status 1.
@@ -402,6 +481,14 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
         kind = "traceback"
     elif ending.status == 2:
         kind = _refused(example, ending, folder, unchanged)
+    elif "\x1b" in ending.output:
+        kind = "unclear"
+    elif example.base == "outputs" and any(
+        after.get(name) != before[name] for name in _kept(before)
+    ):
+        kind = "wrong"
+    elif example.stream == "full" and example.command[0] == "find":
+        kind = "wrong"  # nobody has its answer
     elif example.signals:
         kind, output = _continued(example, ending, folder, output)
     elif example.command[0] == "train":
@@ -409,6 +496,11 @@ def judged(example: Example, work: Path) -> tuple[str, str]:
     else:
         kind = "done"
     return kind, output
+
+
+def _kept(names: Iterable[str]) -> Iterator[str]:
+    """Files that no command may replace: all but earlier answers, and a link in place of one."""
+    yield from (name for name in names if name not in ("answer.json", "answer.png", "nowhere.json"))
 
 
 def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) -> str:
@@ -424,7 +516,8 @@ def _refused(example: Example, ending: Ending, folder: Path, unchanged: bool) ->
         return "diverged"  # of what was asked, which only training could show
     if not unchanged:
         return "changed"
-    return "clear" if ending.seconds < AT_ONCE else "slow"
+    late = ending.seconds > AT_ONCE and not (example.lies or example.stream)
+    return "slow" if late and example.base != "outputs" else "clear"
 
 
 def _failed(run_folder: Path) -> bool:
@@ -475,7 +568,142 @@ def _continued(example: Example, ending: Ending, folder: Path, output: str) -> t
     return "stopped", output
 
 
-RIGHT = {"clear", "trained", "done", "stopped", "diverged", "long"}
+def judged_story(story: Story, work: Path) -> tuple[str, str]:
+    """Run a story: what its first wrong step came to, else `told`, and the output.
+
+    What is refused changes nothing. What is trained is what was asked, and recorded as that.
+    Without changes of what is trained, the end is that of an undisturbed run.
+    """
+    folder, said, changed = work / "here", "", False
+    shutil.copytree(bases() / "story", folder, symlinks=True)
+    for planned in (*story.steps, None):
+        # At the end as a user would go on.
+        saved = any((folder / "run" / "checkpoints").glob("batch-*"))
+        step = planned or Example(RESUME if saved else TRAIN, "story")
+        before, trained = content(folder), _trained_batches(folder / "run")
+        ending = run(step, step.command, folder)
+        said += f"{' '.join(step.command)} {step.signals or ''}: exit {ending.status}\n"
+        said += f"{ending.output}\n"
+        kind = _step_fault(step, ending)
+        if not kind and not step.signals and ending.status == 2:
+            kind = "" if content(folder) == before or _failed(folder / "run") else "changed"
+        if not kind and not step.signals and ending.status == 0 and step.command[0] == "train":
+            kind = _not_as_asked(folder / "run", _asked(step), trained)
+        if kind:
+            return kind.partition(":")[0], f"{kind}\n{said}"
+        changed = changed or (bool(_asked(step)) and ending.status != 2)
+    if not changed and reached(folder / "run") != reached(bases() / "whole"):
+        return "wrong", f"another end than that of an undisturbed run\n{said}"
+    return "told", said
+
+
+def _asked(step: Example) -> dict[str, str]:
+    pairs = (word.partition("=") for word in step.command if "=" in word)
+    return {key: value for key, _, value in pairs}
+
+
+def _step_fault(step: Example, ending: Ending) -> str:
+    if ending.status is None:
+        return "hang"
+    of_a_search = step.command[0] == "search" and ending.status == 1
+    if "Traceback (most recent call last)" in ending.output:
+        return "traceback"
+    return "" if ending.status in (0, 2) or of_a_search or step.signals else "traceback"
+
+
+def _trained_batches(run_folder: Path) -> int:
+    if not (run_folder / "metrics.jsonl").is_file():
+        return 0
+    return max((line["batches"] for line in read_metrics(run_folder / "metrics.jsonl")), default=0)
+
+
+def _not_as_asked(run_folder: Path, asked: Mapping[str, str], trained: int) -> str:
+    """What a run that has ended well is, and should not be; empty if all is as it was asked."""
+    found = read_run(run_folder)
+    first = [part.first_batch for part in found.parts]
+    wrong = {
+        "it is shorter than what was trained": int(asked.get(LENGTH_KEY, trained)) < trained
+        and found.trained_batches > int(asked[LENGTH_KEY]),
+        f"its state is {found.state}": found.state is not RunState.COMPLETED,
+        f"its parts begin at {first}": first != sorted({*first}),
+        **{
+            f"{key} is {found.settings[key]} and not {value}": str(found.settings[key]) != value
+            for key, value in asked.items()
+        },
+    }
+    return "".join(f"wrong: {what}" for what, is_so in wrong.items() if is_so)
+
+
+LENGTH_KEY = "hyperparameters.training.max_length.batches"
+
+# What a master says instead: statuses, and values of JSON.
+STATUSES = ("302", "401", "403", "404", "429", "500", "502", "503")
+SAID = (
+    *("null", "5", "-1", "0.5", '"NaN"', '"Infinity"', "-1e308", "1e308", "1" + "0" * 400, "1e400"),
+    *('"x"', '""', "[]", "{}", "[[1]]", "true", '"\\u001b]0;x\\u0007"', '"<script>x</script>"'),
+    *('"16"', "9007199254740993", "[" * 300 + "]" * 300, '"STATE_UNKNOWN"', "delete"),
+)
+REQUESTS = ("/master", "/login", "/experiments/7", "/trials", "/trial_metrics", "/runs")
+
+
+@contextlib.contextmanager
+def lying(lies: Sequence[Lie]) -> Iterator[None]:
+    """Be the master of DET_MASTER for the forks meanwhile, which has less time than others."""
+    truth = Master(SEARCH, [])
+    truth.trials = [
+        {**TRIAL, "id": n, "hparams": {"amp": {"init_scale": 2.0**n}}} for n in (4, 16, 24)
+    ]
+    truth.reports["validation"] = [report(n, 4, "validation", scored(n)) for n in (4, 16, 24)]
+    truth.reports["training"] = [report(16, 4, "training", {"skipped_steps": 2})]
+    truth.metadata = {n: {"seed": 3} for n in (4, 16, 24)}
+
+    def answer(method: str, url: str, sent: bytes) -> tuple[int, str]:
+        path, _, query = url.partition("?")
+        status, said = truth.answer(path, query)
+        for lie in lies:
+            if path.endswith(lie.request):
+                status, said = lied(lie, status, said)
+        return status, said
+
+    limits = patched(master, "ALL_ANSWERS", 6), patched(master, "ANSWER", 3)
+    with answering(answer) as address, tempfile.TemporaryDirectory() as kept, limits[0], limits[1]:
+        known = {"DET_MASTER": address, "DET_DEBUG_CONFIG_PATH": kept, "DET_USER": "someone"}
+        with patched(os, "environ", {**os.environ, **known, "DET_PASS": "Correct-horse-1"}):
+            yield
+
+
+def lied(lie: Lie, status: int, said: str) -> tuple[int, str]:
+    """An answer with one lie."""
+    if lie.how == "slow":
+        time.sleep(8)
+    others = {
+        "html": "<html>\x1b[31m</html>",
+        "cut": said[: int(len(said) * lie.at)],
+        "endless": said * 2000,
+    }
+    if lie.how not in SAID:
+        return int(lie.how) if lie.how in STATUSES else status, others.get(lie.how, said)
+    tree = json.loads(said)
+    holders = [
+        (section, key)
+        for section in _sections(tree)
+        for key in (section if isinstance(section, dict) else range(len(section)))
+    ]
+    section, key = holders[int(lie.at * (len(holders) - 1))]
+    section[key] = "THE LIE"
+    if lie.how == "delete":
+        del section[key]
+    return status, json.dumps(tree).replace('"THE LIE"', lie.how)
+
+
+def _sections(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (dict, list)) and tree:
+        yield tree
+        for inner in tree.values() if isinstance(tree, dict) else tree:
+            yield from _sections(inner)
+
+
+RIGHT = {"told", "clear", "trained", "done", "stopped", "diverged", "long"}
 
 TRAIN = ("train", "config.yaml", "--run-folder", "run")
 RESUME = ("train", "--resume", "run")
@@ -488,6 +716,11 @@ DAMAGES = (
     *("cut", "flip", "latin", "line", "bom", "number", "list", "null", "empty", "delete"),
     *("folder", "link"),
 )
+
+
+def _key(change: str) -> str:
+    return change.partition("=")[0]
+
 
 HOW = st.sampled_from(["drop", "misspell", "twice", "tab", *["value"] * 12])
 CHANGES = st.builds(Change, HOW, st.sampled_from(PATHS), st.sampled_from(VALUES))
@@ -506,7 +739,75 @@ OF_STUDIES = st.builds(
     SHARES,
 ) | st.builds(Damage, st.sampled_from(DAMAGES), st.just("found/search.yaml"), SHARES)
 
+FIND = ("find", "config.yaml", "--batches", "1")
+TARGETS = (
+    *("config.yaml", "answer.json", "notes.json", "notes.txt", "folder.json", "link.json"),
+    *("other.json", "nowhere.json", "missing/a.json", "new.json", "/dev/full", "/dev/null", ""),
+    *("answer.png", "notes.png", "folder.png", "new.png", "found/search.yaml", "found/study.db"),
+)
+OUTPUTS = st.one_of(
+    st.builds(
+        lambda option, target: (*FIND, option, target),
+        st.sampled_from(["--json", "--plot"]),
+        st.sampled_from(TARGETS),
+    ),
+    st.builds(
+        lambda finding, folder: (
+            *("report", "loss-scale", "found", "--finding", finding, "--output", folder),
+        ),
+        st.sampled_from(["answer.json", "kept/loss_scale.json", "notes.json", "config.yaml", ""]),
+        st.sampled_from(["out", "kept", "found", "notes.txt", "missing", ".", "/dev/null", ""]),
+    ),
+)
+LIES = st.builds(
+    Lie,
+    st.sampled_from([*STATUSES, "slow", "html", "cut", "endless", *SAID, *SAID, *SAID]),
+    st.sampled_from([*REQUESTS, *REQUESTS[2:], *REQUESTS[2:]]),
+    SHARES,
+)
+STOPS = ((), (), (), (signal.SIGKILL,), (signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT,) * 2)
+CHANGED = (
+    *(LENGTH_KEY + "=2", LENGTH_KEY + "=4", LENGTH_KEY + "=6", LENGTH_KEY + "=1"),
+    *("hyperparameters.amp.precision=fp32", "hyperparameters.amp.precision=amp_bf16"),
+    *("reproducibility.experiment_seed=7", "hyperparameters.global_batch_size=32"),
+    *("hyperparameters.learning_rate=0.5", "hyperparameters.hidden_features=24"),
+    *("data.image_size=12", "hyperparameters.aggregation_frequency=2", "searcher.name=grid"),
+)
+STEPS = st.builds(
+    lambda command, numbers, delay: Example(command, "story", signals=numbers, delay=delay),
+    st.one_of(
+        st.sampled_from(
+            [
+                *(TRAIN, TRAIN, RESUME, ("report", "run"), ("report", "precision", "run", "run")),
+                *(("search", "--resume", "found"), ("search", "search.yaml"), ("report", "found")),
+                ("find", "run/config.yaml", "--checkpoint", "run", "--batches", "1"),
+            ]
+        ),
+        st.builds(
+            lambda changes: (*RESUME, *(w for change in changes for w in ("--config", change))),
+            st.lists(st.sampled_from(CHANGED), min_size=1, max_size=2, unique_by=_key),
+        ),
+    ),
+    st.sampled_from(STOPS),
+    st.integers(0, 150).map(lambda hundredths: hundredths / 100),
+)
+
 EXAMPLES = st.one_of(
+    st.builds(
+        lambda steps: Story((Example(TRAIN, "story"), *steps)),
+        st.lists(STEPS, min_size=1, max_size=4),
+    ),
+    st.builds(lambda steps: Story((*steps,)), st.lists(STEPS, min_size=1, max_size=3)),
+    st.builds(lambda command: Example(command, "outputs"), OUTPUTS),
+    st.builds(
+        lambda lies: Example(("report", "7"), "yaml", lies=(*lies,)),
+        st.lists(LIES, min_size=1, max_size=2),
+    ),
+    st.builds(
+        lambda command, stream: Example(command, "yaml", stream=stream),
+        st.sampled_from([TRAIN, FIND, ("audit", "config.yaml"), ("train", "missing.yaml")]),
+        st.sampled_from(["closed", "full", "gone"]),
+    ),
     st.builds(
         lambda command, changes: Example(command, "yaml", changes=(*changes,)),
         st.sampled_from([TRAIN, TRAIN, TRAIN, ("find", "config.yaml", "--batches", "1")]),
@@ -545,9 +846,11 @@ EXAMPLES = st.one_of(
 )
 
 
-def try_out(example: Example) -> tuple[str, str]:
-    """`judged` in a folder that is gone afterwards."""
+def try_out(example: Example | Story) -> tuple[str, str]:
+    """What an example came to, in a folder that is gone afterwards, and the output."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+        if isinstance(example, Story):
+            return judged_story(example, Path(work))
         return judged(example, Path(work))
 
 
@@ -589,7 +892,7 @@ def check(examples: int) -> int:
         phases=[Phase.generate],
     )
     @given(example=EXAMPLES)
-    def some(example: Example) -> None:
+    def some(example: Example | Story) -> None:
         nonlocal faults
         kind, output = try_out(example)
         if kind not in RIGHT | {"slow"}:  # a busy machine is no fault
@@ -615,7 +918,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, help="only so many, always the same")
     options = parser.parse_args()
     if options.repeat:
-        kind, output = try_out(Example.read(options.repeat.read_text()))
+        kind, output = try_out(example_of(options.repeat.read_text()))
         print(f"{kind}\n{output}")
         return kind not in RIGHT
     if options.examples:
@@ -625,7 +928,7 @@ def main() -> int:
 
     @settings(database=None, deadline=None, max_examples=20, suppress_health_check=[*HealthCheck])
     @given(example=EXAMPLES)
-    def some(example: Example) -> None:
+    def some(example: Example | Story) -> None:
         if time.monotonic() > ends:
             return
         kind, output = try_out(example)

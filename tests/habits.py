@@ -292,6 +292,40 @@ class OwnOptimizer(Habit):
         return Sign(parameters)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that never calls `Optimizer.__init__`, as many from before torch 2."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        self.fast, self.steps = fast, 0
+        self.param_groups, self.state = fast.param_groups, fast.state
+        self.slow = [p.detach().clone() for group in fast.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.fast.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for slow, parameter in zip(self.slow, parameters, strict=True):
+                slow.add_(parameter.data - slow, alpha=0.5)
+                parameter.data.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.fast.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.fast.load_state_dict(state_dict)
+
+
+class LooksAhead(Habit):
+    """Steps with an optimizer around another one."""
+
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Lookahead(super().optimizer_of(parameters))
+
+
 class Sharpness(torch.optim.Optimizer):
     """Sharpness-aware minimisation around another optimizer."""
 

@@ -11,12 +11,13 @@ from determined import pytorch
 from benchmarks import small_trials
 from benchmarks.small_trials import SmallTrial
 from determined_amp.amp.patched import patched
-from determined_amp.finder.frozen import FrozenBatch, in_training
+from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.histogram import BINS, Histogram
 from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import Source
 from determined_amp.finder.verdict import _islands
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.frozen import in_training
 
 T = TypeVar("T")
 Trial = type[SmallTrial]

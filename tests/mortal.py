@@ -29,11 +29,12 @@ class MortalTrial(MLPTrial):
 
 
 class FullDiskTrial(MLPTrial):
-    """Its data cannot be written any more, until the file `free` is there."""
+    """Its run folder cannot be written any more, until the file `free` is there."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
         if batch_idx == 4 and not Path("free").exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "cache.bin")
+            file = self.context.get_tensorboard_path() / "events"
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from determined_amp.experiment.dotted import flat
 from determined_amp.report.precision_findings import Findings, find
-from determined_amp.report.source import Source
 from determined_amp.runs.folder import read_run
+from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
 # As `resolved.yaml` has it; `test_reports_precision` holds it against one of a real run.
@@ -152,7 +152,7 @@ def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 def found(*folders: Path, **options: Any) -> Findings:
     """The comparison of some run folders."""
-    return find([Source("", (read_run(folder),)) for folder in folders], **options)
+    return find([Search("", (read_run(folder),)) for folder in folders], **options)
 
 
 def write_seeds(root: Path, precision: str, values: Sequence[float], **others: Any) -> list[Path]:

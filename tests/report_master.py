@@ -1,4 +1,4 @@
-"""As much of a Determined master, over HTTP, as a report asks: one experiment and its trials."""
+"""A Determined master over HTTP, as far as a report needs one: one experiment and its trials."""
 
 from __future__ import annotations
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import yaml
 
-from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.report.source import Source
 from determined_amp.runs.folder import RunFolder, trial_folder
 from determined_amp.runs.run import Part, Report, Reports, Run, RunState
 from determined_amp.runs.settings import SEED
-from determined_amp.search.search_folder import write_config
+from determined_amp.search.search_folder import Search, write_config
 from determined_amp.search.study import create_study
 from tests.precisions import CPU, made_on
 from tests.training import ROOT, SMALL
@@ -79,7 +77,7 @@ def write_experiment(directory: Path) -> Path:
     return path
 
 
-def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]) -> Source:
+def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[Any]) -> Search:
     """A search of (scale_log2, seed, validation metrics, training metrics) per trial."""
     searcher = {"name": "grid", "metric": metric, "smaller_is_better": True}
     runs = (
@@ -101,7 +99,7 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
         )
         for i, (scale, seed, metrics, training) in enumerate(rows)
     )
-    return Source("here", tuple(runs), {**SEARCH, "searcher": searcher})
+    return Search("here", tuple(runs), {**SEARCH, "searcher": searcher})
 
 
 def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:
@@ -163,10 +161,5 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
 
 
 def found_scale(choice: int | None = 17, low: int = -6, top: int = 18) -> FoundScale:
-    """The same, read."""
+    """The finding that this JSON holds."""
     return FoundScale.from_json(finding(choice, low, top), "test")
-
-
-def hparams_of(search: Mapping[str, Any], init_scale: float) -> dict[str, Any]:
-    """The hyperparameters of one trial of a search, by dotted name."""
-    return {**flat(search["hyperparameters"]), "amp.init_scale": init_scale}

@@ -10,7 +10,7 @@ import yaml
 from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.search.search_folder import LocalSearch, read_local_search
+from determined_amp.search.search_folder import Search, read_search
 from determined_amp.search.search_plan import SearchPlan
 from tests.training import ROOT
 
@@ -41,7 +41,7 @@ def write(directory: Path, search: str, *overrides: str) -> Path:
 
 
 def load(directory: Path, search: str, *overrides: str) -> dict[str, Any]:
-    """The same as a configuration."""
+    """The configuration that `write` writes."""
     found = yaml.safe_load(write(directory, search, *overrides).read_text())
     assert isinstance(found, dict)
     return found
@@ -53,13 +53,11 @@ def only_folder(directory: Path) -> Path:
     return folder
 
 
-def run(
-    directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0
-) -> LocalSearch:
+def run(directory: Path, search: str, *overrides: str, workers: int = 1, status: int = 0) -> Search:
     """Search in this process and its workers; the current directory has to be `directory`."""
     path = write(directory, search, *overrides)
     assert command.main([path.name, "--workers", str(workers)]) == status
-    return read_local_search(only_folder(directory))
+    return read_search(only_folder(directory))
 
 
 def plan(config: dict[str, Any]) -> SearchPlan:

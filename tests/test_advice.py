@@ -16,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from determined_amp.experiment.yaml_text import yaml_lines
 from determined_amp.finder.advice import (
     FinderRun,
     FoundScale,
@@ -23,7 +24,6 @@ from determined_amp.finder.advice import (
     run_now,
     sentences,
     yaml_changes,
-    yaml_lines,
 )
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.passes import Observation
@@ -186,6 +186,14 @@ class TestSentences:
             "safe window: 2^9 to 2^16, 8 powers of two",
             "verdict: default is fine: 2^16 is safe here; tuning it cannot help",
         ]
+
+    def test_of_a_default_close_to_the_top(self) -> None:
+        given = found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=12)
+        assert [*sentences(given)][1] == (
+            "verdict: default is fine: 2^16 is safe here, 1 bit below an overflow. Gradients can "
+            "grow by 2 to 5 bits while learning begins: 2^12 may save a short training some "
+            "skipped steps"
+        )
 
     def test_of_no_window(self) -> None:
         none = (

@@ -35,6 +35,7 @@ from determined_amp import (
     Precision,
     find_loss_scale,
 )
+from determined_amp.amp.core import AmpCore
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.audit import audit_loss
 from tests import loops
@@ -130,7 +131,7 @@ class Trained:
     bits: list[list[torch.Tensor]] = field(default_factory=list)
     reports: list[dict[str, Any]] = field(default_factory=list)
 
-    def note(self, amp: AmpLoop, models: list[nn.Module], optimizers: list[Any]) -> None:
+    def note(self, amp: AmpCore, models: list[nn.Module], optimizers: list[Any]) -> None:
         weights = [p.detach().clone() for model in models for p in model.parameters()]
         rates = [torch.as_tensor(o.param_groups[0]["lr"]).double().clone() for o in optimizers]
         self.bits.append([*weights, *rates, amp.loss_scale().clone()])
@@ -507,7 +508,7 @@ def test_nothing_waits_between_reports_and_a_report_reads_once(
     precision: Precision, monkeypatch: pytest.MonkeyPatch, *, planted: bool
 ) -> None:
     if planted:
-        monkeypatch.setattr("determined_amp.amp.loop.TrainingMetrics", ReadsTheLoss)
+        monkeypatch.setattr("determined_amp.amp.core.TrainingMetrics", ReadsTheLoss)
     with fake_cuda() as syncs:
         amp = AmpLoop(AmpSettings(precision), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge

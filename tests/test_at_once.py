@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.precisions import write_run
+
 ROOT = Path(__file__).parents[1]
 MLP = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 COMMANDS = ("train", "audit", "find", "compare")
@@ -78,6 +80,13 @@ def test_comparison_without_a_batch_size_is_named(tmp_path: Path) -> None:
     status, printed = run("compare", str(path))
     assert status == 2, printed
     assert "hyperparameters.global_batch_size: missing; " in printed
+
+
+def test_report_needs_no_torch_at_all(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, name, 1) for name in ("fp32", "amp_fp16")]
+    status, printed = run("report", "precision", *map(str, folders))
+    assert status == 0, printed
+    assert (tmp_path / "fp32" / "precision.html").exists()
 
 
 def test_imports_are_seen() -> None:

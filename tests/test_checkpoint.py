@@ -129,7 +129,9 @@ class TestDeterminedsOwnTrainer:
 
         def train(batches: int, checkpoint: str | None) -> str:
             torch.manual_seed(7)
-            with pytorch.init(hparams={"amp": dict(FP16)}, exp_conf={}) as context:
+            with pytorch.init(
+                hparams={"amp": dict(FP16)}, exp_conf={}, enable_tensorboard_logging=False
+            ) as context:
                 context._core.checkpoint = core.DummyCheckpointContext(
                     context.distributed, storage.SharedFSStorageManager(str(folder))
                 )

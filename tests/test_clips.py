@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp.amp.fields import read
+from determined_amp.experiment.fields import read
 from trials.data.clips import ClipDataset, ClipSettings, MovingDigits, load
 from trials.data.loading import DataError, Sample
 

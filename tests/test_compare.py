@@ -27,9 +27,9 @@ from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
 from determined_amp.pilots import BATCHES, Pilot
-from determined_amp.report.run_folders import read_search
-from determined_amp.report.source import Source
+from determined_amp.report.precision_report import write_report
 from determined_amp.runs.run import RunState
+from determined_amp.search.search_folder import Search, read_search
 from tests import shapes
 from tests.test_unmodified import run
 
@@ -78,8 +78,6 @@ def compare(trial: str, tmp: Path, *options: str, changed: Any = None) -> Path:
     shutil.copy(shapes.__file__, tmp / "shapes.py")
     (tmp / "plain.yaml").write_text(yaml.safe_dump({**experiment(trial), **(changed or {})}))
     with pytest.MonkeyPatch.context() as patch:
-        # Other tests run beside this one, and may slow it down as soon as it has been timed.
-        patch.setattr(comparison, "_RESERVE", comparison._RESERVE * 20)
         patch.setattr(comparison, "_TOO_SLOW", math.inf)
         patch.chdir(tmp)
         patch.syspath_prepend(str(tmp))
@@ -106,7 +104,7 @@ def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestAnswer:
-    def test_is_on_the_page(self, images: Path) -> None:
+    def test_answer_is_on_the_page(self, images: Path) -> None:
         found = json.loads((images / "precision.json").read_text())
         trained = {run["precision"] for run in found["runs"]}
         # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
@@ -131,11 +129,11 @@ class TestAnswer:
         assert "|" not in rest
         assert rest.count("\n") < 25
 
-    def test_was_audited(self, images: Path) -> None:
+    def test_every_run_was_audited(self, images: Path) -> None:
         found = json.loads((images / "precision.json").read_text())
         assert {run["audit_share"] for run in found["runs"]} == {1.0}
 
-    def test_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
+    def test_report_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
         sentences = json.loads((images / "precision.json").read_text())["sentences"]
         assert any(said.startswith("float16 loss scale: verdict: ") for said in sentences)
         assert any("says nothing of accuracy after more batches" in said for said in sentences)
@@ -156,7 +154,7 @@ class TestAnswer:
 
 
 class TestAnswerOfUnfinishedRuns:
-    def test_counts_them_without_a_list(self, images: Path) -> None:
+    def test_answer_counts_the_missing_runs_without_a_list(self, images: Path) -> None:
         source = read_search(images)
         first, second, *_ = source.runs
         stopped = dataclasses.replace(second, state=RunState.STOPPED, reason="stopped by SIGTERM")
@@ -165,7 +163,7 @@ class TestAnswerOfUnfinishedRuns:
         assert [run.name for run in answer.runs] == [f"run {first.number}"]
         assert answer.left_out == ("5 of 6 runs were not finished within 3 min",)
 
-    def test_is_silent_where_all_have_ended(self, images: Path) -> None:
+    def test_answer_of_runs_that_all_ended_mentions_no_missing_run(self, images: Path) -> None:
         source = read_search(images)
         assert comparison._of_answer(source, len(source.runs), "").left_out == source.left_out
 
@@ -173,7 +171,7 @@ class TestAnswerOfUnfinishedRuns:
 def test_time_that_is_up_ends_it_with_what_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(comparison, "_RESERVE", 0.0)
+    monkeypatch.setattr(comparison.Plan, "time_limit", 0.0)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path, "--batches", "4000", "--seeds", "1")
     shown = capsys.readouterr()
@@ -182,6 +180,12 @@ def test_time_that_is_up_ends_it_with_what_is_known(
     assert f"{told}python -m determined_amp search" in shown.err
     (made,) = (tmp_path / "runs" / "compare-shape").iterdir()
     assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
+
+
+def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> None:
+    short = comparison.Plan(batches=200, reporting_period=25, seconds=8.0, allowed=180.0)
+    long = comparison.Plan(batches=20, reporting_period=2, seconds=400.0, allowed=180.0)
+    assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
 class TestSlowStart:
@@ -203,7 +207,7 @@ class TestSlowStart:
         folder = tmp_path / "pilot"
         return pilots.train_briefly(raw, Precision.FP32, folder, lines.append), lines
 
-    def test_is_waited_for_with_a_line_and_does_not_count(self, tmp_path: Path) -> None:
+    def test_slow_start_is_waited_for_with_a_line_and_does_not_count(self, tmp_path: Path) -> None:
         pilot, lines = self.pilot("SlowData", tmp_path)
         assert pilot.failure is None
         assert 0 < pilot.seconds_per_batch < shapes.SLOW_START / BATCHES
@@ -217,7 +221,7 @@ class TestSlowStart:
         assert pilot.failure is None
         assert shapes.SLOW_BATCH <= pilot.seconds_per_batch < shapes.SLOW_START / 4
 
-    def test_that_never_ends_is_a_failure_with_its_reason(
+    def test_start_that_never_ends_is_a_failure_with_its_reason(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(pilots, "_START", 1.0)
@@ -308,7 +312,7 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
 
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
-    monkeypatch.setattr(comparison, "read_search", lambda folder: Source(str(folder), ()))
+    monkeypatch.setattr(comparison, "read_search", lambda folder: Search(str(folder), ()))
     monkeypatch.setattr(comparison, moment, interrupted)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
@@ -378,9 +382,11 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
     asked: list[Any] = []
 
-    def compare_before(*given: Any) -> Path:
+    written = write_report([read_search(images)], images)
+
+    def compare_before(*given: Any) -> Any:
         asked.append(given)
-        return images
+        return images, written
 
     monkeypatch.setattr(comparison, "compare", compare_before)
     comparison.compare_on_cluster(options)

@@ -16,14 +16,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import compiling
+from benchmarks.measured import RESULTS
 from determined_amp import __main__ as door
 from determined_amp.amp import fp32_modules
 from determined_amp.amp.compiled import CompileError, as_written, compile_forward
 from determined_amp.amp.diagnosis import find_cause
-from determined_amp.amp.fields import ConfigError, plain, read_section
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.audit import ProductCount
+from determined_amp.experiment.fields import plain, read_section
 from tests import test_unmodified, training
 from tests.loops import content
 from tests.test_latte import run_tiny
@@ -334,8 +336,8 @@ def validation_loss(folder: Path) -> float:
 
 class TestBenchmark:
     def test_table_is_that_of_the_committed_results(self) -> None:
-        results = json.loads((compiling.RESULTS / "compiling_cpu.json").read_text())
-        assert (compiling.RESULTS / "compiling_cpu.md").read_text() == compiling.table(results)
+        results = json.loads((RESULTS / "compiling_cpu.json").read_text())
+        assert (RESULTS / "compiling_cpu.md").read_text() == compiling.table(results)
         assert list(results["trials"]) == list(compiling.TRIALS)
 
     def test_trains_both_by_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:

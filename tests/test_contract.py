@@ -23,8 +23,7 @@ from tests import training
 from tests.fake_cuda import fake_cuda
 from tests.test_no_sync import needs_fake_cuda
 from tests.test_no_sync import train as train_on_fake_cuda
-from trials.data.loading import to_device
-from trials.task import Task
+from trials.data import loading
 
 BATCHES = 8
 
@@ -253,21 +252,22 @@ def test_guard_ends_a_run_that_no_longer_trains(
 
 def poison_batches_from(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From that batch on, the third training sample of every batch has a NaN."""
-    original = Task.training_loader
+    original = loading.training_loader
 
-    def training_loader(task: Task[Any]) -> Any:
-        loader, epoch = original(task)
+    def training_loader(*arguments: Any) -> Any:
+        loader = original(*arguments)
         dataset: Any = loader.dataset
         load, batches = dataset.__getitems__, iter(range(10**6))
 
         def load_and_poison(samples: Any) -> Any:
             images, *others = load(samples)
             if next(batches) >= first:
-                images = to_device((images,), torch.device("cpu"))[0].clone()  # no byte is NaN
+                # As floating-point numbers: no byte is NaN.
+                images = loading.to_device((images,), torch.device("cpu"))[0].clone()
                 images[2, 0, 0, 0] = torch.nan
             return (images, *others)
 
         dataset.__getitems__ = load_and_poison
-        return loader, epoch
+        return loader
 
-    monkeypatch.setattr(Task, "training_loader", training_loader)
+    monkeypatch.setattr(loading, "training_loader", training_loader)

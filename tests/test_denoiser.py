@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp.fields import read
 from determined_amp.amp.settings import Precision
+from determined_amp.experiment.fields import read
 from trials.data.clips import ClipSettings
 from trials.models import denoiser
 from trials.models.denoiser import Denoiser, DenoiserSettings

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.diagnosis import _Pass, find_cause
+from determined_amp.amp.diagnosis import find_cause
+from determined_amp.amp.passes import Pass
 
 
 class Net(nn.Module):
@@ -447,7 +448,7 @@ class TestSeveralSlots:
 
     def test_sound_slot_makes_the_passes_of_another(self) -> None:
         model, scales = Net(1, 1), list[float]()
-        asked = [_Pass(2.0), _Pass(4.0, compute=torch.float32), _Pass(1.0, islands=("head",))]
+        asked = [Pass(2.0), Pass(4.0, compute=torch.float32), Pass(1.0, islands=("head",))]
         slots = OtherSlots(rank=1, others=[True, *asked, None])
         assert find_cause([model], (), scales.append, slots=slots) is None
         assert scales == [1.0, 2.0, 4.0, 1.0]
@@ -458,7 +459,7 @@ class TestSeveralSlots:
             if scale == 2.0:
                 raise TypeError("no bfloat16 here")
 
-        slots = OtherSlots(rank=1, others=[True, _Pass(2.0), None])
+        slots = OtherSlots(rank=1, others=[True, Pass(2.0), None])
         assert find_cause([Net(1, 1)], (), train, slots=slots) is None
         assert len(slots.said) == 3
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp.amp.fields import read
+from determined_amp.experiment.fields import read
 from trials.data.clips import ClipDataset, ClipSettings, load
 from trials.data.loading import Sample, to_device
 from trials.models.diffusion import (

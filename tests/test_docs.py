@@ -20,8 +20,10 @@ import yaml
 from determined.cli.ntsc import parse_config_overrides
 from torch import nn
 
-from benchmarks import loss_scale_choice
+from benchmarks import loss_scale
+from benchmarks.loss_scale_rows import Row
 from determined_amp import __main__ as door
+from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metrics import WARMUP_BATCHES, peak_memory_mib
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.audit import Audit
@@ -87,11 +89,10 @@ def existing_tests(path: str) -> set[str]:
 
 
 def unknown_settings(text: str) -> set[str]:
-    """What `text` calls `amp.NAME` and is neither a setting nor a part of `MixedPrecision`."""
+    """What `text` calls `amp.NAME` and neither a setting nor a loop or a trial has."""
     named = set(re.findall(r"`amp\.(\w+)", text))
-    return (
-        named - {field.name for field in dataclasses.fields(AmpSettings)} - {*dir(MixedPrecision)}
-    )
+    settings = {field.name for field in dataclasses.fields(AmpSettings)}
+    return named - settings - {*dir(MixedPrecision), *dir(AmpLoop)}
 
 
 def unknown_commands(text: str) -> set[str]:
@@ -215,6 +216,15 @@ def test_every_trial_steps_by_the_same_recipe(
     assert step.splitlines() == lines_between(mlp.MLPTrial.train_batch, *STEP)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/compare.md"])
+def test_install_line_before_compare_brings_all_that_it_imports(page: str) -> None:
+    (extra,) = re.findall(r"pip install '\.\[(\w+)\]'", (ROOT / page).read_text())
+    listed = re.findall(
+        rf"^{extra} = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert set(re.findall(r'"([\w-]+)>', listed[0])) == {"matplotlib", "optuna", "scipy"}
+
+
 def section(title: str) -> str:
     (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", AMP, re.DOTALL | re.MULTILINE)
     return str(found)
@@ -293,9 +303,10 @@ class TestLossScalePage:
         )
         assert len(pictures) == LOSS_SCALE.count("](pictures/")
 
-    def test_table_is_that_of_the_last_results(self) -> None:
-        results = json.loads(loss_scale_choice.RESULTS.read_text())
-        assert loss_scale_choice.markdown(results) in LOSS_SCALE
+    def test_answer_and_goals_are_those_of_the_last_results(self) -> None:
+        result = json.loads(loss_scale.PUBLISHED.read_text())
+        said = loss_scale.said(loss_scale.cells_of([Row(**row) for row in result["rows"]]))
+        assert "\n".join(said) in LOSS_SCALE
 
     def test_page_is_short(self) -> None:
         assert len(LOSS_SCALE.splitlines()) <= 185

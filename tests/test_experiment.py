@@ -16,7 +16,7 @@ import yaml
 from determined import pytorch
 from determined._execution import _make_test_experiment_config
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.plan import WITHOUT_EFFECT

@@ -1,9 +1,10 @@
-"""`finder.trial`: what it predicts is what float16 does, and it says what to do about it."""
+"""`trial.frozen`: what it predicts is what float16 does, and it says what to do about it."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, yaml_changes
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
-from determined_amp.finder.verdict import Finding, Verdict, find
+from determined_amp.finder.verdict import Finding, Verdict, choice_of, find
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.frozen import in_training
 from tests.loss_scale import (
     ALL,
     Context,
@@ -254,7 +256,7 @@ class TestVerdict:
         found = finding(trial)
         assert found.verdict is verdict
         default = verdict is Verdict.DEFAULT
-        assert found.choice_log2 == (16 if default else found.top_log2 - 1)
+        assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
         assert (found.low_log2 <= 16 <= found.top_log2) == default
 
     def test_gradients_that_the_default_flushes_need_a_scale_of_their_own(self) -> None:
@@ -393,7 +395,8 @@ class TestCommand:
         assert "safe window: 2^" in printed
         assert "verdict: default is fine" in printed
         lines = yaml.safe_load(printed[printed.index("hyperparameters:") :])
-        assert lines == {"hyperparameters": {"amp": {"init_scale": 65536.0}}}
+        top = int(re.findall(r"safe window: 2\^-?\d+ to 2\^(\d+)", printed)[0])
+        assert lines == {"hyperparameters": {"amp": {"init_scale": 2.0 ** (top - 6)}}}
 
     def test_writes_json(self, tmp_path: Path) -> None:
         data = tmp_path / "finding.json"
@@ -429,8 +432,16 @@ class TestCommand:
             (["missing.yaml"], "cannot be read: No such file"),
             (["experiment_configs/mlp/amp.yaml", "--json", "no/where.json"], "does not exist"),
             (
+                ["experiment_configs/mlp/amp.yaml", "--json", "README.md"],
+                "README.md, which is there",
+            ),
+            (
+                ["experiment_configs/mlp/amp.yaml", "--plot", "README.md"],
+                "README.md, which is there",
+            ),
+            (
                 ["experiment_configs/mlp/amp.yaml", "--json", "experiment_configs/mlp/amp.yaml"],
-                "which is the experiment; allowed: another file",
+                "which is there and no answer of this command; allowed: another file",
             ),
             (["experiment_configs/mlp/amp.yaml", "--trial", "trials.mlp:No"], "cannot be imported"),
             (["experiment_configs/mlp/amp.yaml", "--checkpoint", "tests"], "neither a checkpoint"),

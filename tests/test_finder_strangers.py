@@ -20,10 +20,11 @@ from determined_amp.amp.replay import own_copy
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, sentences
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError, in_training, wrapped_scaler
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.frozen import in_training, wrapped_scaler
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.loss_scale import Context, Trial, config, looked_at
 from tests.training import ROOT, SMALL
@@ -262,8 +263,8 @@ class TestRemedies:
         path.write_text(yaml.safe_dump(config(SummedLoss)))
         assert door.main(["find", str(path)]) == 2
         printed = capsys.readouterr().err
-        assert "no enabled GradScaler that context.wrap_scaler knows; --precision" in printed
-        assert "amp.precision" not in printed
+        assert "no enabled GradScaler that context.wrap_scaler knows" in printed
+        assert "hyperparameters.amp.precision" in printed
 
     def test_plain_backward_is_told_what_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def around(trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

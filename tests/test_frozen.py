@@ -20,14 +20,9 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import float16_as
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.frozen import (
-    FrozenBatch,
-    Gradients,
-    LossScaleError,
-    in_training,
-    wrapped_scaler,
-)
+from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.frozen import in_training, wrapped_scaler
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.mlp import MLPTrial
@@ -330,8 +325,8 @@ class TestErrors:
             wrapped_scaler(context)
         assert str(caught.value) == (
             "this trial scales no loss: float32 and bfloat16 need no loss scale; it has no enabled "
-            "GradScaler that context.wrap_scaler knows; --precision amp_fp16 trains it in float16 "
-            "as it is"
+            "GradScaler that context.wrap_scaler knows; with hyperparameters.amp.precision: "
+            "amp_fp16 it trains in float16 as it is"
         )
 
     def test_trial_with_nothing_to_train(self) -> None:

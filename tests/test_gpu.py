@@ -151,7 +151,7 @@ def test_batches_of_convolutions_never_wait(precision: Precision) -> None:
 
 
 def test_planted_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("determined_amp.amp.loop.TrainingMetrics", ReadsTheLoss)
+    monkeypatch.setattr("determined_amp.amp.core.TrainingMetrics", ReadsTheLoss)
     with only_a_gpu_raises(RuntimeError, match="synchronizing CUDA operation"):
         train(refusing_to_wait, "mlp/amp.yaml")
 

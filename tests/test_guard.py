@@ -17,10 +17,9 @@ from determined import core
 from determined.common.api import errors
 from torch import nn
 
-from determined_amp.amp.errors import GuardError
-from determined_amp.amp.fields import ConfigError
-from determined_amp.amp.guard import RunningStatistics
+from determined_amp.amp.errors import ConfigError, GuardError
 from determined_amp.amp.metrics import Report, StepReport
+from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.trial import notes
 from determined_amp.trial.guard import TrialGuard
@@ -163,6 +162,7 @@ class TestMetadata:
         assert "the master did not take the metadata of this run: no such address" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
 def test_lazy_parameters_are_no_obstacle_at_the_start() -> None:
     watched = guard(optimizers=1)
     watched._context.models.append(nn.LazyLinear(1))

@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +25,7 @@ from PIL import Image
 from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
@@ -301,6 +303,12 @@ def lose_the_drive() -> None:
     raise DriveError("no such device")
 
 
+def as_a_bomb(data: bytes) -> bytes:
+    """A PNG that says that it has 20,000 x 20,000 pixels."""
+    header = b"IHDR" + struct.pack(">II", 20_000, 20_000) + data[24:29]
+    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
+
+
 class TestDataThatBreaks:
     @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
     def test_ends_the_run_with_the_cause_and_all_that_was_saved(
@@ -352,15 +360,24 @@ class TestDataThatBreaks:
         assert final(run) == undisturbed
 
     @pytest.mark.parametrize("workers", [0, 1], ids=["main process", "worker"])
-    def test_names_a_photo_that_is_cut_off(
-        self, tmp_path: Path, photos: Path, capfd: pytest.CaptureFixture[str], workers: int
+    @pytest.mark.parametrize("damage", [lambda data: data[:20], as_a_bomb], ids=["cut off", "bomb"])
+    def test_names_a_photo_that_cannot_be_decoded(
+        self,
+        tmp_path: Path,
+        photos: Path,
+        capfd: pytest.CaptureFixture[str],
+        workers: int,
+        damage: Callable[[bytes], bytes],
     ) -> None:
+        """A worker's error has its whole traceback in its text."""
         damaged = photo_of_the_tenth_batch(shutil.copytree(photos, tmp_path / "photos"))
-        damaged.write_bytes(damaged.read_bytes()[:20])
+        damaged.write_bytes(damage(damaged.read_bytes()))
         place = (f"data.directory={tmp_path / 'photos'}", f"data.workers={workers}")
         arguments = training.arguments("mlp/amp.yaml", *PHOTOS, *place)
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path / "run")]) == 2
-        assert str(damaged) in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert f"{damaged}: cannot be decoded: " in said
+        assert "Traceback" not in said
 
 
 # Wide enough that nothing else the run writes is as large as its weights.

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks import jpeg, photos
-from benchmarks.overhead import RESULTS
+from benchmarks.measured import RESULTS
 from trials.data.images import DatasetName, DataSettings, load
 
 ROOT = Path(__file__).parents[1]

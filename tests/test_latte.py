@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.nn import functional
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import train
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import with_overrides

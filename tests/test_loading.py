@@ -13,7 +13,7 @@ import pytest
 import torch
 from determined import pytorch
 
-from determined_amp.amp.throughput import timed
+from determined_amp.trial.reported import timed
 from trials.data.loading import (
     Batch,
     DataError,

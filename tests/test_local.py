@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -229,13 +230,21 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("failed", "RuntimeError: no memory left", 4)
 
+    @pytest.mark.parametrize("status", [0, 3])
     def test_failed_by_a_trial_that_leaves(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        status: int,
     ) -> None:
-        self.planted(monkeypatch, lambda: sys.exit(3))
-        with pytest.raises(SystemExit):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path) == ("failed", "SystemExit: 3", 4)
+        self.planted(monkeypatch, lambda: sys.exit(status))
+        arguments = training.arguments("mlp/fp32.yaml")
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
+        assert f"the trial called sys.exit({status})" in capsys.readouterr().err
+        state, reason, batches = training.end(tmp_path)
+        assert (state, batches) == ("failed", 4)
+        assert "sys.exit" in reason
 
     def test_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +260,34 @@ class TestRecordOfTheEnd:
         with pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
+
+    @pytest.mark.parametrize(
+        "error", [PermissionError(errno.EACCES, "denied", "/my/data.bin"), ValueError("mine")]
+    )
+    def test_failed_by_an_error_of_the_trial_has_its_traceback_in_the_log(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        """A file elsewhere is the trial's, and no disk of the run."""
+
+        def fail() -> None:
+            raise error
+
+        self.planted(monkeypatch, fail)
+        with pytest.raises(type(error), match=r"denied|mine"):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        log = (tmp_path / "log.txt").read_text()
+        assert "Traceback (most recent call last)" in log
+        assert "in fail" in log
+
+    def test_failed_without_memory_names_the_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> None:
+            raise MemoryError("a list")
+
+        self.planted(monkeypatch, fail)
+        with pytest.raises(UserError, match=r"not enough memory: a list \(.*test_local.py, line "):
+            training.run_small("mlp/fp32.yaml", tmp_path)
 
     def test_failed_by_hyperparameters_that_cannot_train(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

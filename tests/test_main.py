@@ -36,19 +36,81 @@ def test_unknown_command_is_named_with_those_there_are(
     assert not shown.out
 
 
+def test_report_without_a_source_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        door.main(["report"])
+    assert "required: SOURCE" in capsys.readouterr().err
+    assert door.main(["report", "speed"]) == 2
+    assert capsys.readouterr().err.startswith("speed: there is no such folder; allowed: a run fol")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["report"], "report: no source given; allowed: report SOURCE"),
-        (["report", "--output"], "report: no source given"),
-        (["report", "speed"], "speed: there is no such folder; allowed: a run folder"),
+        (["train", "a.yaml", "--run-folder", ""], "got an empty argument after --run-folder"),
+        (["report", "a", "--output="], "got an empty argument: --output="),
+        (["find", ""], "got an empty argument"),
     ],
 )
-def test_report_without_a_source_says_so(
+def test_empty_argument_is_a_variable_that_is_not_set(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert door.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(said)
+    assert said in capsys.readouterr().err
+
+
+def test_empty_value_of_a_key_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert door.main(["train", "missing.yaml", "--config=name="]) == 2
+    assert "missing.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_directory_that_was_removed_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert door.main(["audit", "a.yaml"]) == 2
+    assert "the working directory was removed" in capsys.readouterr().err
+
+
+def test_control_characters_of_others_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: Sequence[str]) -> int:
+        raise UserError("\x1b]0;title\x07 of\nexperiment 7")
+
+    monkeypatch.setattr(audit, "main", fail)
+    assert door.main(["audit", "given"]) == 2
+    assert capsys.readouterr().err == "\ufffd]0;title\ufffd of\nexperiment 7\n"
+
+
+@pytest.mark.parametrize(
+    ("redirected", "command", "status"),
+    [(">&-", "audit", 0), (">/dev/full", "audit", 2), (">/dev/full", "train", 0)],
+)
+def test_standard_output_that_is_lost(
+    redirected: str, command: str, status: int, tmp_path: Path
+) -> None:
+    """The result of a training is in its folder, so it goes on."""
+    (tmp_path / "x.py").write_text(
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from determined_amp import __main__ as door\n"
+        "sys.modules['command'] = SimpleNamespace(main=lambda given: print('x' * 9999) or 0)\n"
+        f"door._COMMANDS['{command}'] = ('command', '')\n"
+        f"sys.exit(door.main(['{command}', 'a']))\n"
+    )
+    shell = f"{sys.executable} {tmp_path / 'x.py'} {redirected}"
+    done = subprocess.run(
+        shell,
+        shell=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert ("audit: standard output cannot be written" in done.stderr) is (status == 2)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["report", "--help"]])
@@ -126,7 +188,7 @@ class TestRanks:
         return found
 
     @pytest.mark.parametrize(("slots", "nodes"), [(2, 1), (1, 2), (0, 2)])
-    def test_of_several_slots_are_started_by_the_launcher(
+    def test_commands_of_several_slots_are_started_by_the_launcher(
         self, slots: int, nodes: int, started: list[list[str]]
     ) -> None:
         task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a", "b"][:nodes])
@@ -136,7 +198,9 @@ class TestRanks:
         ]
 
     @pytest.mark.parametrize("slots", [0, 1])
-    def test_of_one_slot_need_no_launcher(self, slots: int, started: list[list[str]]) -> None:
+    def test_commands_of_one_slot_need_no_launcher(
+        self, slots: int, started: list[list[str]]
+    ) -> None:
         task: Any = SimpleNamespace(slot_ids=[*range(slots)], container_addrs=["a"])
         cluster.start_ranks(task, "train")
         assert not started
@@ -185,3 +249,22 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(audit, "main", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         door.main(["audit"])
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "last_error"),
+    [("7", 7, ""), ("1 / 0", 1, "ZeroDivisionError: division by zero\n")],
+)
+def test_program_ends_with_its_status_after_what_runs_at_the_exit(
+    result: str, status: int, last_error: str
+) -> None:
+    program = (
+        "import atexit; from determined_amp import __main__ as door; "
+        f"door.main = lambda: atexit.register(print, 'removed') and {result}; "
+        "print('kept', end=' '); door.run()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    assert (ended.returncode, ended.stdout) == (status, "kept removed\n")
+    assert ended.stderr.endswith(last_error)

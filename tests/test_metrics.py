@@ -13,7 +13,7 @@ import torch
 from determined import core
 from torch import nn
 
-from determined_amp.amp.device_sum import DeviceSum
+from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metrics import (
     WARMUP_BATCHES,
     Report,
@@ -24,9 +24,10 @@ from determined_amp.amp.metrics import (
 )
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.steps import HEADROOM_PERIOD, OptimizerSteps
-from determined_amp.amp.steps import gradients_of as gradients_that_are_dense
-from determined_amp.amp.throughput import DataWait, Stopwatch, timed
+from determined_amp.amp.tensors import gradients_of as gradients_that_are_dense
+from determined_amp.amp.throughput import DataWait, Stopwatch
 from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.reported import timed
 from tests.fake_cuda import Syncs
 
 
@@ -114,6 +115,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the metrics take the time by."""
     made = Clock()
     monkeypatch.setattr("determined_amp.amp.throughput.time", made)
+    monkeypatch.setattr("determined_amp.trial.reported.time", made)
     return made
 
 

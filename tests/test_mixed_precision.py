@@ -19,7 +19,8 @@ from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import undisturbed
-from determined_amp.trial.determined_0_38 import SafeController, use_safe_controller
+from determined_amp.experiment.errors import ending_the_program
+from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
 from tests import loops, training
 from tests.test_metrics import Context
 
@@ -546,29 +547,60 @@ class TestPatched:
         assert "forward" not in vars(model)
 
 
-UNCAUGHT = """
-from determined_amp import AmpSettings, MixedPrecision, Precision, UserError
-from tests.test_metrics import Context
-MixedPrecision(Context(), AmpSettings(Precision.FP32))
-MixedPrecision(Context(), AmpSettings(Precision.FP32))
-raise UserError("the rate is negative")
+# A plain script: a trial of a stranger's, whose first batch overflows, and `Trainer`.
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from determined import core, pytorch
+from determined.common import storage
+from tests.test_mixed_precision import FP16, MadeTwice, StrangersTrial
+
+hook, loop = sys.excepthook, pytorch._PyTorchTrialController
+folder, trial_class = Path(sys.argv[1]), {"fails": StrangersTrial, "twice": MadeTwice}[sys.argv[2]]
+StrangersTrial.rows = ((1.0,), (float("inf"),))
+os.chdir(folder.parent / "work")  # which the loop copies into every checkpoint
+amp = dict(FP16, max_consecutive_skips=1, audit=False)
+try:
+    with pytorch.init(hparams={"amp": amp}, exp_conf={}) as context:
+        context._core.checkpoint = core.DummyCheckpointContext(
+            context.distributed, storage.SharedFSStorageManager(str(folder))
+        )
+        trial = trial_class(context)
+        assert sys.excepthook is hook and pytorch._PyTorchTrialController is loop
+        pytorch.Trainer(trial, context).fit(
+            max_length=pytorch.Batch(8), reporting_period=pytorch.Batch(1), checkpoint_policy="none"
+        )
+finally:
+    assert pytorch._PyTorchTrialController is loop
 """
 
 
-class TestUncaughtError:
-    def test_of_the_user_ends_a_program_with_one_line(self) -> None:
-        process = training.start("-c", UNCAUGHT)
+class TestPlainScript:
+    @pytest.mark.parametrize(
+        ("trial", "says"),
+        [("fails", "Cause: input 0 of the batch"), ("twice", "this context has one already")],
+    )
+    def test_ends_with_one_line_and_its_status(self, trial: str, says: str, folder: Path) -> None:
+        process = training.start("-c", SCRIPT, str(folder), trial)
         output, _ = process.communicate(timeout=120)
-        assert process.returncode == 2
-        assert output == "no retry can help: the rate is negative\n"
+        last = output.splitlines()[-1]
+        assert process.returncode == 2, output
+        assert last.startswith("no retry can help: ")
+        assert says in last
+        assert len(list(folder.glob("*/state_dict.pth"))) == (trial == "fails")
 
-    def test_of_any_other_kind_is_left_to_the_hook_before(
+    def test_error_of_any_other_kind_is_left_to_the_hook_before(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         seen: list[Any] = []
         monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
         context: Any = Context()
+        with pytest.raises(ValueError, match="of torch"), ending_the_program():
+            raise ValueError("of torch")
         MixedPrecision(context, AmpSettings(Precision.FP32))
+        assert not sys.excepthook.__module__.startswith("determined_amp")
+        with pytest.raises(ConfigError, match="has one already"):
+            MixedPrecision(context, AmpSettings(Precision.FP32))
         assert sys.excepthook.__module__.startswith("determined_amp")
         error = ValueError("of torch")
         sys.excepthook(ValueError, error, None)
@@ -576,17 +608,22 @@ class TestUncaughtError:
         assert capfd.readouterr().err == ""
 
 
-class TestController:
-    def test_is_put_in_place_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pytorch, "_PyTorchTrialController", SafeController.__base__)
-        for _ in range(2):
-            use_safe_controller()
-            assert pytorch._PyTorchTrialController is SafeController
+class TestLoop:
+    def made(self, kind: type[pytorch._PyTorchTrialController]) -> type:
+        """What becomes of a loop that asks a trial for callbacks."""
+        loop: Any = object.__new__(kind)
 
-    def test_of_somebody_else_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def asks(self: Any) -> None:
+            use_safe_loop()
+
+        asks(loop)
+        return type(loop)
+
+    def test_of_determined_becomes_safe_and_no_other_one_does(self) -> None:
         class Theirs(pytorch._PyTorchTrialController):
             pass
 
-        monkeypatch.setattr(pytorch, "_PyTorchTrialController", Theirs)
-        use_safe_controller()
-        assert pytorch._PyTorchTrialController is Theirs
+        assert self.made(pytorch._PyTorchTrialController) is SafeController
+        assert self.made(Theirs) is Theirs
+        assert self.made(SafeController) is SafeController
+        use_safe_loop()  # without one nothing happens

@@ -279,7 +279,7 @@ def copy_from_pageable(batch: Sequence[torch.Tensor], device: torch.device) -> l
     return images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-METRICS = "determined_amp.amp.loop.TrainingMetrics"
+METRICS = "determined_amp.amp.core.TrainingMetrics"
 
 # Where it is planted, what is, and what each batch then costs.
 PLANTED: dict[str, tuple[str, object, Counter[str]]] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import loops, overhead
+from benchmarks.measured import RESULTS
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
@@ -126,9 +127,9 @@ def test_summary_is_of_the_quiet_rounds_and_taken_within_them() -> None:
 
 
 def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> None:
-    result = json.loads((overhead.RESULTS / "overhead_cpu.json").read_text())
+    result = json.loads((RESULTS / "overhead_cpu.json").read_text())
     table = overhead.markdown(result)
-    assert (overhead.RESULTS / "overhead_cpu.md").read_text() == table
+    assert (RESULTS / "overhead_cpu.md").read_text() == table
     assert table in (ROOT / "docs" / "amp.md").read_text()
     assert list(result["schedules"]) == ["constant", "cosine"]
     for rows in result["schedules"].values():

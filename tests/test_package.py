@@ -129,7 +129,7 @@ class TestWheel:
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
         scripts = configparser.ConfigParser()
         scripts.read_string(distribution.read_text("entry_points.txt") or "")
-        assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:main"}
+        assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:run"}
 
 
 def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Trained) -> None:

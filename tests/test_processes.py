@@ -15,8 +15,15 @@ from determined import core
 from rich.console import Console
 from torch import distributed
 
+from determined_amp.amp.errors import UserError
 from determined_amp.local.display import Display
-from determined_amp.local.processes import StopOnSignal, _free_ports, _Processes, process_group
+from determined_amp.local.processes import (
+    APART,
+    StopOnSignal,
+    _free_ports,
+    _Processes,
+    process_group,
+)
 from tests import strangers, training
 
 
@@ -52,6 +59,16 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
     assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
 
 
+def test_two_ranks_of_a_loop_of_ones_own_train_and_end_as_those_of_a_trial(folder: Path) -> None:
+    """The same rows as above; then rank 0 alone overflows twice, and both end with its cause."""
+    for rank in said(folder, "own loop"):
+        assert rank["weights"] == [0.5, 0.5, -0.5, -0.5, -0.5]
+        assert rank["scales"] == [4, 2, 2, 1, 1]
+        assert rank["steps"] == [2, 1]
+        assert "Cause: input 0 of the batch is not finite in samples [0]" in rank["ended"]
+        assert rank["weight afterwards"] == -0.5
+
+
 def test_a_window_exchanges_gradients_once(folder: Path) -> None:
     """Gradients of window one: rank 0 mean(1, 1), rank 1 mean(1, 3): w moves by -0.5 * 1.5.
 
@@ -83,6 +100,12 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
 def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
     first, second = said(folder, "unmodified")
     assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
+
+
+def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder: Path) -> None:
+    first, second = said(folder, "found")
+    assert first["scale"] == second["scale"] < 2.0**12
+    assert first["weights"] == second["weights"]
 
 
 def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> None:
@@ -157,7 +180,8 @@ class TestStop:
         stop.should_preempt()
         assert told == [False, True]
 
-    def test_takes_a_checkpoint_however_often_it_is_terminated(self) -> None:
+    def test_takes_a_checkpoint_however_often_it_is_terminated_at_once(self) -> None:
+        """On one Ctrl-C torchrun terminates what the terminal has interrupted."""
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
             try:
                 for _ in range(3):
@@ -186,6 +210,26 @@ class TestStop:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
 
+    @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+    def test_is_at_once_at_a_later_termination(
+        self, first: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A loader that hangs never comes to the next report."""
+        clock = iter([100.0, 100.0 + APART])
+        monkeypatch.setattr("determined_amp.local.processes.time.monotonic", lambda: next(clock))
+        with StopOnSignal(core.DummyDistributedContext()).listening():
+            signal.raise_signal(first)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("size", ["2", "abc", "0", "-1", ""])
+def test_stray_world_size_is_one_sentence(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    said = f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
+    with pytest.raises(UserError, match=said), process_group():
+        pass
+
 
 def test_process_that_nobody_started_with_others_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -209,7 +253,10 @@ def test_each_process_takes_its_gpu_before_the_group(
     done: list[Any] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(rank))
+    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv("USE_TORCH_DISTRIBUTED", "")  # put back afterwards: it is set in there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -89,9 +89,11 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
     assert needs_the_network(document) == []
-    # The small MLP, four batches of 32 samples in three passes.
-    assert re.search(r"safe window: 2\^-?\d+ to 2\^\d+", said)
-    assert "best trial: 2^16 with loss_scale_score 0; the finder chose 2^16" in said
+    # The small MLP, four batches of 32 samples in four passes.
+    window = re.search(r"safe window: 2\^-?\d+ to 2\^(\d+)", said)
+    assert window is not None
+    choice = int(window[1]) - 6
+    assert f"best trial: 2^16 with loss_scale_score 0; the finder chose 2^{choice}" in said
     assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in said
     assert "(6 trials)" in said
     shown = Page(document)
@@ -104,7 +106,7 @@ def test_report_of_a_local_search_predicts_on_its_own(
     record = json.loads((workplace / "study/loss_scale.json").read_text())
     assert record["answer"] == said.splitlines()[0]
     assert [trial["init_scale"] for trial in record["trials"]] == [scale for scale, _ in TRIALS]
-    assert record["finding"]["choice_log2"] == 16
+    assert record["finding"]["choice_log2"] == choice
 
 
 def test_finding_replaces_the_run_of_the_finder(
@@ -145,6 +147,11 @@ def test_without_the_trial_only_the_observation_is_drawn(
         (["study", "--finding", "experiment.yaml"], "experiment.yaml: is not JSON"),
         (["study", "--finding", "foreign.json"], "foreign.json: is not a finding"),
         (["study", "--output", "none"], "got none, which is no folder"),
+        (
+            ["study", "--margin", "1"],
+            "--margin: belongs to report precision; this one is report lo",
+        ),
+        (["study", "study"], "report loss-scale: got 2 sources; allowed: one search"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -161,6 +168,18 @@ def test_bad_input_is_one_sentence(
     assert sentence in said.err
     assert "Traceback" not in said.err
     assert not list(workplace.rglob("loss_scale.*"))
+
+
+def test_report_replaces_no_finding(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of a finding has the name of the report's own JSON."""
+    kept = workplace / "study" / "loss_scale.json"
+    text, other = json.dumps(finding()), workplace / "finding.json"
+    for path in (kept, other):
+        path.write_text(text)
+    for given in (kept, other):
+        assert door.main(["report", "loss-scale", "study", "--finding", str(given)]) == 2
+        assert "another" in capsys.readouterr().err
+        assert kept.read_text() == text
 
 
 def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from determined.experimental import client
 
+from determined_amp.amp.errors import UserError
 from determined_amp.cli import report as any_report
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
-from determined_amp.report import sources
+from determined_amp.report import ReportError, loss_scale_figure, sources
 from determined_amp.report.loss_scale_text import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.report.source import ReportError, Source
-from determined_amp.runs.master import MasterError, log_in
+from determined_amp.runs.master import _RETRIES, MasterError, log_in
 from determined_amp.runs.run import RunState
-from tests.report_master import TRIAL, Master, report, serving
+from determined_amp.search.search_folder import Search
+from tests.report_master import TRIAL, Master, answering, report, serving
 from tests.reporting import SEARCH, finding, scored
 
 HPARAMS = {"training": {"max_length": {"batches": 4}}}
@@ -70,7 +74,7 @@ def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
 
 
 class TestFinding:
-    def test_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
+    def test_finding_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
         master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
         assert read_finding(7) == FoundScale.from_json(finding(), "")
 
@@ -101,7 +105,7 @@ class TestComparison:
     def _compares(self, master: Master) -> None:
         master.config = {**master.config, "entrypoint": "python3 -m determined_amp compare"}
 
-    def test_is_fetched_and_shown(
+    def test_report_of_a_comparison_is_fetched_and_shown(
         self, master: Master, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         master.checkpoints = [checkpoint(tmp_path, "precision.md", "use amp_bf16 here")]
@@ -110,27 +114,22 @@ class TestComparison:
         assert capsys.readouterr().out.startswith("use amp_bf16 here")
         assert (tmp_path / "out" / "precision.md").read_text() == "use amp_bf16 here"
 
-    def test_without_an_answer_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
+    def test_comparison_without_an_answer_is_a_sentence(
+        self, master: Master, tmp_path: Path
+    ) -> None:
         master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "x")]
-        with pytest.raises(ReportError, match=r"experiment 7 .* has no report: "):
+        with pytest.raises(ReportError, match=r"no checkpoint with precision.md: it has not com"):
+            fetch_comparison(7, tmp_path)
+        master.metadata = {11: {"failure": "the trial cannot be trained in fp32"}}
+        with pytest.raises(ReportError, match=r"precision.md: the trial cannot be trained in fp"):
             fetch_comparison(7, tmp_path)
 
-    def test_other_experiment_has_none(self, master: Master, tmp_path: Path) -> None:
-        master.config = {**master.config, "entrypoint": "python3 -m determined_amp train"}
-        assert fetch_comparison(7, tmp_path) is None
-
-
-def test_experiment_without_a_scale_is_a_sentence(master: Master) -> None:
-    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
-    master.reports = {"validation": [], "training": []}
-    with pytest.raises(ReportError, match="no hyperparameter is called init_scale"):
-        over_loss_scale(read_experiment(7))
-
-
-def test_experiment_without_trials_is_a_sentence(master: Master) -> None:
-    master.trials = []
-    with pytest.raises(ReportError, match="has no trials yet"):
-        over_loss_scale(read_experiment(7))
+    def test_report_of_a_comparison_takes_no_options_and_no_other_source(
+        self, tmp_path: Path
+    ) -> None:
+        for more in (["--margin", "1"], ["7"]):
+            with pytest.raises(ReportError, match="its task has written the report; allowed: no"):
+                any_report.main(["7", *more, "--output", str(tmp_path)])
 
 
 def test_unknown_experiment_is_a_sentence(master: Master) -> None:
@@ -178,94 +177,106 @@ def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.Monkey
         read_experiment(7)
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(429, "has too many requests"), (401, "asks for a login"), (403, "asks for a login")],
+)
+def test_address_that_refuses_is_no_other_program(
+    status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answering(lambda method, path, sent: (status, "{}")) as address:
+        monkeypatch.setenv("DET_MASTER", address)
+        with pytest.raises(MasterError, match=said):
+            read_experiment(7)
+
+
+class TestTimeLimit:
+    """One for all requests, whatever a master or a proxy asks for."""
+
+    def test_ends_a_list_without_an_end(
+        self, master: Master, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer = master.answer
+
+        def endless(path: str, query: str) -> tuple[int, str]:
+            status, said = answer(path, query)
+            return status, said.replace('"total": 2', '"total": 99999999')
+
+        monkeypatch.setattr(master, "answer", endless)
+        monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 1)
+        with pytest.raises(MasterError, match="has not answered all within 1 s"):
+            read_experiment(7)
+
+    def test_leaves_no_alarm_behind(self, master: Master) -> None:
+        before = signal.getsignal(signal.SIGALRM)
+        assert read_experiment(7).runs
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) == before
+
+    def test_is_no_hour_because_a_proxy_says_so(self) -> None:
+        assert not _RETRIES.respect_retry_after_header
+
+
+@pytest.mark.parametrize("value", ["NaN", "1" + "0" * 400, "-1e308", '"text"', "null", "[]"])
+def test_odd_number_of_a_master_is_a_report_or_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    answer = master.answer
+
+    def odd(path: str, query: str) -> tuple[int, str]:
+        status, said = answer(path, query)
+        return status, re.sub(
+            r'"(loss_scale_score|skipped_steps)": [\d.]+', rf'"\1": {value}', said
+        )
+
+    monkeypatch.setattr(master, "answer", odd)
+    with suppress(UserError):
+        loss_scale_figure.draw(None, over_loss_scale(read_experiment(7)))
+
+
 SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
 FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"
 TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
+SINGLE = "is a single run, no search.*report precision 7 OTHERS$"
 
 
-Become = Callable[[str, str, Any], None]
+@pytest.mark.parametrize(
+    ("entrypoint", "searcher", "space", "fits", "refusal"),
+    [
+        (FIND, "single", {}, [], "report loss-scale SEARCH --finding 7$"),
+        (SCORE, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
+        (TRAIN, "adaptive_asha", SCALES, ["loss-scale"], "report loss-scale 7$"),
+        (TRAIN, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
+        (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, ["precision"], "sion 7$"),
+        (TRAIN, "grid", PRECISIONS, ["precision"], "report precision 7$"),
+        (COMPARE, "single", {}, ["precision"], "report precision 7$"),
+        (TRAIN, "single", {}, ["precision"], SINGLE),
+        (TRAIN, "random", {"rate": {"type": "log"}}, ["precision", "loss-scale"], ""),
+    ],
+)
+def test_report_is_refused_with_the_command_for_the_one_that_fits(
+    entrypoint: str, searcher: str, space: Any, fits: list[str], refusal: str
+) -> None:
+    config = {"entrypoint": entrypoint, "searcher": {"name": searcher}, "hyperparameters": space}
+    search = Search("experiment 7", (), config)
+    assert sources.report_for(search) == (fits or ["loss-scale"])[0]
+    for name in ("precision", "loss-scale"):
+        fitting = pytest.raises(ReportError, match=rf"experiment 7: .*{refusal}")
+        with nullcontext() if name in fits else fitting:
+            sources.check_report(name, "7", search)
 
 
-class TestKind:
-    """A source of another kind is refused with the command for it."""
+def test_run_folder_is_no_search_over_the_loss_scale() -> None:
+    with pytest.raises(ReportError, match=r"runs/x: is a single run.*precision runs/x OTHERS"):
+        sources.check_report("loss-scale", "runs/x", Search("runs/x", ()))
 
-    @pytest.fixture
-    def become(self, master: Master) -> Become:
-        def become(entrypoint: str, searcher: str, space: Any) -> None:
-            method = {**master.config["searcher"], "name": searcher}
-            sections = {"searcher": method, "hyperparameters": space}
-            master.config = {"name": "small", "entrypoint": entrypoint, **sections}
-            master.trials, master.reports = [], {"validation": [], "training": []}
 
-        return become
-
-    @pytest.mark.parametrize(
-        ("entrypoint", "searcher", "space", "said"),
-        [
-            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
-            (TRAIN, "grid", PRECISIONS, "report precision 7"),
-            (COMPARE, "single", {}, "report precision 7"),
-            (TRAIN, "single", {}, "report precision 7 OTHERS"),
-        ],
-    )
-    def test_that_is_no_search_for_the_loss_scale(
-        self, entrypoint: str, searcher: str, space: Any, said: str, become: Become
-    ) -> None:
-        become(entrypoint, searcher, space)
-        with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
-            any_report.main(["loss-scale", "7"])
-
-    @pytest.mark.parametrize(
-        ("entrypoint", "searcher", "space", "said"),
-        [
-            (FIND, "single", {}, "report loss-scale SEARCH --finding 7"),
-            (SCORE, "grid", SCALES, "report loss-scale 7"),
-            (TRAIN, "adaptive_asha", SCALES, "report loss-scale 7"),
-            (TRAIN, "grid", SCALES, "report loss-scale 7"),
-        ],
-    )
-    def test_that_compares_no_precisions(
-        self, entrypoint: str, searcher: str, space: Any, said: str, become: Become
-    ) -> None:
-        become(entrypoint, searcher, space)
-        with pytest.raises(ReportError, match=rf"experiment 7 on http.*{said}$"):
-            any_report.main(["precision", "7"])
-
-    @pytest.mark.parametrize(
-        ("entrypoint", "searcher", "space", "expected"),
-        [
-            (FIND, "single", {}, "loss-scale"),
-            (SCORE, "grid", SCALES, "loss-scale"),
-            (TRAIN, "adaptive_asha", SCALES, "loss-scale"),
-            (TRAIN, "grid", SCALES, "loss-scale"),
-            (TRAIN, "grid", {"amp": {**SCALES["amp"], **PRECISIONS["amp"]}}, "precision"),
-            (TRAIN, "grid", PRECISIONS, "precision"),
-            (COMPARE, "single", {}, "precision"),
-            (TRAIN, "single", {}, "precision"),
-        ],
-    )
-    def test_is_that_of_the_report_that_is_written(
-        self,
-        entrypoint: str,
-        searcher: str,
-        space: Any,
-        expected: str,
-        become: Become,
-    ) -> None:
-        become(entrypoint, searcher, space)
-        written: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            for name, (make_parser, _) in any_report._REPORTS.items():
-                write = (make_parser, lambda options, name=name: written.append(name))
-                patch.setitem(any_report._REPORTS, name, write)
-            any_report.main(["7"])
-        assert written == [expected]
-
-    def test_run_folder_is_no_search_over_the_loss_scale(self) -> None:
-        said = "runs/x: is a single run, no search.*report precision runs/x OTHERS"
-        with pytest.raises(ReportError, match=said):
-            sources.refuse_precisions("runs/x", Source("runs/x", ()))
+@pytest.mark.parametrize("command", [["7"], ["loss-scale", "7"]])
+def test_command_asks_what_a_source_is_about(master: Master, command: list[str]) -> None:
+    master.config = {**master.config, "entrypoint": FIND}
+    with pytest.raises(ReportError, match="is the finder's answer"):
+        any_report.main(command)
 
 
 def test_what_a_master_does_not_tell_is_said(master: Master) -> None:

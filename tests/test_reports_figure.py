@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from benchmarks import loss_scale_choice
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Window
@@ -152,7 +151,7 @@ class TestMetric:
         assert axes.get_yscale() == "linear"
 
     def test_scores_are_dots_on_the_predicted_line(self) -> None:
-        """Of 2000 steps to grow and half a gradient lost below 2^-6, and a skip for each bit."""
+        """2000 steps to grow, half a gradient lost below 2^-6, a skip for each bit above 2^18."""
         of_one_seed: Rows = [(scale, 3, metrics, {}) for scale, _, metrics, _ in SCORES]
         figure = draw(found_scale(), observed(of_one_seed, "loss_scale_score"))
         axes = panel(figure, "loss scale score")
@@ -196,7 +195,7 @@ class TestModules:
         assert {float(FLUSH_LOG2), -14.0, float(OVERFLOW_LOG2)} <= vertical(axes)
         assert "2¹⁷" in axes.get_xlabel()
 
-    def test_of_many_modules_some_are_named(self) -> None:
+    def test_only_some_of_many_modules_are_named(self) -> None:
         many: dict[str, Any] = finding()
         (module, *_) = many["modules"]
         many["modules"] = [
@@ -246,19 +245,6 @@ def test_drawing_needs_no_display_and_leaves_no_state() -> None:
 
 def test_power_is_written_with_a_superscript() -> None:
     assert [panels.power(k) for k in (16, -8, 0, 17.5)] == ["2¹⁶", "2⁻⁸", "2⁰", "2¹⁷·⁵"]
-
-
-def test_models_of_a_comparison_are_side_by_side() -> None:
-    trainings = [
-        {"scale_log2": scale, "seed": seed, "validation_loss": 1.0 + seed, "skipped_steps": 0}
-        for scale in (0, 8)
-        for seed in (1, 2, 3)
-    ]
-    comparison = {"choice_log2": 8, "verdict": "tie"}
-    model = {"name": "one", "window_log2": [0, 9], "comparison": comparison, "trainings": trainings}
-    figure = loss_scale_choice.draw_models([model, {**model, "name": "two"}])
-    assert [ax.get_title(loc="left") for ax in figure.axes[:2]] == ["one: tie", "two: tie"]
-    assert [2.0, 2.0] in heights(figure.axes[0])
 
 
 def test_window_holds_its_ends_and_expects_a_skip_per_bit() -> None:

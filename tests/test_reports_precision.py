@@ -44,7 +44,7 @@ def sources(root: Path) -> list[str]:
 
 
 class TestRealRuns:
-    def test_are_compared(
+    def test_real_runs_are_compared(
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
@@ -67,7 +67,9 @@ class TestRealRuns:
         assert "24 batches of 32" in said
         assert "validation_accuracy" in said
 
-    def test_give_the_numbers_that_they_reported(self, trained: Path, tmp_path: Path) -> None:
+    def test_report_has_the_numbers_that_the_runs_reported(
+        self, trained: Path, tmp_path: Path
+    ) -> None:
         assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
         found = json.loads((tmp_path / "precision.json").read_text())
         assert [s["precision"] for s in found["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
@@ -90,7 +92,7 @@ class TestRealRuns:
         assert {c["verdict"] for c in found["comparisons"]} == {"cannot be told"}
         assert {"python", "numpy", "determined"} <= set(found["machine"]["versions"])
 
-    def test_have_the_settings_that_the_written_ones_have(self, trained: Path) -> None:
+    def test_real_run_has_the_settings_of_the_runs_written_by_hand(self, trained: Path) -> None:
         resolved = yaml.safe_load((trained / "amp/resolved.yaml").read_text())
 
         def within(part: Any, whole: Any) -> bool:
@@ -101,7 +103,7 @@ class TestRealRuns:
         assert within(RESOLVED, resolved)
         assert not within({"searcher": {"no": 1}}, resolved)  # negative control
 
-    def test_of_another_rate_are_not(
+    def test_run_with_another_rate_is_not_compared(
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         other = tmp_path / "other"

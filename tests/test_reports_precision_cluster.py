@@ -11,9 +11,9 @@ import pytest
 from determined_amp.cli import report as precision
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
+from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.precision_findings import find
-from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Machine, RunState
 from tests.precisions import TRAINED, made_on
@@ -25,10 +25,6 @@ CONFIG = with_overrides(
     ("hyperparameters.training.max_length.batches=100", "searcher.name=grid"),
 )
 NOTED = {"date": "2026-01-01T00:00:00+00:00", "machine": made_on("NVIDIA H100")}
-
-
-def read(number: int = 7) -> Source:
-    return read_experiment(number, with_settings=True)
 
 
 def trial(number: int, precision: str, **others: Any) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def master(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Master]:
 
 
 def test_all_trials_are_runs(master: Master) -> None:
-    runs = read().runs
+    runs = read_experiment(7).runs
     assert [run.precision.value for run in runs] == ["fp32", "fp32", "amp_bf16", "amp_bf16"]
     assert {run.state for run in runs} == {RunState.COMPLETED}
     assert {run.machine.device for run in runs} == {"NVIDIA H100"}
@@ -78,10 +74,10 @@ def test_all_trials_are_runs(master: Master) -> None:
 
 
 def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -> None:
-    """As where an image could not be pulled: it has noted nothing."""
+    """An image could not be pulled, so the trial has noted nothing."""
     early = trial(10, "amp_fp16", state="STATE_ERROR")
     master.trials = [early, *master.trials]
-    findings = find([read()])
+    findings = find([read_experiment(7)])
     assert [run.name[-2:] for run in findings.runs if run.state is RunState.FAILED] == ["10"]
     assert findings.machine.on_gpu
     assert findings.machine.device == "NVIDIA H100"
@@ -90,20 +86,20 @@ def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -
 def test_metric_that_is_no_number_is_left_out(master: Master) -> None:
     for sent in master.reports["validation"]:
         sent["metrics"]["validation_metrics"] |= {"per_class": [0.5, 0.5], "note": "text"}
-    (run, *_) = read().runs
+    (run, *_) = read_experiment(7).runs
     assert "per_class" not in run.metrics
 
 
 def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
     for number, seed in zip((11, 12, 13, 14), (5, 6, 5, 6), strict=True):
         master.metadata[number]["seed"] = seed
-    findings = find([read()])
+    findings = find([read_experiment(7)])
     assert [run.seed for run in findings.runs] == [5, 6, 5, 6]
     assert findings.comparisons[0].difference.paired
 
 
 def test_trials_of_different_seeds_are_compared(master: Master) -> None:
-    findings = find([read()])
+    findings = find([read_experiment(7)])
     (comparison,) = findings.comparisons
     assert {run.seed for run in findings.runs} == {None}
     assert not comparison.difference.paired
@@ -115,13 +111,13 @@ def test_trial_that_failed_says_why(master: Master) -> None:
     why = "60% of the optimizer steps were skipped"
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
     master.metadata[13]["failure"] = why
-    run = read().runs[2]
+    run = read_experiment(7).runs[2]
     assert (run.state, run.reason) == (RunState.FAILED, why)
 
 
 def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    run = read().runs[2]
+    run = read_experiment(7).runs[2]
     assert (run.state, run.reason) == (RunState.FAILED, "its log has the reason")
 
 
@@ -131,11 +127,11 @@ def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
     broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
     training = [r for r in master.reports["training"] if r["trialId"] != 13]
     master.reports["training"] = [*training, report(13, 60, "training", broken)]
-    run = read().runs[2]
+    run = read_experiment(7).runs[2]
     assert run.state is RunState.PRUNED
     assert run.reason == "60 of 100 batches: ended early by its search"
     master.metadata[13]["failure"] = "the training loss is nan in amp_bf16"
-    run = read().runs[2]
+    run = read_experiment(7).runs[2]
     assert run.state is RunState.INVALID
     assert run.reason == "the training loss is nan in amp_bf16; it ended after 60 of 100 batches"
 
@@ -151,22 +147,22 @@ def test_state_of_a_trial_that_came_half_way_is_the_masters(
     for group in ("training", "validation"):
         kept = [r for r in master.reports[group] if r["trialId"] != 13]
         master.reports[group] = [*kept, report(13, 60, group, {"validation_accuracy": 0.5})]
-    assert read().runs[2].state is state
     assert read_experiment(7).runs[2].state is state
 
 
 def test_machine_that_no_trial_noted_is_unknown(master: Master) -> None:
     master.metadata = {}
-    assert read().runs[0].machine == Machine()
+    assert read_experiment(7).runs[0].machine == Machine()
 
 
 def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     """A drawn scale is rounded to a power of two, as in the trial itself."""
     space = "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 0, maxval: 24}"
-    master.config = with_overrides(CONFIG, (space,))
+    precisions = "hyperparameters.amp.precision={type: categorical, vals: [fp32, amp_fp16]}"
+    master.config = with_overrides(CONFIG, (space, precisions))
     master.trials[2] = trial(13, "amp_fp16")
     master.trials[2]["hparams"]["amp"]["init_scale"] = 3000.7
-    run = read().runs[2]
+    run = read_experiment(7).runs[2]
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
 
@@ -177,18 +173,13 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
     with pytest.raises(
         ReportError, match=r"hyperparameters.trial: missing(.|\n)*of determined_amp train"
     ):
-        read()
-
-
-def test_unknown_experiment_is_a_sentence(master: Master) -> None:
-    with pytest.raises(ReportError, match="has no experiment 8"):
-        read(8)
+        read_experiment(7)
 
 
 def test_run_folder_has_the_same_names_as_a_master(master: Master, tmp_path: Path) -> None:
-    """Or runs of both could not be compared."""
+    """Otherwise runs of both could not be compared."""
     folder = read_run(run_small("mlp/fp32.yaml", tmp_path / "run"))
-    assert read().runs[0].settings.keys() == folder.settings.keys()
+    assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()
 
 
 def test_report_of_a_master_goes_into_runs(

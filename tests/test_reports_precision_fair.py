@@ -11,18 +11,44 @@ from typing import Any
 import pytest
 
 from determined_amp.amp.settings import SCALER_KEYS
+from determined_amp.report import ReportError
 from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import answer, sentences, table
-from determined_amp.report.run_folders import read_search
-from determined_amp.report.source import ReportError
+from determined_amp.report.sources import read_source
 from determined_amp.runs.folder import RunError, RunFolder, read_run
 from determined_amp.runs.run import RunState
+from determined_amp.search.search_folder import read_search
 from tests.precisions import CPU, GPU, LOST, found, write_run
 from tests.reporting import write_study
 
 
 def told(findings: Findings) -> str:
     return "\n".join([answer(advise(findings)), *sentences(findings)])
+
+
+@pytest.mark.parametrize("accuracy", [math.nan, math.inf, -math.inf])
+def test_run_whose_compared_metric_is_not_finite_has_failed(
+    tmp_path: Path, accuracy: float
+) -> None:
+    """The searcher's metric, the loss, is finite."""
+    runs = [write_run(tmp_path / f"{p}-{s}", p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)]
+    broken = write_run(tmp_path / "broken", "amp_fp16", 3, accuracy=accuracy, loss=1.0)
+    findings = found(*runs, broken)
+    (failed,) = [run for run in findings.runs if run.state is RunState.FAILED]
+    assert (failed.name, failed.reason) == (
+        str(broken),
+        f"validation_accuracy is {accuracy} at the end",
+    )
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, 1e308, 10**400, -1])
+def test_odd_speed_or_memory_counts_for_nothing(tmp_path: Path, number: float) -> None:
+    odd = {"samples_per_second": number, "watch_peak_memory_mib": number}
+    findings = found(
+        write_run(tmp_path / "a", "fp32", 1), write_run(tmp_path / "b", "amp_fp16", 1, trained=odd)
+    )
+    (compared,) = findings.comparisons
+    assert compared.memory is None
 
 
 class TestDifferences:
@@ -46,7 +72,7 @@ class TestDifferences:
             ("searcher.metric", "x", "searcher.metric: validation_loss in"),
         ],
     )
-    def test_of_anything_else_is_an_error(
+    def test_runs_with_another_setting_are_not_compared(
         self, tmp_path: Path, name: str, value: object, shown: str
     ) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
@@ -66,14 +92,14 @@ class TestDifferences:
             *({f"hyperparameters.amp.{key}": 8.0} for key in SCALER_KEYS),
         ],
     )
-    def test_of_names_and_scaler_are_none(
+    def test_runs_may_differ_in_names_and_scaler_settings(
         self, tmp_path: Path, settings: Mapping[str, Any]
     ) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 2, settings=settings)
         assert found(one, other).comparisons
 
-    def test_within_a_precision_are_told(self, tmp_path: Path) -> None:
+    def test_differences_within_a_precision_are_reported(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
         low = {"hyperparameters.amp.init_scale": 8.0}
         folders = [
@@ -86,7 +112,7 @@ class TestDifferences:
         assert "the runs differ in python: 3.11.7, 3.12.1" in said
         assert "differ in" not in told(found(one, folders[0]))
 
-    def test_of_length_is_an_error(self, tmp_path: Path) -> None:
+    def test_runs_of_another_length_are_not_compared(self, tmp_path: Path) -> None:
         shorter = {"hyperparameters.training.max_length.batches": 90}
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 1, settings=shorter)
@@ -101,7 +127,7 @@ class TestDifferences:
             (GPU, {"slots": 2}, "slots: 1 in"),
         ],
     )
-    def test_of_device_or_torch_are_errors(
+    def test_runs_on_another_device_or_torch_are_not_compared(
         self, tmp_path: Path, device: str, machine: dict[str, Any], shown: str
     ) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
@@ -109,7 +135,9 @@ class TestDifferences:
         with pytest.raises(ReportError, match=shown):
             found(one, other)
 
-    def test_all_are_named_at_once_and_runs_by_the_value(self, tmp_path: Path) -> None:
+    def test_all_differences_are_named_at_once_with_the_runs_of_each_value(
+        self, tmp_path: Path
+    ) -> None:
         changes = {"hyperparameters.learning_rate": 0.01, "data.classes": 1}
         folders = [write_run(tmp_path / str(seed), "fp32", seed) for seed in (1, 2, 3)]
         other = write_run(tmp_path / "b", "amp_fp16", 1, settings=changes)
@@ -119,7 +147,7 @@ class TestDifferences:
 
 
 class TestDuplicates:
-    def test_are_an_error_that_names_both(self, tmp_path: Path) -> None:
+    def test_duplicate_seed_is_an_error_that_names_both_runs(self, tmp_path: Path) -> None:
         one, other = (write_run(tmp_path / name, "fp32", 1) for name in "ab")
         amp = write_run(tmp_path / "c", "amp_fp16", 1)
         with pytest.raises(ReportError, match="fp32 has finished 2 times with seed 1") as caught:
@@ -218,32 +246,32 @@ class TestDevice:
 
 
 class TestAudit:
-    def test_below_one_is_named(self, tmp_path: Path) -> None:
+    def test_audit_below_one_is_reported(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 1, audit_share=0.973)
         assert f"amp_fp16, seed 1 ({other}) computed 97.3% of the FLOPs" in told(found(one, other))
 
-    def test_below_one_in_several_runs_is_one_sentence(self, tmp_path: Path) -> None:
+    def test_audit_below_one_in_several_runs_is_one_sentence(self, tmp_path: Path) -> None:
         runs = [write_run(tmp_path / f"{i}", "fp32", i) for i in (1, 2)]
         runs += [write_run(tmp_path / f"b{i}", "amp_bf16", i, audit_share=0.926) for i in (1, 2)]
         said = told(found(*runs))
         assert "amp_bf16 (seed 1, seed 2) computed 92.6% of the FLOPs" in said
         assert said.count("audit: ") == 1
 
-    def test_missing_is_named(self, tmp_path: Path) -> None:
+    def test_missing_audit_is_reported(self, tmp_path: Path) -> None:
         one = write_run(tmp_path / "a", "fp32", 1)
         other = write_run(tmp_path / "b", "amp_fp16", 1, audit_share=None)
         said = told(found(one, other))
         assert f"whether the precision was on is unknown: amp_fp16, seed 1 ({other})" in said
         assert "audit: every" not in said
 
-    def test_of_all_is_one_sentence(self, tmp_path: Path) -> None:
+    def test_audits_that_all_passed_are_one_sentence(self, tmp_path: Path) -> None:
         one, other = (write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16"))
         assert "audit: every finished run computed all products" in told(found(one, other))
 
 
 class TestEnd:
-    def test_is_what_the_run_wrote_down(self, tmp_path: Path) -> None:
+    def test_end_of_a_run_is_the_recorded_one(self, tmp_path: Path) -> None:
         run = read_run(write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, end=LOST))
         assert run.state is RunState.FAILED
         assert run.reason == f"{LOST['reason']}; it ended after 60 of 100 batches"
@@ -268,7 +296,7 @@ class TestEnd:
         assert advise(findings).precision.value == "amp_fp16"
 
     @pytest.mark.parametrize("trained", [{}, {"loss": math.nan, "watch_consecutive_skips": 51}])
-    def test_that_nobody_wrote_down_is_unknown(
+    def test_run_without_a_recorded_end_is_running_or_was_killed(
         self, tmp_path: Path, trained: dict[str, float]
     ) -> None:
         folder = write_run(tmp_path / "a", "amp_fp16", 1, last_batch=60, trained=trained)
@@ -276,18 +304,18 @@ class TestEnd:
         assert run.state is RunState.RUNNING
         assert run.reason == "60 of 100 batches: it is running, or was killed"
 
-    def test_of_a_run_that_was_stopped_after_its_last_validation_is_its_finish(
+    def test_run_that_was_stopped_after_its_last_validation_has_completed(
         self, tmp_path: Path
     ) -> None:
         end = {"state": "stopped", "reason": "stopped by SIGTERM"}
         assert read_run(write_run(tmp_path / "a", "fp32", 1, end=end)).state is RunState.COMPLETED
 
-    def test_by_an_error_after_the_last_validation_is_a_failure(self, tmp_path: Path) -> None:
+    def test_error_after_the_last_validation_is_a_failure(self, tmp_path: Path) -> None:
         end = {"state": "failed", "reason": "disk full"}
         run = read_run(write_run(tmp_path / "a", "fp32", 1, end=end))
         assert (run.state, run.reason) == (RunState.FAILED, "disk full")
 
-    def test_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
+    def test_length_in_epochs_is_counted_in_epochs(self, tmp_path: Path) -> None:
         length = {"hyperparameters.training.max_length": {"batches": None, "epochs": 5}}
         folder = write_run(tmp_path / "a", "fp32", 1, settings=length)
         assert read_run(folder).state is RunState.RUNNING
@@ -298,13 +326,13 @@ class TestEnd:
         RunFolder(folder).end(RunState.COMPLETED)
         assert read_run(folder).state is RunState.COMPLETED
 
-    def test_with_a_metric_that_is_not_finite_is_a_failure(self, tmp_path: Path) -> None:
+    def test_searchers_metric_that_is_not_finite_at_the_end_is_a_failure(
+        self, tmp_path: Path
+    ) -> None:
         run = read_run(write_run(tmp_path / "a", "fp32", 1, loss=math.nan))
         assert (run.state, run.reason) == (RunState.FAILED, "validation_loss is nan at the end")
 
-    def test_with_another_metric_than_the_searchers_that_is_not_finite_is_none(
-        self, tmp_path: Path
-    ) -> None:
+    def test_other_metric_that_is_not_finite_is_no_failure(self, tmp_path: Path) -> None:
         folder = write_run(tmp_path / "a", "fp32", 1)
         lines = (folder / "metrics.jsonl").read_text()
         assert '"validation_loss"' in lines
@@ -312,7 +340,7 @@ class TestEnd:
         (folder / "metrics.jsonl").write_text(metrics)
         assert read_run(folder).state is RunState.COMPLETED
 
-    def test_of_all_runs_of_a_precision_is_a_finding(self, tmp_path: Path) -> None:
+    def test_precision_whose_runs_all_failed_is_a_finding(self, tmp_path: Path) -> None:
         base = [write_run(tmp_path / f"a{seed}", "fp32", seed) for seed in (1, 2, 3)]
         lost = [
             write_run(tmp_path / f"b{seed}", "amp_fp16", seed, last_batch=60, end=LOST)
@@ -327,7 +355,7 @@ class TestEnd:
             ["amp_fp16", "0, 3 failed"],
         ]
 
-    def test_before_the_last_batch_is_left_out_and_named(self, tmp_path: Path) -> None:
+    def test_unfinished_run_is_left_out_and_named(self, tmp_path: Path) -> None:
         """Its settings count for nothing."""
         one, other = (write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16"))
         changes = {"hyperparameters.learning_rate": 1.0}
@@ -347,14 +375,14 @@ class TestSearch:
             write_run(folder / "trials" / f"{number:04d}", precision, number)
         return folder
 
-    def test_trials_are_runs(self, tmp_path: Path) -> None:
+    def test_trials_of_a_search_are_runs(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16", "fp32", "amp_fp16")
         for path in (folder, folder / "study.db"):
-            findings = find([read_search(path)])
+            findings = find([read_source(str(path))])
             assert sorted(run.seed or 0 for run in findings.runs) == [0, 1, 2, 3]
             assert [len(summary.runs) for summary in findings.summaries] == [2, 2]
 
-    def test_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
+    def test_search_knows_how_its_trials_ended(self, tmp_path: Path) -> None:
         folder = self.write(tmp_path, "fp32", "amp_fp16")
         for number, end in enumerate((RunState.FAILED, RunState.PRUNED), 2):
             run = write_run(folder / "trials" / f"{number:04d}", "amp_bf16", number, last_batch=60)
@@ -365,13 +393,9 @@ class TestSearch:
             (RunState.PRUNED, "60 of 100 batches: no memory left"),
         ]
 
-    def test_that_is_none_is_a_sentence(self, tmp_path: Path) -> None:
-        with pytest.raises(ReportError, match="there is no such file"):
-            read_search(tmp_path)
-
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", '{"state": "finished"}'])
-def test_what_is_no_run_folder_is_a_sentence(tmp_path: Path, content: str | None) -> None:
+def test_folder_that_is_no_run_is_a_sentence(tmp_path: Path, content: str | None) -> None:
     folder = write_run(tmp_path / "a", "fp32", 1)
     assert read_run(folder).state is RunState.COMPLETED
     if content is None:

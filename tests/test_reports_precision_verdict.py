@@ -12,6 +12,7 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.settings import Precision
+from determined_amp.report import ReportError
 from determined_amp.report.claims import Judgement, judge
 from determined_amp.report.precision_comparison import (
     Equivalence,
@@ -23,10 +24,10 @@ from determined_amp.report.precision_comparison import (
 )
 from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import sentences
-from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Run
 from determined_amp.runs.settings import SEED
+from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, LOST, found, write_run, write_seeds
 
 BASE = (0.90, 0.91, 0.92)
@@ -50,14 +51,14 @@ def without_seed(run: Run) -> Run:
 
 
 class TestInterval:
-    def test_of_pairs_is_students(self) -> None:
+    def test_interval_of_pairs_is_students(self) -> None:
         """By hand: mean 2, deviation 1, t of 2 degrees of freedom 4.303."""
         interval = of_differences([1.0, 2.0, 3.0])
         assert (interval.mean, interval.std, interval.seeds) == (2.0, 1.0, 3)
         quantile = 0.95 / math.sqrt(2 * 0.975 * 0.025)  # of Student's t with 2, in closed form
         assert interval.half_width == pytest.approx(quantile / math.sqrt(3), rel=1e-9)
 
-    def test_of_other_seeds_is_welchs(self) -> None:
+    def test_interval_of_other_seeds_is_welchs(self) -> None:
         """By hand: both variances, and Welch's degrees of freedom."""
         ours, theirs = [1.0, 2.0, 4.0, 3.5], [0.1, 0.2, 0.15]
         parts = [variance(ours) / 4, variance(theirs) / 3]
@@ -69,14 +70,14 @@ class TestInterval:
         assert interval.mean == pytest.approx(2.625 - 0.15)
         assert (interval.seeds, interval.paired) == (3, False)
 
-    def test_of_seeds_that_hardly_differ_is_no_warning(self) -> None:
+    def test_seeds_that_hardly_differ_cause_no_warning(self) -> None:
         interval = paired([0.7, 0.8, 0.9], [0.6, 0.7, 0.8])
         assert interval.std is not None
         assert 0 < interval.std < 1e-15
         assert interval.half_width == pytest.approx(interval.std * 4.30265 / 3**0.5, rel=0.2)
 
     @pytest.mark.parametrize("difference", [0.0, 1.0])
-    def test_of_seeds_without_a_spread_tells_nothing(self, difference: float) -> None:
+    def test_seeds_without_a_spread_give_no_verdict(self, difference: float) -> None:
         for interval in (
             of_differences([difference] * 3),
             welch([1.0 + difference, 1.0 + difference], [1.0, 1.0]),
@@ -84,7 +85,7 @@ class TestInterval:
             assert interval.verdict(0.001) is Equivalence.UNKNOWN
             assert interval.seeds_needed(0.001) is None
 
-    def test_of_one_seed_tells_nothing(self) -> None:
+    def test_one_seed_gives_no_verdict(self) -> None:
         for interval in (of_differences([5.0]), welch([5.0], [0.0, 0.0])):
             assert interval.verdict(0.001) is Equivalence.UNKNOWN
             assert interval.verdict(1000.0) is Equivalence.UNKNOWN
@@ -100,7 +101,7 @@ class TestInterval:
             ((-0.002, 0.0, 0.002), Equivalence.UNKNOWN),  # not significant, which is not equal
         ],
     )
-    def test_decides_by_the_margin(
+    def test_verdict_depends_on_the_margin(
         self, differences: Sequence[float], verdict: Equivalence
     ) -> None:
         assert of_differences(differences).verdict(0.003) is verdict
@@ -149,7 +150,7 @@ class TestMetric:
             ((-0.01, 0.0, 0.01), "inconclusive with 3 seeds; about "),
         ],
     )
-    def test_verdict_is_said(self, tmp_path: Path, shifts: Sequence[float], said: str) -> None:
+    def test_verdict_is_reported(self, tmp_path: Path, shifts: Sequence[float], said: str) -> None:
         findings = self.findings(tmp_path, shifted(*shifts))
         assert said in "\n".join(sentences(findings))
 
@@ -167,13 +168,13 @@ class TestMetric:
         assert not comparison.difference.paired
         assert comparison.verdict is Equivalence.UNKNOWN
 
-    def test_one_seed_says_so(self, tmp_path: Path) -> None:
+    def test_report_on_one_seed_asks_for_two(self, tmp_path: Path) -> None:
         findings = found(
             write_run(tmp_path / "a", "fp32", 1), write_run(tmp_path / "b", "amp_bf16", 1)
         )
         assert "inconclusive with 1 seed; 2 at least are needed" in "\n".join(sentences(findings))
 
-    def test_that_is_the_same_in_all_seeds_says_so(self, tmp_path: Path) -> None:
+    def test_report_on_a_difference_without_spread_is_inconclusive(self, tmp_path: Path) -> None:
         findings = self.findings(tmp_path, BASE)
         said = "\n".join(sentences(findings))
         assert "inconclusive with 3 seeds; the difference is the same for all, which leaves" in said
@@ -186,7 +187,7 @@ class TestMetric:
         assert found(*folders).comparisons[0].verdict is Equivalence.UNKNOWN
         assert found(*folders, margin=0.1).comparisons[0].verdict is Equivalence.EQUAL
 
-    def test_of_a_loss_one_percent_is_the_margin_and_less_is_better(self, tmp_path: Path) -> None:
+    def test_margin_of_a_loss_is_one_percent_and_less_is_better(self, tmp_path: Path) -> None:
         base = write_seeds(tmp_path, "fp32", BASE, loss=2.0)
         worse = [
             write_run(tmp_path / f"{seed}", "amp_fp16", seed, loss=loss)
@@ -196,7 +197,7 @@ class TestMetric:
         assert findings.margin == pytest.approx(0.02)
         assert "different, worse" in "\n".join(sentences(findings))
 
-    def test_direction_that_nobody_knows_has_to_be_said(self, tmp_path: Path) -> None:
+    def test_unknown_direction_of_a_metric_has_to_be_given(self, tmp_path: Path) -> None:
         folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
         for folder in folders:
             lines = (folder / "metrics.jsonl").read_text()
@@ -234,13 +235,13 @@ class TestMetric:
             for precision in ("fp32", "amp_fp16")
             for folder in write_seeds(tmp_path, precision, BASE)
         ]
-        (comparison,) = find([Source("", tuple(runs))]).comparisons
+        (comparison,) = find([Search("", tuple(runs))]).comparisons
         assert not comparison.difference.paired
         assert comparison.speed is not None
         assert (comparison.speed.pairs, comparison.speed.by_seed) == (9, False)
 
     @pytest.mark.parametrize(("shift", "is_not_worse"), [(-0.002, True), (-0.02, False)])
-    def test_one_that_cannot_be_told_may_be_worse_by_the_margin_only(
+    def test_inconclusive_metric_may_be_worse_by_the_margin_only(
         self, tmp_path: Path, shift: float, is_not_worse: bool
     ) -> None:
         folders = [
@@ -259,13 +260,13 @@ class TestMetric:
 
 
 class TestSpeed:
-    def test_is_the_median_of_steady_reports(self, tmp_path: Path) -> None:
+    def test_speed_is_the_median_of_steady_reports(self, tmp_path: Path) -> None:
         """The first report says 1, and a zero counts for nothing."""
         findings = found(
             write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 0.0, 300.0, 110.0]),
             write_run(tmp_path / "b", "amp_fp16", 1, speed=220.0),
         )
-        speeds = [s.samples_per_second.median for s in findings.summaries if s.samples_per_second]
+        speeds = [s.speed.median for s in findings.summaries if s.speed]
         assert speeds == [110.0, 220.0]
         ratio = findings.comparisons[0].speed
         assert ratio is not None
@@ -276,7 +277,7 @@ class TestSpeed:
         resumed = {"watch_audit_share": 1.0, "samples_per_second": 9999.0}
         run = write_run(tmp_path / "a", "fp32", 1, speed=[100.0, 7.0], trained=resumed)
         findings = found(run, write_run(tmp_path / "b", "amp_fp16", 1))
-        speed = findings.summaries[0].samples_per_second
+        speed = findings.summaries[0].speed
         assert speed is not None
         assert speed.median == 100.0
 
@@ -291,7 +292,7 @@ class TestSpeed:
         assert ratio is not None
         assert (ratio.low, ratio.median, ratio.high, ratio.pairs) == (2.0, 2.0, 2.0, 3)
 
-    def test_of_several_runs_is_their_median(self, tmp_path: Path) -> None:
+    def test_speed_of_several_runs_is_their_median(self, tmp_path: Path) -> None:
         """One machine was busy, and one run waited for its data."""
         folders = [
             write_run(
@@ -307,9 +308,9 @@ class TestSpeed:
         findings = found(*folders)
         summary, ratio = findings.summaries[1], findings.comparisons[0].speed
         assert ratio is not None
-        assert summary.samples_per_second is not None
+        assert summary.speed is not None
         assert ratio.median == pytest.approx(2.2)
-        assert summary.samples_per_second.median == pytest.approx(2200.0)
+        assert summary.speed.median == pytest.approx(2200.0)
         assert summary.data_wait_share == pytest.approx(0.1)
 
     def test_ratio_of_two_pairs_inverts_if_they_are_swapped(self, tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ class TestClaims:
             ((1900, 2000, 2100), 500, (-0.01, 0.0, 0.01), "uhu"),
         ],
     )
-    def test_are_judged_each(
+    def test_each_claim_is_judged(
         self,
         tmp_path: Path,
         speeds: Sequence[float],
@@ -370,7 +371,9 @@ class TestClaims:
         (comparison,) = found(*base, *amp).comparisons
         assert comparison.claims[1].judgement is Judgement.UNMEASURED
 
-    def test_are_those_of_this_repositorys_trials_or_asked_for(self, tmp_path: Path) -> None:
+    def test_claims_are_judged_on_this_repositorys_trials_or_on_request(
+        self, tmp_path: Path
+    ) -> None:
         other = {"settings": {"hyperparameters.trial": "model_def:MyTrial"}}
         folders = [write_run(tmp_path / p, p, 1, **other) for p in ("fp32", "amp_fp16")]  # type: ignore[arg-type]
         assert not found(*folders).comparisons[0].claims
@@ -390,7 +393,7 @@ class TestClaims:
 
 class TestAdvice:
     def advised(self, root: Path, **amp: dict[str, object]) -> tuple[Precision, str]:
-        """Of three seeds in fp32 at 1000 samples/s, and what is given of others."""
+        """The advice on three seeds in fp32 at 1000 samples/s, and on other precisions."""
         folders = write_seeds(root, "fp32", BASE)
         for precision, options in amp.items():
             given = {"values": ALIKE, **options}
@@ -430,7 +433,7 @@ class TestAdvice:
         assert advice.precision is Precision.FP32
         assert advice.why == "amp_bf16 is not faster by more than the spread"
 
-    def test_not_one_that_lost_a_run(self, tmp_path: Path) -> None:
+    def test_precision_that_lost_a_run_is_not_advised(self, tmp_path: Path) -> None:
         folders = [
             *write_seeds(tmp_path, "fp32", BASE),
             *write_seeds(tmp_path, "amp_fp16", BASE, speed=3000.0),

@@ -1,4 +1,4 @@
-"""`reports.run_folders` reads what a local search left behind, and says what is wrong with it."""
+"""`search.search_folder` reads a local search, and says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
-from determined_amp.report.loss_scale_text import over_loss_scale
-from determined_amp.report.run_folders import read_search
-from determined_amp.report.source import ReportError
-from determined_amp.search.search_folder import read_local_search
+from determined_amp.report import ReportError
+from determined_amp.report.loss_scale_text import over_loss_scale, sentences
+from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
 
@@ -24,12 +24,11 @@ def test_rows_are_the_trials_with_the_scale_they_used(tmp_path: Path) -> None:
     assert [run.scale_log2 for run in search.runs] == [16.0, 10.0]
     assert [run.batches for run in search.runs] == [4, 4]
     assert search.runs[0].hparams["amp.init_scale"] == 70000.0
-    assert search.runs[0].hparams["trial"] == "trials.mlp:MLPTrial"
     assert search.runs[0].overflow is False
     assert search.runs[1].overflow is None
     assert [run.seed for run in search.runs] == [3, 3]
     assert search.name == "small"
-    assert search.also_searched == ()
+    assert search.also_searched == []
 
 
 def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
@@ -42,12 +41,10 @@ def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     assert [run.scale_log2 for run in rows] == [24, 17, 8]
 
 
-def test_of_equal_trials_those_nearest_to_the_default_come_first(tmp_path: Path) -> None:
+def test_equal_trials_are_ranked_by_their_distance_from_the_default(tmp_path: Path) -> None:
     trials = [(2.0**scale, scored(scale)) for scale in (24, 0, 8, 18, 17, 15)]
     folder = write_study(tmp_path, trials)
     assert [run.scale_log2 for run in read_search(folder).ranked()] == [17, 15, 18, 8, 0, 24]
-    ranked = [run.scale_log2 for run in read_local_search(folder).ranked()]
-    assert ranked == [17, 15, 18, 8, 0, 24]
     assert bits_from_default(math.nan) > bits_from_default(-100)
 
 
@@ -56,9 +53,9 @@ def test_what_else_differs_is_named() -> None:
         (8.0, None, {"validation_loss": 1.0}, {}),
         (9.0, None, {"validation_loss": 2.0}, {}),
     ]
-    assert observed(rows).also_searched == ()
+    assert observed(rows).also_searched == []
     differ = observed(rows, learning_rate=[0.1, 0.2], warmup=[5, 5])
-    assert differ.also_searched == ("learning_rate",)
+    assert differ.also_searched == ["learning_rate"]
 
 
 def test_flat_and_nested_are_inverse() -> None:
@@ -69,17 +66,12 @@ def test_flat_and_nested_are_inverse() -> None:
     assert flat({"a": {"b": space}, "c": {"type": "const", "val": 3}}) == {"a.b": space, "c": 3}
 
 
-def test_no_folder_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"no such file.*id of an experiment"):
-        read_search(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize(
     "content", ["name: [", "name: cut", "searcher: 5", "searcher: {name: grid}"]
 )
 def test_damaged_configuration_is_a_sentence(tmp_path: Path, content: str) -> None:
     (write_study(tmp_path, []) / "search.yaml").write_text(content)
-    with pytest.raises(ReportError, match=r"search\.yaml"):
+    with pytest.raises(ConfigError, match=r"search\.yaml"):
         read_search(tmp_path)
 
 
@@ -93,6 +85,17 @@ def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [(0.1, {"loss_scale_score": 1.0})], search, "learning_rate")
     with pytest.raises(ReportError, match=r"init_scale; it searches over learning_rate"):
         over_loss_scale(read_search(folder))
+
+
+@pytest.mark.parametrize("record", ["{]", "[]", "{}", '{"state": "gone"}'])
+def test_trial_with_a_damaged_record_is_left_out_and_named(tmp_path: Path, record: str) -> None:
+    write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (4, 16, 24)])
+    (tmp_path / "trials" / "0001" / "run.json").write_text(record)
+    search = over_loss_scale(read_search(tmp_path))
+    assert [run.number for run in search.runs] == [0, 2]
+    (note,) = search.notes
+    assert note.startswith(f"left out: {tmp_path}/trials/0001: is not a run folder")
+    assert note in list(sentences(None, search))
 
 
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,9 +15,19 @@ import pytest
 import torch
 
 from determined_amp import __main__ as door
-from determined_amp.local.checkpoint_storage import LocalCheckpoints, complete_checkpoints
+from determined_amp.experiment.files import write_together
+from determined_amp.local.checkpoint_storage import (
+    LocalCheckpoints,
+    complete_checkpoints,
+    is_of_the_machine,
+)
 from determined_amp.local.run import Resume, _are_finite
-from determined_amp.runs.folder import FolderInUseError, RunFolder, fresh_folder
+from determined_amp.runs.folder import (
+    FolderError,
+    FolderInUseError,
+    RunFolder,
+    fresh_folder,
+)
 from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
 
@@ -51,6 +63,7 @@ class TestRefusedResume:
             "hyperparameters.hidden_features=24",  # the checkpoint does not fit
             "hyperparameters.global_batch_size=0",
             "searcher.name=singel",
+            "hyperparameters.training.max_length.batches=4",  # 12 are trained
         ],
     )
     def test_changes_nothing(
@@ -94,6 +107,13 @@ class TestDamagedCheckpoint:
             training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
         assert Resume.latest(run) == Resume("batch-00000018", 18)
 
+    def test_without_metadata_is_named(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        checkpoints = complete_checkpoints(run / "checkpoints")
+        for checkpoint in checkpoints:
+            (checkpoint / "metadata.json").unlink()
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert f"{checkpoints[-1]}: metadata.json cannot be read" in capsys.readouterr().err
+
     def test_alone_is_an_error(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             flip_a_bit(checkpoint / "state_dict.pth")
@@ -104,7 +124,7 @@ class TestDamagedCheckpoint:
 
 
 class TestDamagedState:
-    """Of the newest checkpoint, and there is no other: it is refused, and nothing is changed."""
+    """The only checkpoint is damaged: the resume is refused, and nothing is changed."""
 
     @pytest.mark.parametrize(
         ("file", "text", "said"),
@@ -272,7 +292,67 @@ class TestReplaced:
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000002"]
 
 
+class TestFilesTogether:
+    """What a command writes is whole, or as it was before."""
+
+    def test_are_all_as_before_if_one_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "a.md").write_text("before")
+        (tmp_path / "b.png").mkdir()
+        with pytest.raises(IsADirectoryError):
+            write_together({tmp_path / "a.md": [b"after"], tmp_path / "b.png": [b"x"]})
+        assert (tmp_path / "a.md").read_text() == "before"
+        assert {path.name for path in tmp_path.iterdir()} == {"a.md", "b.png"}
+
+    def test_on_a_full_disk_leave_nothing(self, tmp_path: Path) -> None:
+        with training.no_file_larger_than(1000), pytest.raises(OSError, match="too large"):
+            write_together({tmp_path / "a": [b"x" * 10_000]})
+        assert not list(tmp_path.iterdir())
+
+    def test_replace_a_link_and_not_what_it_points_to(self, tmp_path: Path) -> None:
+        (tmp_path / "theirs").write_text("theirs")
+        (tmp_path / "ours").symlink_to("theirs")
+        write_together({tmp_path / "ours": [b"ours"]})
+        assert (tmp_path / "theirs").read_text() == "theirs"
+        assert (tmp_path / "ours").read_text() == "ours"
+
+    def test_go_into_a_device_as_it_is(self) -> None:
+        write_together({Path(os.devnull): [b"x"]})
+        assert Path(os.devnull).is_char_device()
+
+
+class TestErrorOfAFile:
+    """It is the machine's in the run folder, and the trial's elsewhere."""
+
+    def test_is_known_by_its_path(self, tmp_path: Path) -> None:
+        for file, of_the_machine in (("run/a", True), ("other", False), ("runs", False)):
+            error = OSError(errno.ENOSPC, "no space", str(tmp_path / file))
+            assert is_of_the_machine(error, tmp_path / "run") is of_the_machine
+
+    def test_without_a_path_is_known_by_who_wrote(self, tmp_path: Path) -> None:
+        folder = RunFolder(tmp_path / "run")
+        folder.metrics.symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left") as ours:
+            folder.append_metrics({"a": "x" * 100_000})
+        with (
+            pytest.raises(OSError, match="No space left") as theirs,
+            open("/dev/full", "w") as file,
+        ):
+            file.write("x" * 100_000)
+        assert is_of_the_machine(ours.value, tmp_path)
+        assert not is_of_the_machine(theirs.value, tmp_path)
+
+
 class TestLock:
+    def test_that_is_a_link_is_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "theirs").write_text("theirs")
+        (tmp_path / ".lock").symlink_to("theirs")
+        with (
+            pytest.raises(FolderError, match=r"\.lock: cannot be written"),
+            RunFolder(tmp_path).locked(),
+        ):
+            pass
+        assert (tmp_path / "theirs").read_text() == "theirs"
+
     def test_second_process_is_told_which_one_writes(self, tmp_path: Path) -> None:
         with training.locked_by_another_process(tmp_path) as number:
             refused = pytest.raises(FolderInUseError, match=f"process {number} is running this")

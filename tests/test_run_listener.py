@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.search.run_trial import _SearchListener
+from determined_amp.search.workers import SearchGoneError
 from tests import training
 
 
@@ -88,7 +88,11 @@ def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
 
 def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) -> None:
     """The worker leaves at the first validation: nobody takes the answer."""
-    listener = _SearchListener(lambda validation: sys.exit("the search is gone"), lambda: None)
-    with pytest.raises(SystemExit):
+
+    def leave(validation: object) -> bool:
+        raise SearchGoneError("the search is gone")
+
+    listener = _SearchListener(leave, lambda: None)
+    with pytest.raises(SearchGoneError):
         run(tmp_path, listener)
     assert training.end(tmp_path) == ("stopped", "the search is gone", 6)

@@ -50,7 +50,7 @@ class TestThinned:
         assert thinned.items() == list(range(count))
 
     @pytest.mark.parametrize("count", [9, 16, 17, 100, 1001])
-    def test_of_many_evenly_spaced_ones_and_the_last_are_kept(self, count: int) -> None:
+    def test_evenly_spaced_items_and_the_last_of_many_are_kept(self, count: int) -> None:
         thinned = Thinned[int](8)
         for item in range(count):
             thinned.add(item)
@@ -79,7 +79,9 @@ class TestReports:
         assert reports.training is None
         assert reports.validations == []
 
-    def test_of_a_long_run_take_no_more_memory_than_of_a_short_one(self, tmp_path: Path) -> None:
+    def test_reports_of_a_long_run_take_no_more_memory_than_of_a_short_one(
+        self, tmp_path: Path
+    ) -> None:
         folder = write_run(tmp_path / "a", "fp32", 1)
         line = {"loss": 0.5, "samples_per_second": 1000.0, "validation_loss": 0.1}
 
@@ -161,7 +163,7 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
         folder.describe_trial(number, {"amp.init_scale": 2.0**number})
         folder.append_metrics({"group": "validation", "loss_scale_score": 0.5, "batches": 4})
         folder.end(RunState.PRUNED if number else RunState.COMPLETED, "too slow")
-    first, second = read_trials(tmp_path)
+    first, second = read_trials(tmp_path, [])
     assert (first.number, first.state, first.scale_log2) == (0, RunState.COMPLETED, 0.0)
     assert (second.state, second.reason) == (RunState.PRUNED, "4 batches: too slow")
     assert first.metrics == {"loss_scale_score": 0.5}
@@ -169,5 +171,5 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
 
 def test_record_has_what_a_machine_is(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", "fp32", 1))
-    assert run.machine == Machine.read(made_on(GPU))
+    assert run.machine == Machine(**made_on(GPU))
     assert run.machine.on_gpu

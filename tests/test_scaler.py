@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.counts import StepCounts
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import IN_A_LOOP, IN_A_TRIAL, TRANSITIONS, Mistake, Stage
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.amp.steps import StepCounts
 from tests.fake_cuda import Syncs
 
 CPU = torch.device("cpu")

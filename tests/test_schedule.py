@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from tests.fake_cuda import LACKING, Syncs, fake_cuda
 

@@ -32,9 +32,10 @@ from determined_amp.finder import score as scoring
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.model import LossBatch, OneProcess
 from determined_amp.finder.passes import Observation, Prediction, predict
-from determined_amp.finder.score import Score, score, score_batches, worth_of_best
+from determined_amp.finder.score import Score, score_batches, worth_of_best
 from determined_amp.finder.verdict import FLUSHED_LIMIT, find
 from determined_amp.local.open_trial import open_trial
+from determined_amp.trial.frozen import score
 from tests.loss_scale import Context, Trial, config, looked_at, prediction_of
 from tests.training import ROOT, SMALL
 

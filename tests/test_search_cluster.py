@@ -14,13 +14,14 @@ import pytest
 import torch
 from determined import core, pytorch
 from determined.common import storage
+from determined.common.api import bindings
 
 from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local import open_trial
 from determined_amp.search.search_plan import SearchPlan
-from determined_amp.trial import notes
+from determined_amp.trial import determined_0_38, notes
 from tests import searching
 
 
@@ -64,7 +65,7 @@ Task = Callable[..., Master]
 
 @pytest.fixture
 def masters() -> list[Master]:
-    """Those of all tasks so far."""
+    """The masters of all tasks so far."""
     return []
 
 
@@ -155,9 +156,9 @@ def test_finder_reports_window_choice_and_curves(
     master = task("find_loss_scale.yaml")
     ((batches, metrics),) = master.validations
     assert batches == 4
-    assert metrics["init_scale_log2"] == 16 <= metrics["window_top_log2"]
+    assert metrics["init_scale_log2"] == metrics["window_top_log2"] - 6 >= 10
     assert metrics["window_bits"] > 0
-    assert master.metadata["init_scale"] == 65536
+    assert master.metadata["init_scale"] == 2.0 ** metrics["init_scale_log2"]
     scales, shares = zip(*master.others["loss_scale"], strict=True)
     assert scales == tuple(range(1, scales[-1] + 1))
     for scale, share in zip(scales, shares, strict=True):
@@ -196,6 +197,36 @@ def test_trial_that_cannot_train_ends_its_log_with_the_reason(
 def test_trained_trial_uses_the_sampled_values(task: Task) -> None:
     validations = task("loss_scale_asha.yaml", *searching.SHORT_ASHA).validations
     assert [batches for batches, _ in validations] == [2, 4, 6, 8]
+
+
+def test_trial_ends_after_the_validation_at_which_its_search_stops_it(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = iter([False, True])
+    monkeypatch.setattr(determined_0_38, "is_stopped_by_search", lambda _: next(stops))
+    validations = task("loss_scale_asha.yaml", *searching.SHORT_ASHA).validations
+    assert [batches for batches, _ in validations] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [
+        (bindings.trialv1State.STOPPING_COMPLETED, True),
+        (bindings.trialv1State.RUNNING, False),
+        (ConnectionError("the master is away"), False),
+    ],
+)
+def test_master_that_marks_a_trial_stops_it(
+    answer: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_trial(session: object, *, trialId: int) -> Any:  # noqa: N803
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(trial=SimpleNamespace(state=answer))
+
+    monkeypatch.setattr(bindings, "get_GetTrial", get_trial)
+    train: Any = SimpleNamespace(_session=None, _trial_id=1)
+    assert determined_0_38.is_stopped_by_search(train) is stops
 
 
 def test_trial_seed_replaces_the_seed_of_the_platform(task: Task) -> None:

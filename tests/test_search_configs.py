@@ -44,6 +44,7 @@ DIFFERS = {
     ),
     "find_loss_scale": {"entrypoint", "searcher.metric", "searcher.smaller_is_better"},
     "compare": {"entrypoint", "max_restarts"},
+    "check": {"entrypoint", "max_restarts"},
 }
 VERBS = {
     "loss_scale_grid": Verb.SCORE,
@@ -52,6 +53,7 @@ VERBS = {
     "compare_precisions": Verb.TRAIN,
     "find_loss_scale": Verb.FIND,
     "compare": Verb.COMPARE,
+    "check": Verb.CHECK,
 }
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.runs.run import RunState
 from determined_amp.search.run_trial import check_trial
-from determined_amp.search.search_folder import read_local_search
+from determined_amp.search.search_folder import read_search
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
 
@@ -109,7 +109,7 @@ def test_comparison_trains_a_stranger_with_each_seed() -> None:
     config = with_overrides({**STRANGER, **loading}, overrides)
     Path("search.yaml").write_text(yaml.safe_dump(config))
     assert command.main(["search.yaml"]) == 0
-    runs = read_local_search(searching.only_folder(Path.cwd())).runs
+    runs = read_search(searching.only_folder(Path.cwd())).runs
     assert [run.state for run in runs] == [RunState.COMPLETED, RunState.COMPLETED]
     assert [[batches for batches, _ in run.curve("val_loss")] for run in runs] == [[4, 8]] * 2
     one, two = (run.metrics["val_loss"] for run in runs)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.folder import RunError, RunFolder
 from determined_amp.runs.run import RunState
-from determined_amp.search.search_folder import STUDY_FILE, SearchFolderError, read_local_search
+from determined_amp.search.search_folder import STUDY_FILE, read_search
 from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
 from tests import searching, training
 
@@ -26,15 +26,15 @@ def new_study(folder: Path) -> SearchStudy:
     return study_in(folder)
 
 
-def test_folder_without_a_search(tmp_path: Path) -> None:
-    with pytest.raises(SearchFolderError, match=r"search\.yaml: there is no such file"):
-        read_local_search(tmp_path)
+def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"search\.yaml: there is no such file"):
+        read_search(tmp_path)
     (tmp_path / "search.yaml").touch()
-    with pytest.raises(SearchFolderError, match=r"study\.db: there is no such file"):
-        read_local_search(tmp_path)
+    with pytest.raises(RunError, match=r"study\.db: there is no such file"):
+        read_search(tmp_path)
 
 
-def test_not_a_database(tmp_path: Path) -> None:
+def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / STUDY_FILE).write_text("PK")
     with pytest.raises(StudyError, match="is not a study: file is not a database"):
         study_in(tmp_path)

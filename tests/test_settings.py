@@ -1,4 +1,4 @@
-"""`amp.fields`: every mistake in a section is named, and nothing is guessed."""
+"""`experiment.fields`: every mistake in a section is named, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from determined_amp.amp.errors import UserError
-from determined_amp.amp.fields import ConfigError, Problem, read, read_section, setting
+from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.settings import setting
+from determined_amp.experiment.fields import read, read_section
 
 
 class Colour(enum.Enum):
@@ -144,6 +145,11 @@ def test_number_that_yaml_1_1_reads_as_a_string_is_explained(
     assert problem.endswith(f" (YAML 1.1 reads {raw} as a string: write {write})")
     assert yaml.safe_load(raw) == raw
     assert getattr(section(**{key: yaml.safe_load(write)}), key) == float(raw)
+
+
+def test_number_in_quotes_is_explained() -> None:
+    (problem,) = problems_of({"count": "16"})
+    assert problem.endswith(" (this is a text in quotes: write 16)")
 
 
 @pytest.mark.parametrize("key", ["count", "ratio", "flag", "word", "words", "colour"])

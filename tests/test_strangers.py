@@ -19,7 +19,7 @@ from determined import pytorch
 from torch import nn
 
 from determined_amp import __main__ as door
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import audit, train
 from determined_amp.experiment import experiment
 from determined_amp.experiment.factory import load_factory

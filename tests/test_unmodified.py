@@ -26,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpSettings, AuditError, ConfigError, GuardError, MixedPrecision
-from determined_amp.amp.fields import read_section
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.trial.unmodified import _autocast_is_on, fuse, make_with_amp
+from determined_amp.amp.precision import autocast_is_on
+from determined_amp.experiment.fields import read_section
+from determined_amp.trial.fused import fuse
+from determined_amp.trial.unmodified import make_with_amp
 from tests import habits
 from tests.loops import Fitted, Reports, content, fit, loader
 from tests.test_amp import FUSED_ON_CPU
@@ -278,7 +280,7 @@ def test_outputs_left_in_16_bits_train_something_else(
     amp = {"precision": "amp_fp16", "init_scale": 16.0}
     right = trained(run(Squares, folder, amp), folder)
     assert right == trained(run(Squares, folder, amp), folder)
-    monkeypatch.setattr("determined_amp.trial.unmodified.as_float32", lambda value: value)
+    monkeypatch.setattr("determined_amp.trial.outer_autocast.as_float32", lambda value: value)
     assert trained(run(Squares, folder, amp), folder) != right
 
 
@@ -330,7 +332,7 @@ class TestForward:
 
         run(Nested, folder, {"precision": "amp_bf16", "eval_precision": "same"})
         assert set(dtypes) == {torch.bfloat16}
-        assert not _autocast_is_on("cpu")
+        assert not autocast_is_on("cpu")
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_wrapped_model_under_a_checkpoint_of_another_one(
@@ -891,6 +893,7 @@ HABITS = [
     habits.SharedParameters,
     habits.AlternatingHeads,
     habits.OwnOptimizer,
+    habits.LooksAhead,
     habits.Sam,
     habits.SamInItsStep,
     habits.Wgan,
@@ -1030,6 +1033,7 @@ KEEP_THEIR_OWN = {
     habits.KeepsNorms,
     habits.SecondOptimizer,
     habits.UnknownOptimizer,
+    habits.LooksAhead,
     habits.Sam,
     habits.SamInItsStep,
     habits.TwoTowers,
@@ -1064,6 +1068,7 @@ def test_resumed_habit_ends_as_if_undisturbed_to_the_bit(
         habits.UnknownOptimizer,
         habits.SharedParameters,
         habits.OwnOptimizer,
+        habits.LooksAhead,
         habits.Sam,
         habits.SamInItsStep,
         habits.ParameterHook,

@@ -52,12 +52,14 @@ def found(
 
 
 class TestFind:
-    def test_chooses_one_bit_below_the_largest_scale(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chooses_six_bits_below_the_largest_scale(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12)
-        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 11)
-        assert finding.answer_log2 == 11
+        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 6)
+        assert finding.answer_log2 == 6
         assert finding.window_bits == 39
-        assert [seen.scale_log2 for seen in finding.verified] == [13, 11]
+        assert [seen.scale_log2 for seen in finding.verified] == [13, 12, 6]
         assert finding.verdict is Verdict.SCALE
         assert (finding.islands, finding.cause) == ((), "")
         assert finding.first_overflow_log2 == 13
@@ -82,8 +84,8 @@ class TestFind:
 
     def test_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
-        assert (finding.top_log2, finding.choice_log2) == (8, 8)
-        assert [seen.scale_log2 for seen in finding.verified] == [13, 11, 10, 9, 8]
+        assert (finding.top_log2, finding.choice_log2) == (8, 2)
+        assert [seen.scale_log2 for seen in finding.verified] == [13, 12, 11, 10, 9, 8, 2]
 
     @pytest.mark.parametrize("top", [12, 13, 17, 40, 126, 127])
     def test_top_is_measured_where_it_is_above_the_prediction(
@@ -92,26 +94,33 @@ class TestFind:
         """What would overflow is masked on its way to the parameters."""
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > top)
         assert (finding.low_log2, finding.top_log2) == (-27, top)
-        assert finding.choice_log2 == (16 if top >= 16 else top - 1)
+        assert finding.choice_log2 == (16 if top >= 16 + 6 else top - 6)
         scales = [seen.scale_log2 for seen in finding.verified]
         assert len(scales) == len({*scales}) < 16
 
-    def test_chooses_the_default_where_it_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_says_that_the_default_is_fine_where_it_is_safe(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A kernel that adds up in float16 may still overflow there."""
-        loud = prediction_of({"a": {-5: 1}})
-        for edge, expected in ((20, Verdict.DEFAULT), (15, Verdict.SCALE)):
+        loud = prediction_of({"a": {-7: 1}})
+        for edge, expected, choice in (
+            (22, Verdict.DEFAULT, 16),
+            (20, Verdict.DEFAULT, 14),
+            (15, Verdict.SCALE, 9),
+        ):
             finding = found(monkeypatch, loud, lambda scale, edge=edge: scale > edge)  # type: ignore[misc]
-            assert (finding.verdict, finding.choice_log2) == (expected, min(edge, 16))
-            assert finding.top_log2 == min(edge, 20)
+            assert (finding.verdict, finding.choice_log2) == (expected, choice)
+            assert finding.top_log2 == edge
             assert finding.verified[-1].scale_log2 == finding.choice_log2
 
     @pytest.mark.parametrize("bits", [24, 25])
     def test_gives_up_after_24_bits(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 11 - bits)
-        assert len(finding.verified) == 26
+        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12 - bits)
         if bits == 24:
-            assert (finding.verdict, finding.choice_log2) == (Verdict.SCALE, 11 - bits)
+            assert len(finding.verified) == 1 + 25 + 1
+            assert (finding.verdict, finding.choice_log2) == (Verdict.SCALE, 12 - 24 - 6)
         else:
+            assert len(finding.verified) == 1 + 25
             assert (finding.verdict, finding.choice_log2) == (Verdict.FORWARD_OVERFLOW, None)
             assert finding.cause == "the cause"
 
@@ -128,10 +137,13 @@ class TestFind:
     ("low", "top", "expected", "choice"),
     [
         (16, 16, Verdict.DEFAULT, 16),
-        (-3, 16, Verdict.DEFAULT, 16),
+        (-3, 22, Verdict.DEFAULT, 16),
+        (-3, 21, Verdict.DEFAULT, 15),
+        (-3, 16, Verdict.DEFAULT, 10),
         (16, 20, Verdict.DEFAULT, 16),
-        (17, 20, Verdict.SCALE, 19),
-        (10, 15, Verdict.SCALE, 14),
+        (17, 20, Verdict.SCALE, 18),
+        (10, 15, Verdict.SCALE, 12),
+        (10, 11, Verdict.SCALE, 10),
         (10, 10, Verdict.SCALE, 10),
         (17, 16, Verdict.BF16, 15),
     ],

@@ -68,6 +68,12 @@ def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     assert with_overrides({}, [f"a={text}"]) == {"a": value}
 
 
+# Ten million values in ninety words.
+LAUGHS = "a0: &a0 [x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 8)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -81,6 +87,9 @@ def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
         ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
         ("a: \x00", "is not YAML: unacceptable character"),
         ("x: !!binary aGk=", "x: got a bytes"),
+        ("x: " + "{b: " * 101 + "1" + "}" * 101, "is not YAML of a configuration: nested too deep"),
+        ("x: " + "y" * 600_000, "has 600003 characters; allowed for a configuration: 500000"),
+        (LAUGHS, "has more than 100000 values when its aliases are expanded"),
     ],
 )
 def test_anything_else_is_one_sentence_with_its_place(text: str, problem: str) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from determined import pytorch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from determined_amp import AmpLoop, AmpSettings, GuardError, Precision
 from determined_amp import __main__ as door
 from determined_amp.amp import guard
 from determined_amp.amp.patched import patched
@@ -145,6 +148,70 @@ def unmodified(checkpoints: Path) -> dict[str, Any]:
     }
 
 
+class LoudOnOneRank(test_unmodified.Plain):
+    """The inputs of the second rank are 2^8 times as large, and so are its gradients."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        louder = inputs * 2.0 ** (8 * self.context.distributed.rank)
+        return super().train_batch((louder, classes), epoch_idx, batch_idx)
+
+    def net(self) -> Any:
+        return torch.nn.Linear(test_unmodified.FEATURES, test_unmodified.CLASSES)
+
+
+def found(checkpoints: Path) -> dict[str, Any]:
+    """A loss scale that is found at the start, where one rank sees larger gradients."""
+    with process_group() as processes:
+        amp = {"precision": "amp_fp16", "init_scale": "find"}
+        made = test_unmodified.run(LoudOnOneRank, checkpoints, amp, batches=2, processes=processes)
+    mixed = MixedPrecision.of(made.context)
+    assert mixed is not None
+    weights = training.digest(made.trial.model.state_dict())
+    return {"found": processes.rank, "scale": mixed.scaler.get_scale(), "weights": weights}
+
+
+def own_loop() -> dict[str, Any]:
+    """The rows of the trial in a loop of one's own, and then two overflows on rank 0."""
+    with process_group() as processes, closing(processes):
+        settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1)
+        amp = AmpLoop(settings, "cpu", slots=processes)
+        inner = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(inner.weight)
+        model = amp.prepare(DistributedDataParallel(inner))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        seen: dict[str, Any] = {"own loop": processes.rank, "weights": [], "scales": []}
+
+        def loss_fn(batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = model(batch).float().mean()
+            return loss
+
+        def train(row: list[float]) -> torch.Tensor:
+            batch = torch.tensor(row)[:, None]
+            with amp.autocast():
+                loss = loss_fn(batch)
+            amp.scaler.scale(loss).backward()
+            amp.clip_gradients(optimizer)
+            amp.scaler.step(optimizer)
+            optimizer.zero_grad()
+            amp.update(loss, samples=len(batch))
+            seen["weights"].append(float(inner.weight.detach()))
+            seen["scales"].append(float(amp.loss_scale()))
+            return batch
+
+        for row in ROWS[processes.rank :: processes.size]:
+            train(row)
+        report = amp.report()
+        seen["steps"] = [report["watch_applied_steps"], report["skipped_steps"]]
+        for _ in range(2):
+            batch = train(INF if processes.rank == 0 else ONE)
+        try:
+            amp.report(batch, loss_fn)
+        except GuardError as error:
+            seen["ended"] = str(error)
+        return {**seen, "weight afterwards": float(inner.weight.detach())}
+
+
 class Noted(strangers.Shuffled):
     """Notes the samples of its batches."""
 
@@ -222,6 +289,8 @@ def main(rank: int, folder: Path) -> None:
     say(seen)
     say(two_weights(checkpoints))
     say(unmodified(checkpoints))
+    say(found(checkpoints))
+    say(own_loop())
     say(shuffled(checkpoints))
     training.run_small("mlp/fp32.yaml", folder / "two")
     compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does

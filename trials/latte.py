@@ -12,21 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from determined import pytorch
 from torch.nn import functional
 
-from determined_amp import MixedPrecision
-from determined_amp.amp.fields import setting
-from trials.data import loading
-from trials.data.clips import ClipSettings
-from trials.denoising import ClipDenoising
+from determined_amp import MixedPrecision, setting
+from trials.data import clips, loading
 from trials.ema import EMAWeights
 from trials.hparams import Hparams
+from trials.mean_metrics import MeanMetrics
 from trials.models.denoiser import Denoiser, DenoiserSettings
-from trials.models.diffusion import DiffusionSettings
-from trials.task_trial import TaskTrial
+from trials.models.diffusion import Diffusion, DiffusionSettings, TrainingClips, ValidationClips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,38 +54,44 @@ class LatteHparams(Hparams):
             yield "clip_start_step", said
 
 
-class LatteTrial(TaskTrial):
+class LatteTrial(pytorch.PyTorchTrial):
     """Clips of video, mean squared error of the predicted noise, AdamW (arXiv 1711.05101).
 
-    Validation uses the averaged weights.
+    Validation uses the averaged weights. It reports `validation_loss`; predicting 0 would give 1.
 
     Args:
         context: Determined's context of this trial.
     """
 
     Hparams = LatteHparams
-    Data = ClipSettings
-    hparams: LatteHparams
-    task: ClipDenoising
+    Data = clips.ClipSettings
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.hparams = hparams = LatteHparams.of(context)
         self.amp = MixedPrecision(context)
-        self.task = ClipDenoising(context, self.amp, hparams.diffusion)
-        model = Denoiser(
-            hparams.model, self.task.settings, gradient_checkpointing=hparams.gradient_checkpointing
-        )
+        self.data = data = clips.ClipSettings.of(context)
+        self.means = MeanMetrics(context)
+        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
+        self.diffusion = Diffusion(hparams.diffusion, data.classes, self.amp.device)  # adds noise
+        model = Denoiser(hparams.model, data, gradient_checkpointing=hparams.gradient_checkpointing)
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = self.wrap_optimizer(torch.optim.AdamW)
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.AdamW(
+                self.model.parameters(),
+                lr=hparams.learning_rate,
+                weight_decay=hparams.weight_decay,
+                fused=self.amp.fused,
+            )
+        )
         self.ema = EMAWeights(self.model, self.amp, hparams.ema_decay)
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
     ) -> dict[str, float]:
         """Train on one batch: clips (B, C, F, S, S) float32, labels (B,) int64, a seed."""
-        clips, labels, seed = loading.to_device(batch, self.amp.device)
-        noised = self.task.diffusion.for_training(clips, labels, seed)
+        videos, labels, seed = loading.to_device(batch, self.amp.device)
+        noised = self.diffusion.for_training(videos, labels, seed)
         with self.amp.autocast():  # forward and loss, never the backward
             noise = self.model(noised.clips, noised.timesteps, noised.labels)  # autocast dtype
             loss = functional.mse_loss(noise, noised.noise)  # (), float32: autocast promotes it
@@ -106,7 +110,31 @@ class LatteTrial(TaskTrial):
         return math.inf if too_early else self.hparams.max_norm
 
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
-        return self.task.evaluate(self.ema, batch)
+        noised = self.diffusion.for_validation(*loading.to_device(batch, self.amp.device))
+        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+            noise = self.ema(noised.clips, noised.timesteps, noised.labels)
+            error = functional.mse_loss(noise.float(), noised.noise)
+        return self.means.add({"validation_loss": error.double() * len(noise)}, len(noise))
+
+    @cached_property
+    def datasets(self) -> tuple[TrainingClips, ValidationClips]:
+        """The clips for training and for validation; inference needs none."""
+        seed = self.context.get_trial_seed()
+        train, validation = clips.load(self.data, seed)
+        return TrainingClips(train, seed), ValidationClips(validation)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
+        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
+        epoch = loading.batches_per_epoch(loader, self.context.distributed.size)
+        scheduler = self.hparams.scheduler(self.optimizer, epoch)  # None: the rate is constant
+        if scheduler is not None:
+            self.amp.wrap_lr_scheduler(scheduler)  # moves on applied steps only
+        return loader
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
+        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {**super().build_callbacks(), "ema": self.ema}
+        return {**self.amp.callbacks(self), "ema": self.ema}

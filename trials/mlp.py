@@ -9,19 +9,17 @@ Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp import MixedPrecision
-from determined_amp.amp.fields import setting
-from trials.classification import ImageClassification
-from trials.data import loading
-from trials.data.images import DataSettings
+from determined_amp import MixedPrecision, setting
+from trials.data import images, loading
 from trials.hparams import Hparams
-from trials.task_trial import TaskTrial
+from trials.mean_metrics import MeanMetrics
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class MLPHparams(Hparams):
     hidden_features: int = setting(512, at_least=1)
 
 
-class MLPTrial(TaskTrial):
+class MLPTrial(pytorch.PyTorchTrial):
     """Flattened images, one hidden layer of ReLU, cross-entropy, Adam (arXiv 1412.6980).
 
     Args:
@@ -43,15 +41,15 @@ class MLPTrial(TaskTrial):
     """
 
     Hparams = MLPHparams
-    Data = DataSettings
-    hparams: MLPHparams
+    Data = images.DataSettings
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.hparams = hparams = MLPHparams.of(context)
         self.amp = MixedPrecision(context)
-        self.task = ImageClassification(context, self.amp)
-        data = self.task.settings
+        self.data = data = images.DataSettings.of(context)
+        self.means = MeanMetrics(context)
+        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
         model = nn.Sequential(
             nn.Flatten(),  # (B, C, S, S) -> (B, pixels)
             nn.Linear(data.channels * data.image_size**2, hparams.hidden_features),
@@ -59,7 +57,14 @@ class MLPTrial(TaskTrial):
             nn.Linear(hparams.hidden_features, data.classes),
         )
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = self.wrap_optimizer(torch.optim.Adam)
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.Adam(
+                self.model.parameters(),
+                lr=hparams.learning_rate,
+                weight_decay=hparams.weight_decay,
+                fused=self.amp.fused,
+            )
+        )
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -76,3 +81,34 @@ class MLPTrial(TaskTrial):
             scaler=self.amp.scaler,
         )
         return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        images, labels = loading.to_device(batch, self.amp.device)
+        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+            logits = self.model(images).float()  # (B, C)
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            correct = (logits.argmax(dim=1) == labels).sum()
+        return self.means.add(
+            {"validation_loss": loss, "validation_accuracy": correct}, len(labels)
+        )
+
+    @cached_property
+    def datasets(self) -> tuple[loading.Labelled, loading.Labelled]:
+        """The images for training and for validation; inference needs none."""
+        return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
+        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
+        epoch = loading.batches_per_epoch(loader, self.context.distributed.size)
+        scheduler = self.hparams.scheduler(self.optimizer, epoch)  # None: the rate is constant
+        if scheduler is not None:
+            self.amp.wrap_lr_scheduler(scheduler)  # moves on applied steps only
+        return loader
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
+        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit

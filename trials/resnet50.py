@@ -12,19 +12,17 @@ Shapes: B = samples of one batch on one slot, C = classes, S = image side.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from determined import pytorch
 from torch.nn import functional
 from torchvision.models import resnet50
 
-from determined_amp import MixedPrecision
-from determined_amp.amp.fields import setting
-from trials.classification import ImageClassification
-from trials.data import loading
-from trials.data.images import DataSettings
+from determined_amp import MixedPrecision, setting
+from trials.data import images, loading
 from trials.hparams import Hparams
-from trials.task_trial import TaskTrial
+from trials.mean_metrics import MeanMetrics
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class ResNet50Hparams(Hparams):
     label_smoothing: float = setting(0.0, at_least=0, below=1)
 
 
-class ResNet50Trial(TaskTrial):
+class ResNet50Trial(pytorch.PyTorchTrial):
     """Images of three channels, cross-entropy, SGD with momentum.
 
     Args:
@@ -48,19 +46,28 @@ class ResNet50Trial(TaskTrial):
     """
 
     Hparams = ResNet50Hparams
-    Data = DataSettings
-    hparams: ResNet50Hparams
+    Data = images.DataSettings
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         self.hparams = hparams = ResNet50Hparams.of(context)
         self.amp = MixedPrecision(context)
-        self.task = ImageClassification(context, self.amp)
+        self.data = data = images.DataSettings.of(context)
+        self.means = MeanMetrics(context)
+        context.experimental.disable_auto_to_device()  # it waits for every copy; see to_device
         # Residual branches begin as identities (Goyal et al. 2017, arXiv 1706.02677, section 5.1).
-        model = resnet50(num_classes=self.task.settings.classes, zero_init_residual=True)
+        model = resnet50(num_classes=data.classes, zero_init_residual=True)
         model = model.to(memory_format=torch.channels_last)
         self.model = context.wrap_model(self.amp.prepare(model))
-        self.optimizer = self.wrap_optimizer(torch.optim.SGD, momentum=hparams.momentum)
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.SGD(
+                self.model.parameters(),
+                lr=hparams.learning_rate,
+                momentum=hparams.momentum,
+                weight_decay=hparams.weight_decay,
+                fused=self.amp.fused,
+            )
+        )
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
@@ -79,3 +86,34 @@ class ResNet50Trial(TaskTrial):
             scaler=self.amp.scaler,
         )
         return self.amp.update(loss, samples=len(labels))  # scaler.update(), counts, metrics
+
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
+        images, labels = loading.to_device(batch, self.amp.device)
+        with self.amp.eval_autocast():  # float32, unless `amp.eval_precision` says otherwise
+            logits = self.model(images).float()  # (B, C)
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            correct = (logits.argmax(dim=1) == labels).sum()
+        return self.means.add(
+            {"validation_loss": loss, "validation_accuracy": correct}, len(labels)
+        )
+
+    @cached_property
+    def datasets(self) -> tuple[loading.Labelled, loading.Labelled]:
+        """The images for training and for validation; inference needs none."""
+        return images.load(self.data, self.context.get_trial_seed(), self.amp.device)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
+        loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
+        epoch = loading.batches_per_epoch(loader, self.context.distributed.size)
+        scheduler = self.hparams.scheduler(self.optimizer, epoch)  # None: the rate is constant
+        if scheduler is not None:
+            self.amp.wrap_lr_scheduler(scheduler)  # moves on applied steps only
+        return loader
+
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        size, slots = self.context.get_per_slot_batch_size(), self.context.distributed.size
+        return loading.validation_loader(self.datasets[1], size, self.data.workers, slots)
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)  # scaler and counts in checkpoints, guard, audit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -10,6 +12,38 @@ class UserError(Exception):
 
     The message says what was given, what is allowed, and what to do.
     """
+
+
+class Problem(str):
+    """One mistake in a configuration, as a sentence that begins with its key.
+
+    Args:
+        key: The dotted key that is wrong; empty for a mistake of the whole configuration.
+        text: What was given, what is allowed, what to do.
+    """
+
+    key: str
+
+    def __new__(cls, key: str, text: str) -> Problem:
+        problem = super().__new__(cls, f"{key}: {text}" if key else text)
+        problem.key = key
+        return problem
+
+
+class ConfigError(UserError, ValueError):
+    """All mistakes in one configuration, one per line; the first line has the first mistake.
+
+    Args:
+        source: A file, the name of an experiment, or a command-line option.
+        problems: The mistakes. One without a key is a mistake of the whole configuration.
+    """
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem("", p) for p in problems)
+        first, *others = self.problems
+        several = f" (1 of {len(self.problems)} problems)" if others else ""
+        lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
+        super().__init__("\n".join(lines))
 
 
 class GuardError(UserError):
@@ -27,4 +61,10 @@ class GuardError(UserError):
 
 def one_line(value: object) -> str:
     """A text or an error on one line, shortened to 240 characters."""
-    return textwrap.shorten(str(value), 240, placeholder=" ...") or type(value).__name__
+    said = printable(str(value))
+    return textwrap.shorten(said, 240, placeholder=" ...") or type(value).__name__
+
+
+def printable(text: str) -> str:
+    """A text whose control characters, which a terminal would obey, are replaced."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)

@@ -16,12 +16,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from determined_amp.amp.diagnosis import Train, find_cause
+from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.metrics import MetricName, Report, StepReport, TrainingMetrics
+from determined_amp.amp.metric_names import MetricName
+from determined_amp.amp.metrics import Report, StepReport, TrainingMetrics
+from determined_amp.amp.passes import Train
+from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.amp.slots import Slots
+from determined_amp.amp.tensors import parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +189,7 @@ class Guard:
 
     def _weights_are_finite(self) -> bool:
         """Judge a training that reports no loss; synchronises once."""
-        parameters = [p for m in self._models for p in m.parameters() if p.is_floating_point()]
+        parameters = [p for p in parameters_in(self._models) if p.is_floating_point()]
         if not parameters:
             return True
         sums = [p.detach().sum().double().to(parameters[0].device) for p in parameters]
@@ -269,7 +273,7 @@ class Guard:
 
 def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
     """The 2-norm of all weights, (), float64, on the device of the first; None without any."""
-    known = (p for m in models for p in m.parameters() if not is_lazy(p))
+    known = (p for p in parameters_in(models) if not is_lazy(p))
     parameters = [p.detach() for p in known if p.is_floating_point()]
     if not parameters:
         return None
@@ -291,43 +295,3 @@ def is_not_finite(value: Any) -> bool:
         return value is not None and not math.isfinite(value)
     except TypeError:  # not a number
         return False
-
-
-class RunningStatistics:
-    """The running statistics of a trial's normalisation layers, kept finite.
-
-    A forward that overflows writes infinity into them although the step is skipped, and validation
-    computes NaN from then on. Poisoned ones go back to what they were at the last report. Buffers
-    of other modules are left alone: a mask may be -inf.
-
-    Args:
-        models: Whose buffers.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = (module for model in models for module in model.modules())
-        norms = (m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase))
-        buffers = (buffer for norm in norms for buffer in norm.buffers())
-        self._buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
-        self._good: list[torch.Tensor] = []
-
-    def remember(self) -> None:
-        """Remember the buffers as they are now."""
-        self._good = [buffer.detach().clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def repair(self) -> None:
-        """Put poisoned buffers back, and remember the others; synchronises once."""
-        if not self._buffers:
-            return
-        poisoned = torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0
-        for bad, buffer, good in zip(poisoned, self._buffers, self._good, strict=True):
-            good.copy_(torch.where(bad, good, buffer))
-            buffer.copy_(good)
-        count = int(poisoned.sum())
-        if count:
-            logger.warning(
-                "%d running statistics were not finite after an overflow: put back to what they "
-                "were at the last report",
-                count,
-            )

@@ -22,30 +22,21 @@ reports what they do, and resumes them to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.compiled import compile_forward
-from determined_amp.amp.fields import ConfigError
-from determined_amp.amp.fp32_modules import keep_in_float32, matching
-from determined_amp.amp.guard import Guard
-from determined_amp.amp.metrics import TrainingMetrics
-from determined_amp.amp.mistakes import IN_A_LOOP, Mistake
-from determined_amp.amp.precision import prepare_backend
-from determined_amp.amp.replay import own_copy, without_steps
-from determined_amp.amp.scaler import LossScaler, any_gradient, parameters_of
-from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
-from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.mistakes import IN_A_LOOP
+from determined_amp.amp.replay import own_copy
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.slots import OneSlot, Slots
-from determined_amp.amp.steps import StepCounts, gradients_of
+from determined_amp.amp.tensors import parameters_of
 
 _NOT_REPLAYED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -53,11 +44,8 @@ _NOT_REPLAYED = (
 )
 
 
-class AmpLoop:
+class AmpLoop(AmpCore):
     """Autocast, loss scale, schedules, counts, metrics and guard of one training loop.
-
-    It sets torch's switches for TF32, which are global to the process, unless `set_backends` of the
-    settings is false.
 
     Args:
         settings: Precision, loss scale and all else of the `amp` section of a YAML.
@@ -65,91 +53,28 @@ class AmpLoop:
         slots: The processes of the training, such as `core_context.distributed` of Determined;
             by default this is the only one.
 
-    Attributes:
-        settings: Those given.
-        device: The device.
-        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
-            passes through.
-        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
-            overflow flag as device tensors; any other makes `scaler.step` wait for the device.
-        metrics: What is reported.
-        guard: Ends a run that no longer trains.
-        models: Those given to `prepare`.
-        optimizers: Those met so far, in the order in which reports and states number them.
-
     Raises:
         PrecisionError: if the device only emulates the precision.
     """
 
-    remedies: Mapping[Mistake, str] = IN_A_LOOP
+    remedies = IN_A_LOOP
 
     def __init__(
-        self,
-        settings: AmpSettings,
-        device: torch.device | str,
-        *,
-        slots: Slots | None = None,
-        models: list[nn.Module] | None = None,
-        optimizers: list[Optimizer] | None = None,
+        self, settings: AmpSettings, device: torch.device | str, *, slots: Slots | None = None
     ) -> None:
-        self.settings = settings
-        self.device = torch.device(device)
-        self.fused = self.device.type == "cuda"
-        self.models: list[nn.Module] = [] if models is None else models
-        self.optimizers: list[Optimizer] = [] if optimizers is None else optimizers
-        self.slots = slots or OneSlot()
-        prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
-        self.scaler = LossScaler(settings, self.device.type, self._meet, self.remedies)
-        # Entering a disabled one costs time.
-        dtype = settings.precision.autocast_dtype
-        self._training_autocast: AbstractContextManager[Any] = (
-            _Nestable(lambda: self._autocast(dtype)) if dtype else nullcontext()
-        )
-        self._one = torch.ones((), device=self.device)
-        self.metrics = TrainingMetrics(
-            self.device,
-            self.optimizers,
-            self.slots.size,
-            lambda: (self.loss_scale(), self.scaler.scale_of_newest_step(self._one)),
-            scaled=settings.scales_the_loss,
-        )
-        self.guard = Guard(
-            settings,
-            self.metrics,
-            self.scaler,
-            models=self.models,
-            optimizers=self.optimizers,
-            slots=self.slots,
-            replay=self._replay,
-        )
-        self._unmatched = list(settings.fp32_modules)
-        self._prepared: nn.Module | None = None
-        self._hooks: dict[Optimizer, RemovableHandle] = {}
-        self._saved: Sequence[dict[str, int]] = ()
+        if settings.finds_scale:
+            raise self._wrong(
+                "init_scale",
+                "got find, for which a loop has no batches yet; allowed: a number, such as "
+                "determined_amp.find_loss_scale(model, loss_fn, batches).init_scale",
+            )
+        super().__init__(settings, device, slots=slots or OneSlot(), models=[], optimizers=[])
         self._newest: tuple[Any, Callable[[Any], torch.Tensor]] | None = None
-        self._started = False
-        self._replays = False
 
     # Before the training.
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
-
-        Call it for every model. A model in `DistributedDataParallel` is given as that. Without
-        `compile` in the settings nothing is compiled. A pattern that matches in none of the models
-        is refused when the training starts.
-
-        Raises:
-            IslandError: if a pattern is no regular expression, or the patterns match all of it.
-        """
-        mode = self.settings.compile
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        here = matching(inner, self.settings.fp32_modules)
-        keep_in_float32(inner, here, self.device.type, compiled=mode is not Compile.OFF)
-        compile_forward(inner, mode)
-        self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
-        self._prepared = self._prepared or inner
-        self._add_model(model)
+        self.models.append(super().prepare(model))
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -160,37 +85,6 @@ class AmpLoop:
         """
         self._meet(optimizer)
         return optimizer
-
-    def wrap_lr_scheduler(self, scheduler: Any) -> Any:
-        """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
-
-        A skipped step does not change the weights, so it does not move the schedule. Nothing waits
-        for the device. Do not call `scheduler.step()` yourself, nor save its state. Tell
-        `validated` the metric of each validation if it is a `ReduceLROnPlateau`.
-
-        Args:
-            scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or that one.
-
-        Returns:
-            The scheduler.
-
-        Raises:
-            ConfigError: if its optimizer has a schedule already.
-        """
-        optimizer: Optimizer = scheduler.optimizer
-        self._meet(optimizer)
-        steps = self.metrics.of(optimizer)
-        if steps.schedule is not None:
-            raise self._wrong(
-                "wrap_lr_scheduler",
-                "its optimizer has a schedule already; join the two by torch's ChainedScheduler",
-            )
-        steps.schedule = (
-            PlateauSchedule(scheduler)
-            if isinstance(scheduler, ReduceLROnPlateau)
-            else AppliedStepSchedule(scheduler, self.device, skips=self.scaler.is_enabled())
-        )
-        return scheduler
 
     def start(self) -> None:
         """Check the settings against the models, and remember how the training begins.
@@ -207,15 +101,9 @@ class AmpLoop:
     # In the training.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For forward and loss of a training batch; never for the backward."""
         if not self._started:
             self.start()
-        return self._training_autocast
-
-    def eval_autocast(self) -> AbstractContextManager[Any]:
-        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
-        same = self.settings.eval_precision is EvalPrecision.SAME
-        return self._autocast(self.settings.precision.autocast_dtype if same else None)
+        return super().autocast()
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float = math.inf) -> None:
         """Unscale the gradients of an optimizer, measure their norm, and clip them.
@@ -252,15 +140,6 @@ class AmpLoop:
         self.finish_steps()
         return self._count(loss, samples)
 
-    def finish_steps(self) -> None:
-        """Update the loss scale and the counts after steps; `update` does it at the end of a batch.
-
-        Call it between two steps of the same optimizer in a batch.
-        """
-        if self.scaler.outcomes:
-            for optimizer, skipped in self.scaler.finish().items():
-                self.metrics.each.of(optimizer).finish(skipped)
-
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
     ) -> dict[str, Any]:
@@ -286,18 +165,14 @@ class AmpLoop:
 
     def validated(self, metric: float) -> None:
         """Move each `ReduceLROnPlateau` by the metric of a validation."""
-        for schedule in self._plateaus():
+        for schedule in self.metrics.each.plateaus():
             schedule.validated(metric)
 
     # What a checkpoint holds, beside models and optimizers.
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
-        return {
-            "scaler": self.scaler.state_dict(),
-            "optimizers": [steps.counts.state_dict() for steps in self.metrics.all()],
-            "plateaus": [schedule.state_dict() for schedule in self._plateaus()],
-        }
+        return {"scaler": self.scaler.state_dict(), **self.metrics.each.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, after models and optimizers have been restored.
@@ -319,50 +194,7 @@ class AmpLoop:
                 "known here; call amp.wrap_optimizer(optimizer) for each of them before, in the "
                 "same order as in the training that was saved",
             )
-        self._load_steps(state_dict)
-
-    # What else there is to ask.
-
-    def loss_scale(self) -> torch.Tensor:
-        """The current loss scale, (), float32, on the device; 1 without a scaler."""
-        return self.scaler.times(self._one)
-
-    def steps(self, optimizer: Optimizer) -> StepCounts:
-        """The steps of one optimizer, counted on the device."""
-        return self.metrics.of(optimizer).counts
-
-    @property
-    def applied_steps(self) -> torch.Tensor:
-        """Applied steps of the first optimizer, (), int64, on the device; ask after every step."""
-        return self.metrics.first.counts.applied
-
-    @property
-    def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step of the first optimizer was applied, (), bool, on the device."""
-        return self.metrics.first.counts.last_step_applied
-
-    @property
-    def attempted_steps(self) -> int:
-        """Steps of the first optimizer, applied or skipped."""
-        return self.metrics.first.counts.attempted
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a batch runs in `without_steps`."""
-        return self._replays
-
-    @contextmanager
-    def without_steps(self) -> Iterator[None]:
-        """Inside this block nothing is stepped, zeroed or counted.
-
-        For replaying a batch, to find a fault or the loss scale.
-        """
-        self._replays = True
-        try:
-            with without_steps(self.scaler, self.optimizers, self._others_that_step()):
-                yield
-        finally:
-            self._replays = False
+        self.metrics.each.load_state_dict(state_dict)
 
     def replay(self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
         """Forward, loss and backward of a batch as in training, without a step.
@@ -378,24 +210,16 @@ class AmpLoop:
             torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.has_scaled = has_scaled
 
-    # How it does that. A `PyTorchTrial` has other ways for the first four.
-
-    def _add_model(self, model: nn.Module) -> None:
-        self.models.append(model)
+    # How it does that.
 
     def _meet(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._watch_steps(optimizer)
-            self._restore(optimizer)
-
-    def _others_that_step(self) -> Sequence[tuple[object, str]]:
-        """Objects beside the optimizers, and names of their methods that move weights."""
-        return ()
+            self.metrics.each.restore(optimizer)
 
     def _replay(self) -> Any:
-        """The newest batch, and how to train it at a loss scale without a step; None without it."""
         if self._newest is None:
             return None
         batch, loss_fn = self._newest
@@ -406,102 +230,5 @@ class AmpLoop:
 
         return batch, train
 
-    def _begin(self) -> None:
-        self._started = True
-        self._check_models()
-        self.loss_scale()  # makes the scale, on the device
-        for steps in self.metrics.all():  # and the counts
-            steps.place_rate()
-
     def _wrong(self, place: str, problem: str) -> ConfigError:
         return ConfigError("the loop", [f"{place}: {problem}"])
-
-    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
-    def _watch_steps(self, optimizer: Optimizer) -> None:
-        self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """Before every step, in every precision, so that fp32 shows a mistake, too."""
-        self.metrics.each.of(optimizer).begin(optimizer)
-        self.scaler.check_step()
-
-    def _check_norm(self, max_norm: float, place: str) -> None:
-        if not max_norm > 0:
-            raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
-
-    def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
-        if self._replays:
-            return
-        if not self.scaler.is_unscaled(optimizer):
-            self.scaler.unscale_(optimizer)
-        steps, gradients = self.metrics.each.of(optimizer), gradients_of(parameters)
-        steps.measure(parameters, self.loss_scale)
-        if max_norm < math.inf and any_gradient(optimizer):
-            steps.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
-        elif gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            steps.add_norm(torch.linalg.vector_norm(norms))
-
-    def _count(
-        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
-    ) -> dict[str, float]:
-        if loss is not None and self.settings.compile.replays_graphs:
-            loss = loss.detach().clone()  # kept until the report
-        return self.metrics.add(loss, samples, again=again)
-
-    def _plateaus(self) -> list[PlateauSchedule]:
-        schedules = (steps.schedule for steps in self.metrics.all())
-        return [schedule for schedule in schedules if isinstance(schedule, PlateauSchedule)]
-
-    def _load_steps(self, state_dict: Mapping[str, Any]) -> None:
-        self._saved = state_dict.get("optimizers", ())
-        for optimizer in self.optimizers:
-            self._restore(optimizer)
-        plateaus = state_dict.get("plateaus", ())
-        for schedule, state in zip(self._plateaus(), plateaus, strict=False):
-            schedule.load_state_dict(state)
-
-    def _restore(self, optimizer: Optimizer) -> None:
-        """Let an optimizer go on from what a checkpoint holds of it."""
-        number = self.optimizers.index(optimizer)
-        if number < len(self._saved):
-            steps = self.metrics.of(optimizer)
-            steps.counts.load_state_dict(self._saved[number])
-            steps.place_rate()
-            steps.reset()
-
-    def _check_models(self) -> None:
-        settings = {
-            "fp32_modules": bool(self._unmatched),
-            "compile": self.settings.compile is not Compile.OFF,
-        }
-        for name, is_set in settings.items():
-            if is_set and self._prepared is None:
-                raise self._wrong(name, "given, but no model was given to amp.prepare(model)")
-        if self._unmatched and self._prepared is not None:
-            keep_in_float32(self._prepared, self._unmatched, self.device.type)  # raises, with names
-
-
-class _Nestable(AbstractContextManager[None]):
-    """One autocast for all batches, and another one for each entry within it.
-
-    Making one costs as much as entering it, and twenty times as much with torch 2.3 on a machine
-    without CUDA. But an object remembers one state to restore.
-
-    Args:
-        make: Makes one.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._first = make, make()
-        self._entered: list[AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        autocast = self._make() if self._entered else self._first
-        autocast.__enter__()
-        self._entered.append(autocast)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 
 
 class Stage(str, enum.Enum):  # a string is hashed faster

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.patched import patched
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists, tuples and mappings, in their order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, (dict, Mapping)):
-        for item in value.values():
-            yield from tensors_of(item)
+from determined_amp.amp.tensors import parameters_in, tensors_of
 
 
 def own_copy(batch: Any, *, shared: bool = False) -> Any:
@@ -51,15 +40,6 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         return copy.deepcopy(batch, known)
     except Exception:  # copying runs code of the batch's own, which can raise anything
         return batch
-
-
-def parameters_in(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> list[torch.Tensor]:
-    """All parameters of models and optimizers, each once."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    found: dict[torch.Tensor, None] = dict.fromkeys(p for m in models for p in m.parameters())
-    return list(found | dict.fromkeys(p for group in groups for p in group["params"]))
 
 
 @contextmanager
@@ -112,7 +92,9 @@ def undisturbed(
     buffers = {b: b.clone() for model in models for b in model.buffers()}
     modes = {module: module.training for model in models for module in model.modules()}
     devices = {p.device for p in parameters if p.device.type == "cuda"}
-    ours, numpys = random.getstate(), np.random.get_state()
+    pythons = random.getstate()
+    numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
+    numpys = numpy.random.get_state() if numpy else None
     with ExitStack() as stack:
         stack.enter_context(as_written())
         stack.enter_context(torch.enable_grad())
@@ -139,8 +121,9 @@ def undisturbed(
                 for buffer, before in buffers.items():
                     if not _same(buffer, before):
                         buffer.copy_(before)
-            random.setstate(ours)
-            np.random.set_state(numpys)
+            random.setstate(pythons)
+            if numpy:
+                numpy.random.set_state(numpys)
 
 
 def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:

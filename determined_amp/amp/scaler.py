@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.tensors import any_gradient
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
@@ -54,7 +55,7 @@ class LossScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(
             device_type,
-            init_scale=settings.init_scale,
+            init_scale=settings.first_scale,
             growth_factor=settings.growth_factor,
             backoff_factor=settings.backoff_factor,
             growth_interval=settings.growth_interval,
@@ -234,13 +235,3 @@ class LossScaler(torch.amp.GradScaler):
         for other in more:  # a model on several devices
             found_inf = found_inf + other.to(found_inf.device, non_blocking=True)
         return found_inf
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def any_gradient(optimizer: Optimizer) -> bool:
-    """Whether a parameter of an optimizer has a gradient."""
-    return any(parameter.grad is not None for parameter in parameters_of(optimizer))

@@ -6,12 +6,31 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from determined_amp.amp.fields import setting
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+# Metadata key that marks a field as declared by `setting`.
+DECLARED = "declared by setting"
+
+
+def setting(
+    default: object = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a field of a settings class; without a default the key is required."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
+    metadata[DECLARED] = True
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Precision(enum.Enum):
@@ -26,6 +45,11 @@ class Precision(enum.Enum):
     TF32 = "tf32"
     AMP_FP16 = "amp_fp16"
     AMP_BF16 = "amp_bf16"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether it is one of the two with autocast."""
+        return self in (Precision.AMP_FP16, Precision.AMP_BF16)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -67,6 +91,15 @@ class Compile(enum.Enum):
         return self in (Compile.REDUCE_OVERHEAD, Compile.MAX_AUTOTUNE)
 
 
+class FindScale(enum.Enum):
+    """Instead of a number: the finder chooses the loss scale on the first batch of the training."""
+
+    FIND = "find"
+
+
+# PyTorch's own default.
+DEFAULT_SCALE = 65536.0
+
 # Settings of the loss scale, which have no effect in the other precisions.
 SCALER_KEYS = (
     "init_scale",
@@ -85,7 +118,8 @@ class AmpSettings:
 
     Args:
         precision: Precision of training.
-        init_scale: Loss scale of the first step.
+        init_scale: Loss scale of the first step; `find` has it found on the first batch, which
+            works in a `PyTorchTrial` only.
         growth_factor: Multiplies the scale after `growth_interval` applied steps in a row.
         backoff_factor: Multiplies the scale after a skipped step.
         growth_interval: Number of applied optimizer steps in a row before the scale grows.
@@ -103,7 +137,7 @@ class AmpSettings:
     """
 
     precision: Precision = setting()
-    init_scale: float = setting(65536.0, above=0, at_most=2.0**127)
+    init_scale: float | FindScale = setting(DEFAULT_SCALE, above=0, at_most=2.0**127)
     growth_factor: float = setting(2.0, above=1)
     backoff_factor: float = setting(0.5, above=0, below=1)
     growth_interval: int = setting(2000, at_least=1)
@@ -123,6 +157,16 @@ class AmpSettings:
         return self.precision is Precision.AMP_FP16
 
     @property
+    def finds_scale(self) -> bool:
+        """Whether the loss scale is to be found on the first batch."""
+        return self.scales_the_loss and isinstance(self.init_scale, FindScale)
+
+    @property
+    def first_scale(self) -> float:
+        """The loss scale that a scaler is made with: PyTorch's default if it is to be found."""
+        return DEFAULT_SCALE if isinstance(self.init_scale, FindScale) else self.init_scale
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """The settings of a loss scale that were changed, though this precision has none."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -130,9 +174,10 @@ class AmpSettings:
         return () if self.scales_the_loss else tuple(changed)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if self.scales_the_loss and self.init_scale < self.min_scale:
+        number = not isinstance(self.init_scale, FindScale)
+        if self.scales_the_loss and number and self.first_scale < self.min_scale:
             yield (
                 "init_scale",
-                f"got {self.init_scale:g}, which is below min_scale {self.min_scale:g}; "
+                f"got {self.first_scale:g}, which is below min_scale {self.min_scale:g}; "
                 "allowed: min_scale or more",
             )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import SGD, Optimizer
 
-from determined_amp.amp.device_sum import DeviceSum
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.counts import DeviceSum, StepCounts
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.scaler import Skipped
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
+from determined_amp.amp.tensors import gradients_of
 
 # Optimizer steps between two measurements of the largest gradient, which reads all of them.
 HEADROOM_PERIOD = 10
@@ -70,6 +76,23 @@ class OptimizerSteps:
             known = None if schedule.on_device else counts.applied_on_host
             schedule.move(counts.attempted, counts.applied if known is None else known)
 
+    def clip(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, scale: Callable[[], torch.Tensor]
+    ) -> None:
+        """Measure the norm of unscaled gradients, and clip them. No synchronisation.
+
+        Args:
+            parameters: Those of the optimizer.
+            max_norm: Largest 2-norm of their gradients; infinite only measures it.
+            scale: Gives the loss scale.
+        """
+        self.measure(parameters, scale)
+        if max_norm < math.inf and any(parameter.grad is not None for parameter in parameters):
+            self.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
+        elif gradients := gradients_of(parameters):
+            norms = torch.stack(torch._foreach_norm(gradients))
+            self.add_norm(torch.linalg.vector_norm(norms))
+
     def measure(
         self,
         parameters: Sequence[torch.Tensor],
@@ -85,12 +108,10 @@ class OptimizerSteps:
         """
         if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
             return
-        gradients = gradients_of(parameters)
-        if not gradients:
-            return
-        norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-        largest = torch.nan_to_num(norm * scale() if scale else norm, nan=0.0, posinf=0.0)
-        torch.maximum(self.largest, largest, out=self.largest)
+        if gradients := gradients_of(parameters):
+            norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+            largest = torch.nan_to_num(norm * scale() if scale else norm, nan=0.0, posinf=0.0)
+            torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
         """Count the norm of one step, (), on the device; ignored if not finite."""
@@ -136,6 +157,7 @@ class StepsOfEach:
         self._optimizers = optimizers
         self._scaled = scaled
         self._of: dict[Optimizer, OptimizerSteps] = {}
+        self._saved: Sequence[dict[str, int]] = ()
 
     def of(self, optimizer: Optimizer) -> OptimizerSteps:
         """The steps of one optimizer."""
@@ -150,124 +172,34 @@ class StepsOfEach:
         """The steps of every optimizer, in the order of the training's optimizers."""
         return [self.of(optimizer) for optimizer in self._optimizers]
 
+    def plateaus(self) -> list[PlateauSchedule]:
+        """The schedules that move with validations."""
+        schedules = (steps.schedule for steps in self.all())
+        return [schedule for schedule in schedules if isinstance(schedule, PlateauSchedule)]
 
-class StepCounts:
-    """How many steps of one optimizer were attempted, and how many of them were applied.
-
-    Outcomes are buffered and summed when a count is read, or every 64 steps: counting a single step
-    costs the host three kernels.
-
-    Args:
-        device: Where its parameters are.
-        can_skip: Whether a loss scale is there to skip a step; without one all are applied.
-
-    Attributes:
-        attempted: Steps applied or skipped so far.
-        applied_on_host: Applied ones, while the host knows of every step whether it was skipped;
-            None after a step that only the device knows about.
-    """
-
-    _HANDFUL = 64
-
-    def __init__(self, device: torch.device, *, can_skip: bool) -> None:
-        self.attempted = 0
-        self.applied_on_host: int | None = 0
-        self._last_applied_on_host = 0
-        self._applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._last_step_applied = torch.tensor(not can_skip, device=device)
-        self._last_applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._found: list[torch.Tensor] = []  # of the newest steps, which are not counted yet
-        self._settled = True
-
-    def count(self, skipped: bool | torch.Tensor) -> None:
-        """Count a step. No synchronisation.
-
-        Args:
-            skipped: What `GradScaler` found, (), not 0 for a skipped step, which nobody may change
-                any more; or a bool where the host knows.
-        """
-        if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
-            self._settle()
-            self.applied_on_host = None
-        if self.applied_on_host is None and not isinstance(skipped, torch.Tensor):
-            skipped = torch.full((), float(skipped), device=self._applied.device)
-        self.attempted += 1
-        self._settled = False
-        if isinstance(skipped, torch.Tensor):
-            self._found.append(skipped)
-            if len(self._found) == self._HANDFUL:
-                self._settle()
-        elif not skipped:
-            assert self.applied_on_host is not None
-            self.applied_on_host += 1
-            self._last_applied_on_host = self.attempted
-
-    @property
-    def applied(self) -> torch.Tensor:
-        """Steps applied so far, (), int64, on the device; ask after every step."""
-        self._settle()
-        return self._applied
-
-    @property
-    def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step was applied, (), bool, on the device; ask after every step.
-
-        What must stand still on a skipped step, such as an average of the weights, can be gated by
-        it without a synchronisation.
-        """
-        self._settle()
-        return self._last_step_applied
-
-    def consecutive_skips(self) -> torch.Tensor:
-        """Steps skipped since the last applied one, (), int64, on the device."""
-        self._settle()
-        return self.attempted - self._last_applied
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain numbers; synchronises."""
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and schedules, in plain numbers; synchronises."""
         return {
-            "attempted": self.attempted,
-            "applied": int(self.applied),
-            "last_applied": self.attempted - int(self.consecutive_skips()),
+            "optimizers": [steps.counts.state_dict() for steps in self.all()],
+            "plateaus": [schedule.state_dict() for schedule in self.plateaus()],
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """What `state_dict` gave."""
-        self.attempted = state["attempted"]
-        self.applied_on_host = state["applied"]
-        self._last_applied_on_host = state["last_applied"]
-        self._found.clear()
-        self._applied.fill_(state["applied"])
-        self._last_applied.fill_(state["last_applied"])
-        self._settled = True
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there; an optimizer that is not here yet does so when it comes."""
+        self._saved = state_dict.get("optimizers", ())
+        for optimizer in self._optimizers:
+            self.restore(optimizer)
+        for schedule, state in zip(self.plateaus(), state_dict.get("plateaus", ()), strict=False):
+            schedule.load_state_dict(state)
 
-    def _settle(self) -> None:
-        """Bring the tensors up to date. No synchronisation."""
-        if self._settled:
-            return
-        self._settled = True
-        if self.applied_on_host is not None:
-            self._applied.fill_(self.applied_on_host)
-            self._last_applied.fill_(self._last_applied_on_host)
-            self._last_step_applied.fill_(self._last_applied_on_host == self.attempted)
-        elif len(self._found) == 1:
-            torch.logical_not(self._found[0], out=self._last_step_applied)
-            self._last_applied.masked_fill_(self._last_step_applied, self.attempted)
-            self._applied.add_(self._last_step_applied)
-        else:
-            applied = torch.stack(self._found) == 0
-            first = self.attempted - len(self._found) + 1
-            steps = torch.arange(first, self.attempted + 1, device=applied.device)
-            torch.maximum(self._last_applied, (steps * applied).max(), out=self._last_applied)
-            self._last_step_applied.copy_(applied[-1])
-            self._applied.add_(applied.sum())
-        self._found.clear()
-
-
-def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of those that have one."""
-    gradients = (parameter.grad for parameter in parameters)
-    return [g for g in gradients if g is not None and not g.is_sparse]
+    def restore(self, optimizer: Optimizer) -> None:
+        """Let an optimizer go on from what the loaded state holds of it."""
+        number = self._optimizers.index(optimizer)
+        if number < len(self._saved):
+            steps = self.of(optimizer)
+            steps.counts.load_state_dict(self._saved[number])
+            steps.place_rate()
+            steps.reset()
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
@@ -303,3 +235,20 @@ def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
             state = optimizer.state[parameter]
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def give_hooks(optimizer: Optimizer) -> None:
+    """Let an optimizer have hooks that never called `Optimizer.__init__`, as many wrappers do.
+
+    Torch does it for the whole class, whose other instances then lack what it counts on.
+    """
+    step = optimizer.step
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+
+    @wraps(step)
+    def hooked(self: Optimizer, *arguments: Any, **options: Any) -> Any:
+        return step(*arguments, **options)
+
+    with_hooks = MethodType(Optimizer.profile_hook_step(hooked), optimizer)
+    optimizer.step = with_hooks  # type: ignore[method-assign]

@@ -20,8 +20,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from determined_amp.amp.errors import UserError
-from determined_amp.amp.fields import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError, Problem, UserError
 from determined_amp.cli.options import at_least, checked_configuration, is_task, parser_of
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.dotted import value_at

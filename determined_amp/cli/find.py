@@ -18,11 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
 
 if TYPE_CHECKING:
     from determined_amp.finder.advice import FoundScale
+
+# How the files begin that the command writes.
+_JSON, _PNG = b'{\n "run": {', b"\x89PNG"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     # These import torch, which takes seconds.
     from rich.console import Console  # noqa: PLC0415
 
-    from determined_amp.finder.trial import find_in_trial  # noqa: PLC0415
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
+    from determined_amp.trial.frozen import find_in_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
         answer = find_in_trial(
@@ -63,15 +66,31 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _save(answer: FoundScale, options: argparse.Namespace) -> None:
-    if options.json:
-        answer.write(options.json)
-    if options.plot:
-        # matplotlib takes seconds to import.
-        from determined_amp.report.loss_scale_figure import draw  # noqa: PLC0415
-        from determined_amp.report.page import save_png  # noqa: PLC0415
+    from determined_amp.experiment.files import write_together  # noqa: PLC0415
 
-        save_png(draw(answer, None), options.plot)
-        print(f"written: {options.plot}")
+    try:
+        if options.json:
+            answer.write(options.json)
+        if options.plot:
+            # matplotlib takes seconds to import.
+            from determined_amp.report.loss_scale_figure import draw  # noqa: PLC0415
+            from determined_amp.report.page import as_png  # noqa: PLC0415
+
+            write_together({options.plot: [as_png(draw(answer, None))]})
+            print(f"written: {options.plot}")
+    except OSError as error:
+        raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
+
+
+def _is_replaceable(target: Path, begins: bytes) -> bool:
+    """Whether a file of an earlier answer is there, or none; a device or a pipe is never full."""
+    if not target.is_file():
+        return True
+    try:
+        with target.open("rb") as file:
+            return file.read(len(begins)) == begins
+    except OSError:
+        return False
 
 
 def _check_targets(options: argparse.Namespace) -> None:
@@ -87,9 +106,9 @@ def _check_targets(options: argparse.Namespace) -> None:
         if target is not None and target.is_dir()
     ]
     problems += [
-        f"got {target}, which is the experiment; allowed: another file"
-        for target in (options.json, options.plot)
-        if target is not None and target.resolve() == Path(options.config).resolve()
+        f"got {target}, which is there and no answer of this command; allowed: another file"
+        for target, begins in ((options.json, _JSON), (options.plot, _PNG))
+        if target is not None and not target.is_dir() and not _is_replaceable(target, begins)
     ]
     if options.plot is not None and options.plot.suffix != ".png":
         problems.append(f"--plot: got {options.plot}; allowed: a name in .png")

@@ -36,13 +36,22 @@ def parser_of(
     parser = argparse.ArgumentParser(
         prog=f"python -m determined_amp {command}", description=description
     )
-    add_trial_option(parser)
+    parser.add_argument(
+        "--trial",
+        metavar="MODULE:CLASS",
+        help="the trial, or a function that makes it, if the YAML does not name it",
+    )
     if is_task():
         return parser
     parser.add_argument("config", nargs=None if needs_config else "?", help="experiment YAML")
     add_override_option(parser)
     if precision:
-        add_precision_option(parser)
+        parser.add_argument(
+            "--precision",
+            choices=[member.value for member in Precision],
+            help="instead of hyperparameters.amp.precision; a trial without AMP trains in it as it "
+            "is",
+        )
     return parser
 
 
@@ -56,7 +65,11 @@ def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: if the YAML cannot be read, or an override is malformed.
     """
     config = with_overrides(read_yaml(options.config), options.overrides)
-    return in_precision(config, chosen_precision(options)) if "precision" in options else config
+    if "precision" not in options:
+        return config
+    key = "hyperparameters.amp.precision="
+    chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
+    return in_precision(config, options.precision or (chosen[-1] if chosen else None))
 
 
 def checked_configuration(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,32 +93,6 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="change one value of the YAML, as `det experiment create --config` does",
     )
-
-
-def add_trial_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--trial module:Class`."""
-    parser.add_argument(
-        "--trial",
-        metavar="MODULE:CLASS",
-        help="the trial, or a function that makes it, if the YAML does not name it",
-    )
-
-
-def add_precision_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--precision`."""
-    parser.add_argument(
-        "--precision",
-        choices=[precision.value for precision in Precision],
-        help="instead of hyperparameters.amp.precision; a trial without AMP trains in it as it is",
-    )
-
-
-def chosen_precision(options: argparse.Namespace) -> str | None:
-    """The precision that `--precision` or `--config` chooses; None if neither does."""
-    key = "hyperparameters.amp.precision="
-    chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
-    precision: str | None = options.precision
-    return precision or (chosen[-1] if chosen else None)
 
 
 def add_batches_option(parser: argparse.ArgumentParser) -> None:

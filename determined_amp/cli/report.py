@@ -1,6 +1,6 @@
 """The command `report`: compare precisions, or draw the loss scale, whichever fits the source.
 
-    python -m determined_amp report SOURCE [OPTIONS OF THAT REPORT]
+    python -m determined_amp report SOURCE [OPTIONS]
 
     python -m determined_amp report precision runs/mlp-fp32/TIME runs/mlp-amp/TIME ... # run folders
     python -m determined_amp report precision runs/SEARCH/TIME                     # a local search
@@ -28,23 +28,27 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import optuna
-
 from determined_amp.amp.errors import UserError
-from determined_amp.report import loss_scale_report, precision_report
-from determined_amp.report.master_runs import fetch_comparison
-from determined_amp.report.source import ReportError
+from determined_amp.report import ReportError, precision_report
+from determined_amp.report.master_runs import fetch_comparison, is_compare_command
 from determined_amp.report.sources import (
+    check_report,
     folder_beside,
     is_experiment,
-    is_over_loss_scale,
     read_source,
-    refuse_loss_scales,
+    report_for,
 )
+from determined_amp.search.search_folder import Search
+
+# By report: its own options.
+_OPTIONS = {
+    "precision": ("metric", "better", "margin", "claims"),
+    "loss-scale": ("finding",),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report that is named, or the one that fits the source.
+    """Write the report that is named, or the one that fits the first source.
 
     Args:
         arguments: The command line; it may begin with `precision` or `loss-scale`.
@@ -55,34 +59,77 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: if the report cannot be made.
     """
-    named = arguments[0] if arguments and arguments[0] in _REPORTS else None
-    if named is None:
-        if not arguments or arguments[0].startswith("-"):
-            raise UserError("report: no source given; allowed: report SOURCE, then options")
-        over_loss_scale = is_over_loss_scale(read_source(arguments[0]))
-    make_parser, write = _REPORTS[named or ("loss-scale" if over_loss_scale else "precision")]
-    parser = make_parser()
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="where to write; default: beside the first source",
-    )
-    options = parser.parse_args(arguments[named is not None :])
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    folder = options.output
-    if folder is not None and not folder.is_dir():
+    named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
+    options = _parser().parse_args(arguments[named is not None :])
+    if options.output is not None and not options.output.is_dir():
         raise ReportError(
-            f"--output: got {folder}, which is no folder; allowed: an existing folder"
+            f"--output: got {options.output}, which is no folder; allowed: an existing folder"
         )
-    write(options)
+    searches = [read_source(source) for source in options.sources]
+    report = named or report_for(searches[0])
+    _check_options(report, options)
+    for source, search in zip(options.sources, searches, strict=True):
+        check_report(report, source, search)
+    folder = options.output or folder_beside(options.sources[0])
+    if report == "loss-scale":
+        _report_loss_scale(searches[0], options, folder)
+    elif is_compare_command(searches[0].config) and is_experiment(options.sources[0]):
+        _fetch_comparison(int(options.sources[0]), options, folder)
+    else:
+        _report_precisions(searches, options, folder)
     return 0
 
 
-def _precision_parser() -> argparse.ArgumentParser:
+def _check_options(report: str, options: argparse.Namespace) -> None:
+    """Raise if an option belongs to the other report, or there are too many sources."""
+    other = {"precision": "loss-scale", "loss-scale": "precision"}[report]
+    foreign = [name for name in _OPTIONS[other] if getattr(options, name)]
+    if foreign:
+        raise UserError(f"--{foreign[0]}: belongs to report {other}; this one is report {report}")
+    if report == "loss-scale" and len(options.sources) > 1:
+        raise UserError(
+            f"report loss-scale: got {len(options.sources)} sources; allowed: one search"
+        )
+
+
+def _report_precisions(
+    searches: Sequence[Search], options: argparse.Namespace, folder: Path
+) -> None:
+    written = precision_report.write_report(
+        searches,
+        folder,
+        metric=options.metric,
+        margin=options.margin,
+        smaller_is_better=None if options.better is None else options.better == "smaller",
+        judge_claims=options.claims,
+    )
+    print(f"{written.markdown}\nwritten: {', '.join(map(str, written.files))}")
+
+
+def _fetch_comparison(number: int, options: argparse.Namespace, folder: Path) -> None:
+    if options.metric or options.better or options.margin or options.sources[1:]:
+        raise ReportError(
+            f"experiment {number}: its task has written the report; allowed: no other source, and "
+            "no --metric, --better and --margin"
+        )
+    print(f"{fetch_comparison(number, folder)}\nwritten: {folder}")
+
+
+def _report_loss_scale(search: Search, options: argparse.Namespace, folder: Path) -> None:
+    from determined_amp.report import loss_scale_report  # noqa: PLC0415  # the finder, torch
+
+    sentences, files = loss_scale_report.write_report(
+        search, folder, options.finding, on_cluster=is_experiment(options.sources[0])
+    )
+    print("\n".join(sentences))
+    print(f"written: {', '.join(map(str, files))}")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m determined_amp report precision",
-        description="Compare runs that differ in precision and seed only.",
+        prog="python -m determined_amp report [precision|loss-scale]",
+        description="Compare runs that differ in precision and seed only, or draw the predicted "
+        "and the observed effects of the initial loss scale.",
     )
     parser.add_argument(
         "sources",
@@ -91,95 +138,49 @@ def _precision_parser() -> argparse.ArgumentParser:
         help="run folder, folder of a local search, or id of an experiment on DET_MASTER",
     )
     parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write; default: beside the first source",
+    )
+    parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="validation metric; default: validation_accuracy, else the searcher's",
+        help="precision: validation metric; default: validation_accuracy, else the searcher's",
     )
     parser.add_argument(
         "--better",
         choices=("larger", "smaller"),
-        help="direction of --metric; default: the searcher's, or that which the name implies",
+        help="precision: direction of --metric; default: the searcher's, or that which the name "
+        "implies",
     )
     parser.add_argument(
         "--margin",
         type=_positive,
         metavar="X",
-        help="difference that does not matter; default: 0.003 of an accuracy, else 1 %% of the "
-        "baseline's mean",
+        help="precision: difference that does not matter; default: 0.003 of an accuracy, else "
+        "1 %% of the baseline's mean",
     )
     parser.add_argument(
         "--claims",
         action="store_true",
-        help="judge the claims of the literature for ResNet-50, as for this repository's trials",
-    )
-    return parser
-
-
-def _positive(given: str) -> float:
-    try:
-        value = float(given)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {given}; allowed: a number above 0")
-    return value
-
-
-def _report_precisions(options: argparse.Namespace) -> None:
-    source, *others = options.sources
-    if not others and is_experiment(source):
-        folder = options.output or folder_beside(source)
-        fetched = fetch_comparison(int(source), folder)
-        if fetched is not None and (options.metric or options.better or options.margin):
-            raise ReportError(
-                f"experiment {source}: its task has written the report; allowed: no --metric, "
-                "--better and --margin"
-            )
-        if fetched is not None:
-            print(f"{fetched}\nwritten: {folder}")
-            return
-    sources = [read_source(source, with_settings=True) for source in options.sources]
-    for given, read in zip(options.sources, sources, strict=True):
-        refuse_loss_scales(given, read)
-    folder = options.output or folder_beside(source)
-    better = None if options.better is None else options.better == "smaller"
-    written = precision_report.write_report(
-        sources,
-        folder,
-        metric=options.metric,
-        margin=options.margin,
-        smaller_is_better=better,
-        judge_claims=options.claims,
-    )
-    print(f"{written.markdown}\nwritten: {', '.join(map(str, written.files))}")
-
-
-def _loss_scale_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m determined_amp report loss-scale",
-        description="Draw the predicted and the observed effects of the initial loss scale.",
-    )
-    parser.add_argument(
-        "source",
-        metavar="STUDY_OR_EXPERIMENT_ID",
-        help="folder of a local search, or id of an experiment on the master of DET_MASTER",
+        help="precision: judge the claims of the literature for ResNet-50, as for this "
+        "repository's trials",
     )
     parser.add_argument(
         "--finding",
         metavar="FILE_OR_EXPERIMENT_ID",
-        help="the finder's JSON, or its experiment on the master, instead of running it here",
+        help="loss-scale: the finder's JSON, or its experiment on the master, instead of running "
+        "it here",
     )
     return parser
 
 
-def _report_loss_scale(options: argparse.Namespace) -> None:
-    told, files = loss_scale_report.write_report(options.source, options.output, options.finding)
-    print("\n".join(told))
-    print(f"written: {', '.join(map(str, files))}")
-
-
-# By the name of a report: its parser, and what writes it.
-_REPORTS = {
-    "precision": (_precision_parser, _report_precisions),
-    "loss-scale": (_loss_scale_parser, _report_loss_scale),
-}
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: a number above 0")
+    return value

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config = checked_configuration(options)
     # These import torch, which takes seconds.
-    from determined_amp.finder.score import score  # noqa: PLC0415
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
     from determined_amp.search.task import check_score  # noqa: PLC0415
+    from determined_amp.trial.frozen import score  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial) as opened:
         check_score(opened.experiment)

@@ -41,14 +41,8 @@ from determined_amp.experiment.overrides import with_overrides
 # Each worker is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
 
-# The server that forks the workers imports these. The first optimizer needs `_dynamo`, the first
-# report tensorboard, the default data scikit-learn.
-PRELOADED = [
-    "determined_amp.search.workers",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-    "sklearn.datasets",
-]
+# What the server that forks the workers imports.
+PRELOADED = ["determined_amp.search.fork_server"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,8 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     return run_search(options.search, options.resume, options.overrides, options.workers)
 
 
-def start_server() -> None:
-    """Start the server that forks the workers; it imports torch in the background.
+def start_server(*more: str) -> None:
+    """Start the server that forks the workers; it imports torch, and `more`, in the background.
 
     Importing torch and its dependencies takes 8 s; a process forked after that starts in 0.3 s. The
     server starts no threads and does not initialise CUDA, so its forks can do both. But importing
@@ -79,7 +73,7 @@ def start_server() -> None:
     GPU. With the environment variable it asks the driver instead.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, *more])
     # The server itself ignores SIGINT only after its imports. This way it does so from the start.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -18,8 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from determined_amp.amp.errors import UserError
-from determined_amp.amp.fields import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError, Problem, UserError
 from determined_amp.cli.options import configuration_of, is_task, parser_of
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import check, parse, ranges
@@ -59,11 +58,8 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
     import determined as det  # noqa: PLC0415
 
     from determined_amp.local import run  # noqa: PLC0415
-    from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
-        complete_checkpoints,
-        is_of_the_machine,
-    )
-    from determined_amp.runs.folder import FolderError, RunFolder  # noqa: PLC0415
+    from determined_amp.local.checkpoint_storage import complete_checkpoints  # noqa: PLC0415
+    from determined_amp.runs.folder import RunFolder  # noqa: PLC0415
 
     config = parse(raw, options.config, trial=options.trial)
     resume = run.Resume.latest(Path(options.resume)) if options.resume else None
@@ -96,21 +92,7 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
             if not isinstance(left.__context__, det.InvalidHP):
                 raise
             raise UserError(str(left.__context__)) from left
-        except OSError as error:
-            where = options.resume or options.run_folder or "runs"
-            if not (is_of_the_machine(error) or _is_inside(error.filename, where)):
-                raise
-            raise FolderError(
-                f"{where}: the run cannot go on: {error}; what it has saved is intact: fix this, "
-                "then continue with --resume"
-            ) from error
     return 0
-
-
-def _is_inside(file: object, folder: str) -> bool:
-    return isinstance(file, (str, os.PathLike)) and Path(file).absolute().is_relative_to(
-        Path(folder).absolute()
-    )
 
 
 def _refuse_search(config: Mapping[str, Any], source: str) -> None:

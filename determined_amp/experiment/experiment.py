@@ -21,13 +21,14 @@ import difflib
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from determined_amp.amp.fields import ConfigError, Problem, is_settings_class, plain, read, setting
-from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.settings import AmpSettings, setting
 from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.plan import (
     ONE_BATCH,
     Plan,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from determined_amp.experiment.factory import Factory
 
 H_co = TypeVar("H_co", covariant=True)
-T = TypeVar("T")
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
 _SECTIONS = frozenset(
@@ -91,26 +91,6 @@ class Searcher:
     metric: str | None = setting(None)
     smaller_is_better: bool = setting(True)
     name: str = setting("single")
-
-    def best_first(
-        self,
-        items: Iterable[T],
-        value: Callable[[T], float | None],
-        tie: Callable[[T], float],
-    ) -> list[T]:
-        """The items with a finite metric value, best first; of equals the smallest `tie`."""
-        valued = [(number, item) for item in items if (number := value(item)) is not None]
-        finite = [(number, item) for number, item in valued if math.isfinite(number)]
-        sign = 1 if self.smaller_is_better else -1
-        ranked = sorted(finite, key=lambda pair: (sign * pair[0], tie(pair[1])))
-        return [item for _, item in ranked]
-
-
-def searcher_of(config: Mapping[str, Any]) -> Searcher:
-    """The `searcher` section of a search configuration that has already been checked."""
-    searcher = read(Searcher, config["searcher"], "searcher", [], strict=False)
-    assert searcher is not None
-    return searcher
 
 
 @dataclass(frozen=True)
@@ -168,7 +148,7 @@ class Experiment(Generic[H_co]):
     Args:
         config: The configuration before parsing, with trial and seed filled in.
         trial: Import path of the factory, `module:name`.
-        factory: The trial class, or a function that makes the trial.
+        factory: The trial class, or a function that makes the trial; None before it is imported.
         platform: Determined's own sections.
         hyperparameters: The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
         plan: How the trial is trained.
@@ -181,7 +161,7 @@ class Experiment(Generic[H_co]):
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)
     trial: str
-    factory: Factory = dataclasses.field(repr=False)
+    factory: Factory | None = dataclasses.field(repr=False)
     platform: Platform
     hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
     plan: Plan
@@ -250,6 +230,7 @@ class Experiment(Generic[H_co]):
         """Make the trial in a context of this experiment."""
         from determined_amp.experiment.factory import make_trial  # noqa: PLC0415  # torch
 
+        assert self.factory is not None  # `parse` has imported it
         return make_trial(self.factory, context)
 
 
@@ -295,20 +276,8 @@ def parse(
         ConfigError: naming every mistake. Those that only the trial's own classes show are named
             when there are no others.
     """
-    checked = _check(config, source, trial, hyperparameters)
-    own = _read_own(checked, source)
-    return Experiment(
-        config=_recorded(checked, own),
-        trial=checked.named.path,
-        factory=own.factory,
-        platform=checked.platform,
-        hyperparameters=own.hyperparameters,
-        plan=checked.plan,
-        amp=checked.known.amp,
-        global_batch_size=checked.known.global_batch_size,
-        data=own.data,
-        hparams=own.hparams,
-    )
+    experiment, key = _check(config, source, trial, hyperparameters)
+    return _with_trial(experiment, key, source)
 
 
 def check(config: Mapping[str, Any], source: str, *, trial: str | None = None) -> None:
@@ -328,24 +297,13 @@ def check(config: Mapping[str, Any], source: str, *, trial: str | None = None) -
     _check(config, source, trial, None)
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What a configuration says without its trial."""
-
-    config: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any]
-    named: _Named
-    platform: Platform
-    known: _Known
-    plan: Plan
-
-
 def _check(
     config: Mapping[str, Any],
     source: str,
     trial: str | None,
     hyperparameters: Mapping[str, Any] | None,
-) -> _Checked:
+) -> tuple[Experiment[Any], str]:
+    """The experiment as far as it is known without its trial, and the key that names the trial."""
     problems: list[str] = []
     values = _hyperparameters(config, hyperparameters, problems)
     if has_our_form(values) and is_test(config):
@@ -367,7 +325,20 @@ def _check(
         problems.extend(indivisible_batch(known.global_batch_size, slots))
     if problems or named is None or platform is None or known is None or plan is None:
         raise ConfigError(source, problems)
-    return _Checked(config, values, named, platform, known, plan)
+    path, key = named
+    experiment: Experiment[Any] = Experiment(
+        config=config,
+        trial=path,
+        factory=None,
+        platform=platform,
+        hyperparameters=values,
+        plan=plan,
+        amp=known.amp,
+        global_batch_size=known.global_batch_size,
+        data={} if config.get("data") is None else config["data"],
+        hparams=None,
+    )
+    return experiment, key
 
 
 def _hyperparameters(
@@ -443,27 +414,20 @@ def indivisible_batch(global_batch_size: int | None, slots: int) -> Iterator[Pro
         )
 
 
-@dataclass(frozen=True)
-class _Named:
-    """The name of a trial, and the key that has it."""
-
-    path: str
-    key: str
-
-
 def _named_trial(
     config: Mapping[str, Any],
     hyperparameters: Mapping[str, Any],
     option: str | None,
     problems: list[str],
-) -> _Named | None:
+) -> tuple[str, str] | None:
+    """The import path of the trial, and the key that has it."""
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
-        return _Named(option, "--trial")
+        return option, "--trial"
     if isinstance(name, str):
-        return _Named(name, "hyperparameters.trial")
+        return name, "hyperparameters.trial"
     if isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint):
-        return _Named(entrypoint, "entrypoint")
+        return entrypoint, "entrypoint"
     text = (
         f"{'missing' if name is None else f'got {name!r}'}; allowed: module:Class of a "
         "PyTorchTrial there, as the entrypoint, or as --trial module:Class"
@@ -511,62 +475,52 @@ def _read_known(hyperparameters: Mapping[str, Any], problems: list[str]) -> _Kno
     return None if known is None else dataclasses.replace(known, amp=settings)
 
 
-@dataclass(frozen=True)
-class _Own:
-    """What the trial itself adds to its experiment.
+def _with_trial(experiment: Experiment[Any], key: str, source: str) -> Experiment[Any]:
+    """Import the trial, and check the sections that only it knows.
 
     Args:
-        factory: The trial class, or a function that makes the trial.
-        hyperparameters: The hyperparameters that the trial gets.
-        hparams: An instance of its class `Hparams`; None if it has none.
-        data: An instance of its class `Data`, else the section as it is.
+        experiment: What is known without the trial.
+        key: The key that names the trial.
+        source: Where the configuration comes from, for the error message.
     """
-
-    factory: Factory
-    hyperparameters: Mapping[str, Any]
-    hparams: Any
-    data: Any
-
-
-def _read_own(checked: _Checked, source: str) -> _Own:
-    """Import the trial, and check the sections that only it knows."""
     from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 
     try:
-        factory = load_factory(checked.named.path)
+        factory = load_factory(experiment.trial)
     except ValueError as error:
         text = f"{error}; allowed: module:Class of a PyTorchTrial"
-        raise ConfigError(source, [Problem(checked.named.key, text)]) from error
+        raise ConfigError(source, [Problem(key, text)]) from error
     problems: list[str] = []
-    config, values, hparams = checked.config, dict(checked.hyperparameters), None
-    data = {} if config.get("data") is None else config["data"]
+    values, data, hparams = dict(experiment.hyperparameters), experiment.data, None
     strict, data_class = _own_class(factory, "Hparams"), _own_class(factory, "Data")
     if strict is not None or isinstance(values.get("trial"), str):
-        values["trial"] = checked.named.path
+        values["trial"] = experiment.trial
     if strict is not None:
         hparams = read(strict, values, "hyperparameters", problems)
-        for key, allowed in _REQUIRED:
-            if value_at(config, key) is None:
-                problems.append(Problem(key, f"missing; allowed: {allowed}"))
+        for name, allowed in _REQUIRED:
+            if value_at(experiment.config, name) is None:
+                problems.append(Problem(name, f"missing; allowed: {allowed}"))
     if data_class is not None:
         data = read(data_class, data, "data", problems)
     if problems:
         raise ConfigError(source, problems)
-    return _Own(factory, values, hparams, data)
+    # With its trial and its seed the configuration needs no further arguments.
+    changes: dict[str, Any] = {"reproducibility": {"experiment_seed": experiment.seed}}
+    if isinstance(values.get("trial"), str):
+        changes["hyperparameters"] = {"trial": experiment.trial}
+    else:
+        changes["entrypoint"] = experiment.trial
+    return dataclasses.replace(
+        experiment,
+        config=_merged(experiment.config, changes),
+        factory=factory,
+        hyperparameters=values,
+        data=data,
+        hparams=hparams,
+    )
 
 
 def _own_class(factory: Factory, name: str) -> type[Any] | None:
     """The attribute `name` of a trial class if it is a settings class; else None."""
     held = getattr(factory, name, None) if isinstance(factory, type) else None
     return held if is_settings_class(held) else None
-
-
-def _recorded(checked: _Checked, own: _Own) -> dict[str, Any]:
-    """The configuration with trial and seed, so that it needs no further arguments."""
-    seed = checked.platform.reproducibility.experiment_seed
-    changes: dict[str, Any] = {"reproducibility": {"experiment_seed": seed}}
-    if isinstance(own.hyperparameters.get("trial"), str):
-        changes["hyperparameters"] = {"trial": checked.named.path}
-    else:
-        changes["entrypoint"] = checked.named.path
-    return _merged(checked.config, changes)

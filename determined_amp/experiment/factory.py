@@ -10,7 +10,7 @@ from typing import Any
 
 from determined import pytorch
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 
 Factory = Callable[..., pytorch.PyTorchTrial]
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from determined_amp.amp.fields import ConfigError, Problem
+from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.experiment.plan import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.amp.fields import Problem, read, setting
+from determined_amp.amp.errors import Problem
+from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.fields import read
 from determined_amp.experiment.training import Length, TrainingSettings
 
 # Units of a length or a period in Determined's form; our form has no records.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from determined_amp.amp.fields import setting
+from determined_amp.amp.settings import setting
 
 if TYPE_CHECKING:
     from determined import pytorch

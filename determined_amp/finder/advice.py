@@ -19,6 +19,8 @@ from rich.table import Table
 
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.settings import SCALER_KEYS
+from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.yaml_text import yaml_lines, yaml_value
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.passes import Observation
 from determined_amp.finder.verdict import (
@@ -35,6 +37,11 @@ FILE_NAME = "loss_scale.json"
 
 # The width of `str(FoundScale)`, in characters.
 _COLUMNS = 100
+
+# Gradients can shrink by some bits in a training. With fewer than these below the choice, a scale
+# that never grows may flush them; growing so many times in a run is enough.
+_FEW_BITS = 3
+_GROWTHS = 10
 
 # How many modules the table lists for each side of the window.
 _MODULES_PER_SIDE = 4
@@ -56,6 +63,7 @@ class FinderRun:
         is_ours: Whether the trial has a `MixedPrecision`, which reads the section `amp`.
         min_scale: Lower limit of the scale.
         fp32_modules: Patterns of the modules that already compute in float32.
+        steps: Optimizer steps of the whole run; None if they are not known.
     """
 
     name: str
@@ -69,6 +77,7 @@ class FinderRun:
     is_ours: bool
     min_scale: float = 0.0
     fp32_modules: tuple[str, ...] = ()
+    steps: int | None = None
 
 
 def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
@@ -125,7 +134,7 @@ class FoundScale:
 
     def write(self, path: Path) -> None:
         """Write `as_json` into a file."""
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     @staticmethod
     def from_json(document: Any, source: str) -> FoundScale:
@@ -244,7 +253,7 @@ def sentences(found: FoundScale) -> Iterator[str]:
     else:
         yield f"safe window: 2^{low} to 2^{top}, {bits + 1} powers of two"
     if finding.verdict is Verdict.DEFAULT:
-        yield f"verdict: default is fine: 2^{DEFAULT_LOG2} is safe here; tuning it cannot help"
+        yield _fine(finding)
     elif finding.verdict is Verdict.SCALE:
         yield f"verdict: use 2^{finding.choice_log2}"
     elif finding.verdict is Verdict.ISLANDS:
@@ -257,12 +266,26 @@ def sentences(found: FoundScale) -> Iterator[str]:
             f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
     yield from _cost_of_other_scales(found)
+    yield from growth_advice(found)
     if finding.hidden_modules:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for instance "
             f"{finding.hidden_modules[0]}: an output that starts at 0 hides them. Train ten steps "
             "and run this again from there (a trial: with --checkpoint)"
         )
+
+
+def _fine(finding: Finding) -> str:
+    """The verdict where PyTorch's default is safe."""
+    verdict = f"verdict: default is fine: 2^{DEFAULT_LOG2} is safe here"
+    bits = finding.top_log2 + 1 - DEFAULT_LOG2
+    if finding.choice_log2 == DEFAULT_LOG2:
+        return f"{verdict}; tuning it cannot help"
+    return (
+        f"{verdict}, {bits} bit{'s' * (bits > 1)} below an overflow. Gradients can grow by 2 to 5 "
+        f"bits while learning begins: 2^{finding.choice_log2} may save a short training some "
+        "skipped steps"
+    )
 
 
 def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
@@ -282,7 +305,23 @@ def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
             yield (
                 f"starting at {name} flushes {_share(finding.at(scale).flushed_share)} of a "
                 f"gradient to 0, and takes {steps} steps to grow into the window"
+                + (f"; the run has {run.steps}" if run.steps and run.steps < steps else "")
             )
+
+
+def growth_advice(found: FoundScale) -> Iterator[str]:
+    """What to do about a scale that gradients may outgrow downwards, and that never grows."""
+    finding, run = found.finding, found.run
+    if finding.answer_log2 is None or run.steps is None or run.steps >= run.growth_interval:
+        return
+    bits = finding.answer_log2 - finding.low_log2
+    if bits < _FEW_BITS:
+        yield (
+            f"in {run.steps} steps the scale never grows with growth_interval "
+            f"{run.growth_interval}, and 2^{finding.answer_log2} is {bits} "
+            f"bit{'s' * (bits != 1)} above what flushes gradients to 0, which may shrink: "
+            f"growth_interval: {max(1, run.steps // _GROWTHS)} lets it follow them"
+        )
 
 
 def yaml_changes(found: FoundScale) -> dict[str, Any]:
@@ -307,7 +346,7 @@ def lines_to_paste(found: FoundScale) -> str:
     if found.run.is_ours:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key
-        return f"torch.amp.GradScaler(..., init_scale={_yaml(changes['init_scale'])})"
+        return f"torch.amp.GradScaler(..., init_scale={yaml_value(changes['init_scale'])})"
     if "fp32_modules" in changes:
         return "torch.autocast(..., enabled=False) around these modules, and float32 inputs"
     if finding.recorded_log2 is not None:
@@ -318,22 +357,6 @@ def lines_to_paste(found: FoundScale) -> str:
 def _without_a_scale(finding: Finding) -> str:
     """The precision for a trial that no loss scale helps."""
     return "amp_bf16" if finding.recorded_log2 is None else "fp32"  # it cannot run in bfloat16
-
-
-def yaml_lines(changes: Mapping[str, Any]) -> str:
-    """Format changes to the `amp` section as lines to paste into an experiment YAML."""
-    lines = ["hyperparameters:", "  amp:"]
-    for key, value in changes.items():
-        lines.append(f"    # without {key}" if value is None else f"    {key}: {_yaml(value)}")
-    return "\n".join(lines)
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, float):
-        return repr(value)  # all digits, so a power of two stays exact
-    if isinstance(value, list):
-        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
-    return str(value)
 
 
 def _plain(value: Any) -> Any:

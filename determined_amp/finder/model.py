@@ -11,7 +11,8 @@ import torch
 from determined import core, pytorch
 from torch import nn
 
-from determined_amp.amp.replay import own_copy, tensors_of
+from determined_amp.amp.replay import own_copy
+from determined_amp.amp.tensors import tensors_of
 from determined_amp.finder.advice import FoundScale, run_now
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.verdict import DEFAULT_LOG2, find

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.origin import Origin, backwards_through, hooked, only_views
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import parameters_in
+from determined_amp.amp.tensors import parameters_in, tensors_of
 from determined_amp.finder.histogram import Histogram, Tally
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -239,20 +239,14 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _dense(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists, tuples and dictionaries; of a sparse one, its values."""
-    if isinstance(value, torch.Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # by torch.func
-            value = torch._C._functorch.get_unwrapped(value)
-        if value.layout is torch.strided:
-            yield value
-        elif value.layout is torch.sparse_coo:
-            yield value._values()
-        elif value.layout is not torch._mkldnn:  # type: ignore[attr-defined]  # torch
-            yield value.values()
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dense(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _dense(item)
+def _dense(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested values; of a sparse one, its values."""
+    for tensor in tensors_of(values):
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # by torch.func
+            tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: PLW2901
+        if tensor.layout is torch.strided:
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield tensor._values()
+        elif tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]  # torch
+            yield tensor.values()

@@ -20,23 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import determined as det
 import torch
-from determined import pytorch
 
 from determined_amp.amp.errors import UserError
-from determined_amp.finder.frozen import (
-    FrozenBatch,
-    Gradients,
-    LossScaleError,
-    in_training,
-    wrapped_scaler,
-)
+from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.passes import Observation, Place, cause_of, observe, predict
 from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT
-from determined_amp.trial.mixed_precision import MixedPrecision
 
 # If a smaller share of the values is left, nothing trains.
 _FEWEST_VALUES = 0.01
@@ -115,39 +107,6 @@ def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> 
         f"2^{max(free):g}: a search can find nothing better. The best trial is the one of these "
         f"that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
     )
-
-
-def score(
-    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, batches: int
-) -> dict[str, float]:
-    """Score the current scale of the trial's `GradScaler` on its first training batches.
-
-    Args:
-        trial: The trial; it cannot be used afterwards.
-        context: Its context.
-        batches: Number of training batches.
-
-    Returns:
-        The fields of `Score`.
-
-    Raises:
-        determined.InvalidHP: if no loss scale helps, because the forward overflows.
-        LossScaleError: if the trial scales no loss, or has no gradient to scale.
-    """
-    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
-    scale_log2 = math.log2(scaler.get_scale())
-
-    def measure(frozen: Sequence[FrozenBatch]) -> Score:
-        return score_batches(
-            context,
-            frozen,
-            scale_log2,
-            growth_interval=int(scaler.get_growth_interval()),
-            backoff_factor=float(scaler.get_backoff_factor()),
-            min_scale=amp.settings.min_scale if amp else 0.0,
-        )
-
-    return asdict(in_training(trial, context, batches, measure))
 
 
 def score_batches(

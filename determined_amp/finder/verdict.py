@@ -32,9 +32,14 @@ LARGEST_LOG2 = 127
 # With more float32 modules than this, the model hardly computes in float16.
 _MOST_ISLANDS = 3
 
-# How many times the choice is halved at most. A kernel that accumulates in float16 can overflow a
-# few bits before its result does.
+# How many times the top is halved at most. A kernel that accumulates in float16 can overflow a few
+# bits before its result does.
 _MOST_DECREMENTS = 24
+
+# Bits between the choice and the top, where the window has them. While learning begins, the largest
+# gradient can grow by 2 to 5 bits (`benchmarks.loss_scale`), and later batches differ from the
+# first ones by another.
+_ROOM = 6
 
 
 class Verdict(enum.Enum):
@@ -174,14 +179,13 @@ class Finding(Window):
 def choice_of(low: int, top: int) -> int:
     """log2 of the scale to start with, given a safe window from 2^`low` to 2^`top`.
 
-    This is PyTorch's default if it lies in the window. Otherwise it is one bit below the top,
-    because later batches have larger gradients than the few used here. A second bit would save at
-    most one skipped step. At the bottom of the window, one bit can cost thousands of steps until
-    the scale has grown.
+    It leaves 6 bits to the top, because gradients grow while learning begins, and each bit too few
+    is a skipped step. It never leaves more than to the bottom, because gradients may shrink, too,
+    and a bit there costs thousands of steps until the scale has grown. Inside the window, nothing
+    else depends on the scale, so PyTorch's default is chosen where it leaves as much.
     """
-    if low <= DEFAULT_LOG2 <= top:
-        return DEFAULT_LOG2
-    return top if low == top else top - 1
+    room = min(_ROOM, (top - low + 1) // 2) if low <= top else 1
+    return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
 
 
 def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
@@ -198,15 +202,16 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
     prediction = predict(context, batches)
     top, above = _top(context, batches, prediction)
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    choice = choice_of(low, top)
-    verified = [observe(context, batches, choice, prediction)]
+    measured = next((seen for seen in above if seen.scale_log2 == top), None)
+    verified = [measured or observe(context, batches, top, prediction)]
     # At a large scale the loss itself may overflow in float16. At a scale of 1 it must not.
     hopeless = verified[0].overflow and not observe(context, batches, 0, prediction).loss_is_finite
     while verified[-1].overflow and not hopeless and len(verified) <= _MOST_DECREMENTS:
-        choice -= 1
-        top = choice  # the largest that is verified
+        top -= 1
+        verified.append(observe(context, batches, top, prediction))
+    gave_up, choice = verified[-1].overflow, choice_of(low, top)
+    if choice != top and not gave_up:
         verified.append(observe(context, batches, choice, prediction))
-    gave_up = verified[-1].overflow
     (verdict, islands), cause = _judge(context, batches, prediction, low, top), ""
     if gave_up:
         verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)

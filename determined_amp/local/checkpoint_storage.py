@@ -5,14 +5,15 @@ The newest, the best and the newest one with finite weights are kept.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
+import traceback
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,41 @@ from determined.common import storage
 from determined_amp.local.run_listener import LocalReports
 from determined_amp.trial.checkpoint import CheckpointError
 
-# Errors of the machine, not the trial: no space, a quota, a disk or mount gone or read-only.
-_OF_THE_MACHINE = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM}
-)
-
+# Packages that write into a run folder. An error of a file that is open does not name the file.
+_WRITERS = ("determined_amp", "determined", "tensorboard")
 
 # The file with the counts of Determined's loop, and the metadata key of its checksum.
 _STATE, _CHECKSUM = "trial_state.pkl", "trial_state_crc32"
 
 
 class DiskError(CheckpointError):
-    """A checkpoint could not be saved because of the disk."""
+    """A file of a run could not be read or written, so another trial would fail, too."""
 
 
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether the cause is the disk or a permission, so that another trial would fail, too."""
-    if isinstance(error, DiskError):
-        return True
-    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+def is_of_the_machine(error: BaseException, folder: Path) -> bool:
+    """Whether an error is about a file of the run in `folder`, and no fault of the trial."""
+    if not isinstance(error, OSError):
+        return isinstance(error, DiskError)
+    if isinstance(error.filename, (str, bytes, os.PathLike)):
+        file = Path(os.path.realpath(os.fsdecode(error.filename)))
+        return file.is_relative_to(os.path.realpath(folder))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return module.partition(".")[0] in _WRITERS
+
+
+@contextmanager
+def disk_errors_told(folder: Path) -> Iterator[None]:
+    """Raise a `DiskError` if a file of the run in `folder` cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if not is_of_the_machine(error, folder):
+            raise
+        kept = "what it has saved is intact: fix this, then continue with --resume"
+        if not complete_checkpoints(folder / "checkpoints"):
+            kept = "there is no checkpoint of it"
+        raise DiskError(f"{folder}: the run cannot go on: {error}; {kept}") from error
 
 
 class LocalCheckpoints(core.DummyCheckpointContext):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from determined import core, pytorch
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.experiment import Experiment, indivisible_batch
 from determined_amp.trial.determined_0_38 import average_by_default
 
@@ -34,45 +34,17 @@ def trial_context(
         raise ConfigError(experiment.name, wrong)
     for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
         set_seed(experiment.seed)
-    return make_context(
-        core_context,
-        experiment,
-        exp_conf=copy.deepcopy(dict(experiment.config)),
-        trial_seed=experiment.seed,
-        slots_per_trial=processes.size,
-        num_gpus=torch.cuda.device_count(),  # Determined would count all GPUs of nvidia-smi
-        steps_completed=first_batch,
-    )
-
-
-def make_context(
-    core_context: core.Context,
-    experiment: Experiment[Any],
-    *,
-    steps_completed: int = 0,
-    **settings: Any,
-) -> pytorch.PyTorchTrialContext:
-    """A context with the hyperparameters and the aggregation of an experiment.
-
-    Args:
-        core_context: Determined's core context of the run.
-        experiment: The experiment to run.
-        steps_completed: Number of batches that earlier processes trained.
-        settings: The other arguments of `PyTorchTrialContext`.
-    """
     context = pytorch.PyTorchTrialContext(
         core_context=core_context,
         hparams=copy.deepcopy(dict(experiment.hyperparameters)),
+        exp_conf=copy.deepcopy(dict(experiment.config)),
+        trial_seed=experiment.seed,
         aggregation_frequency=experiment.aggregation_frequency,
-        steps_completed=steps_completed,
+        slots_per_trial=processes.size,
+        num_gpus=torch.cuda.device_count(),  # Determined would count all GPUs of nvidia-smi
+        steps_completed=first_batch,
         managed_training=True,
         debug_enabled=False,
-        **settings,
     )
-    set_averaging(context, experiment)
-    return context
-
-
-def set_averaging(context: pytorch.PyTorchTrialContext, experiment: Experiment[Any]) -> None:
-    """Make Determined average aggregated gradients if the experiment says so."""
     average_by_default(context, experiment.plan.average_aggregated_gradients)
+    return context

@@ -17,8 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from determined_amp.amp.metrics import MetricName
-from determined_amp.audit import AuditMetricName
+from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,26 +20,32 @@ _NOT_FOR_USERS = ("Ignoring partial checkpoint download", "TensorFlow writer not
 
 
 class _MayVanish:
-    """A standard stream whose reader may go away: then output ends, and the program goes on."""
+    """A standard stream whose reader may go away: then output ends, and the program goes on.
+
+    Attributes:
+        error: Why the output ended; None if it has not.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.error: OSError | None = None
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:
-            self._give_up()
+        except OSError as error:
+            self._give_up(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            self._give_up()
+        except OSError as error:
+            self._give_up(error)
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: OSError) -> None:
         """Send all further output nowhere, including what is still buffered at exit."""
+        self.error = self.error or error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -50,24 +56,44 @@ class _MayVanish:
 
 
 @contextmanager
-def surviving_closed_output() -> Iterator[None]:
-    """Inside this block a closed pipe or terminal ends the output, not the program."""
+def surviving_closed_output() -> Iterator[_MayVanish]:
+    """Inside this block a closed pipe or terminal ends the output, not the program.
+
+    A standard stream that was closed before the program began is opened on nothing: the next file
+    would get its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", closefd=False))
     before = sys.stdout, sys.stderr
     out: Any = _MayVanish(sys.stdout)
     errors: Any = _MayVanish(sys.stderr)
     sys.stdout, sys.stderr = out, errors
     try:
-        yield
+        yield out
     finally:
         out.flush()
         sys.stdout, sys.stderr = before
+
+
+class _LogFile(logging.FileHandler):
+    """A log that ends where it cannot be written, as on a full disk, and the program goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        self.setLevel(logging.CRITICAL + 1)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager
 def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     """Inside this block log to `path`, if given, and print warnings to `console`.
 
-    Python's own warnings are logged, too. A few of Determined's are written and not shown.
+    Python's own warnings are logged, too, and the traceback of what ends the block. A few warnings
+    of Determined are written and not shown.
     """
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
@@ -75,7 +101,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     shown.addFilter(_is_for_users)
     handlers = [shown]
     if path is not None:
-        written = logging.FileHandler(path, encoding="utf-8")
+        written = _LogFile(path, encoding="utf-8")
         written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(written)
     root, level = logging.getLogger(), logging.getLogger().level
@@ -85,6 +111,10 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
         root.addHandler(handler)
     try:
         yield
+    except BaseException as error:
+        shown.setLevel(logging.CRITICAL + 1)  # the terminal has it from whoever catches it
+        logger.error("%s", type(error).__name__, exc_info=True)
+        raise
     finally:
         for handler in handlers:
             root.removeHandler(handler)

@@ -11,7 +11,7 @@ from typing import Any
 
 from determined import core, pytorch
 
-from determined_amp.experiment.errors import limits_of_the_machine
+from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.local.checkpoint_storage import LocalCheckpoints
 from determined_amp.local.context import trial_context
@@ -58,7 +58,7 @@ def open_trial(
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
     with throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
-        with limits_of_the_machine():
+        with faults_of_the_trial():
             yield OpenTrial(trial_of(experiment, context), context, name, experiment)
 
 

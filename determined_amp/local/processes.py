@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
@@ -14,17 +16,39 @@ import torch
 from determined import core
 from torch import distributed
 
+from determined_amp.amp.errors import UserError
+
+# Seconds between two signals that make the second one another request.
+APART = 5.0
+
+# What torchrun tells every process besides its number.
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_OF_A_NEW_GROUP = ("MASTER_ADDR", "MASTER_PORT")
+
 
 @contextmanager
 def process_group() -> Iterator[core.DistributedContext]:
-    """Join the other processes of this run, if torchrun started more than one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    """Join the other processes of this run, if torchrun started more than one.
+
+    Raises:
+        UserError: if `WORLD_SIZE` is set by something else.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
         yield core.DummyDistributedContext()
         return
-    # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
-    os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     # torch 2.3 hangs in a second group of the same process, so an existing one is used.
     owned = not distributed.is_initialized()
+    needed = (*_OF_TORCHRUN, *(_OF_A_NEW_GROUP if owned else ()))
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing or not size.isdecimal() or size == "0":
+        without = f" without {', '.join(missing)}" if missing else ""
+        raise UserError(
+            f"WORLD_SIZE: got {size!r} in the environment{without}; allowed: what torchrun sets, "
+            "or unset WORLD_SIZE to train in one process"
+        )
+    # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
+    os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     if owned:
         distributed.init_process_group(_backend())
     try:
@@ -104,8 +128,9 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterato
 class StopOnSignal(core.DummyPreemptContext):
     """Stops a run as a cluster pauses a trial: at the next report, with a checkpoint.
 
-    The first SIGINT or SIGTERM requests the stop; a second SIGINT interrupts at once. The chief
-    decides for all ranks.
+    The first SIGINT or SIGTERM requests the stop; a second one interrupts at once. SIGTERM counts
+    as the second only `APART` seconds after the first: on one Ctrl-C the terminal sends SIGINT to
+    every process, and torchrun adds SIGTERM. The chief decides for all ranks.
 
     Args:
         processes: The processes of this run.
@@ -124,6 +149,7 @@ class StopOnSignal(core.DummyPreemptContext):
         self.obeyed = False
         self.reason = "asked to stop"
         self.answer: str | None = None
+        self._asked_at = math.inf
 
     @contextmanager
     def listening(self) -> Iterator[StopOnSignal]:
@@ -137,12 +163,15 @@ class StopOnSignal(core.DummyPreemptContext):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"stopped by {signal.Signals(number).name}"
-        if self.requested and number == signal.SIGINT:
+        now = time.monotonic()
+        if self.requested and (number == signal.SIGINT or now >= self._asked_at + APART):
             raise KeyboardInterrupt
         if not self.requested and self.answer is not None:
             # Not by print: the signal may have interrupted another print.
             with suppress(OSError):
                 os.write(2, f"\n{self.answer}\n".encode())
+        if not self.requested:
+            self._asked_at = now
         self.requested = True
 
 

@@ -22,19 +22,19 @@ from torch import nn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import limits_of_the_machine
+from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     check_state,
-    complete_checkpoints,
+    disk_errors_told,
     is_of_the_machine,
     read_metadata,
 )
 from determined_amp.local.context import trial_context
 from determined_amp.local.display import Display
-from determined_amp.local.logs import logging_to, surviving_closed_output
+from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
@@ -69,7 +69,7 @@ class Resume:
             CheckpointError: if there is none.
         """
         passed_over = []
-        for checkpoint in reversed(complete_checkpoints(folder / "checkpoints")):
+        for checkpoint in sorted((folder / "checkpoints").glob("batch-*"), reverse=True):
             try:
                 metadata = read_metadata(checkpoint)
                 check_bytes(checkpoint)
@@ -133,9 +133,11 @@ class RunRecorder(RunListener):
         try:
             yield
         except BaseException as error:
-            if self._total is None and (isinstance(error, UserError) or is_of_the_machine(error)):
+            folder = self._folder.path
+            told = isinstance(error, UserError) or is_of_the_machine(error, folder)
+            if self._total is None and told:
                 self._folder.discard()  # nothing has been trained: there is no run
-                if not self._folder.path.exists():
+                if not folder.exists():
                     raise
             # A resume that fails before it trains does not change how the run ended.
             if self._total is not None or not self._resumed:
@@ -223,6 +225,11 @@ class LocalController(SafeController):
     def _run(self) -> None:
         epoch = epoch_length(self.context)
         total = self._length.in_batches(epoch)
+        if total < self.start_from_batch:
+            raise UserError(
+                f"hyperparameters.training.max_length: got {total} batches, and "
+                f"{self.start_from_batch} are trained; allowed: at least as many"
+            )
         for listener in self._listeners:
             listener.on_epoch_length(epoch)
             listener.on_training(self.start_from_batch, total)
@@ -265,12 +272,12 @@ def train(
         CheckpointError: if the checkpoint to resume from does not fit, or one cannot be saved.
         ConfigError: if the batch does not divide among the processes, or the experiment has no
             length.
+        DiskError: if a file of the run cannot be read or written.
         PrecisionError: if the device only emulates the precision.
     """
     first_batch = resume.batches if resume else 0
     length = experiment.max_length
     with (
-        surviving_closed_output(),
         process_group() as processes,
         StopOnSignal(processes).listening() as stop,
     ):
@@ -284,27 +291,29 @@ def train(
         display = [Display(experiment.name, console, metric)] if show else []
         recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
         notified = [recorder, *display, *listeners] if chief else []
-        reports = None
-        if chief:
-            reports = LocalReports(folder, experiment, notified, first_batch)
-        core_context = core.Context(
-            checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
-            distributed=processes,
-            preempt=stop,
-            train=reports or core.DummyTrainContext(folder.tensorboard),
-        )
-        logged = logging_to(folder.log if chief else None, console)
-        recorded = recorder.recording() if chief else nullcontext()
-        with (
-            logged,
-            core_context,
-            _notifying(notified, folder, stop),
-            recorded,
-            limits_of_the_machine(),
-        ):
-            context = trial_context(core_context, experiment, first_batch)
-            trial = trial_of(experiment, context)
-            with controlled_by(partial(LocalController, experiment, length, notified, first_batch)):
+        with disk_errors_told(folder.path):
+            reports = None
+            if chief:
+                reports = LocalReports(folder, experiment, notified, first_batch)
+            core_context = core.Context(
+                checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
+                distributed=processes,
+                preempt=stop,
+                train=reports or core.DummyTrainContext(folder.tensorboard),
+            )
+            logged = logging_to(folder.log if chief else None, console)
+            recorded = recorder.recording() if chief else nullcontext()
+            loop = partial(LocalController, experiment, length, notified, first_batch)
+            with (
+                logged,
+                core_context,
+                _notifying(notified, folder, stop),
+                recorded,
+                faults_of_the_trial(),
+                controlled_by(loop),
+            ):
+                context = trial_context(core_context, experiment, first_batch)
+                trial = trial_of(experiment, context)
                 start = resume.checkpoint if resume else None
                 # The controller restores the experiment's policy; `Trainer` refuses `best` here.
                 policy = CheckpointPolicy.ALL.value

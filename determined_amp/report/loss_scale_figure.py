@@ -15,8 +15,8 @@ from determined_amp.finder.verdict import DEFAULT_LOG2, Finding
 from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report.loss_scale_panels import Point
 from determined_amp.report.page import STYLE
-from determined_amp.report.source import Source
 from determined_amp.runs.run import Run
+from determined_amp.search.search_folder import Search
 
 _WIDTH = 9.0
 _MARGIN_BITS = 4
@@ -30,16 +30,16 @@ class _Panel(NamedTuple):
     is_over_scales: bool = True
 
 
-def draw(found: FoundScale | None, search: Source | None) -> Figure:
+def draw(prediction: FoundScale | None, search: Search | None) -> Figure:
     """Draw prediction and observations of one experiment; panels without data are left out.
 
     Args:
-        found: The prediction of the finder.
+        prediction: The prediction of the finder.
         search: The runs of a search.
     """
-    finding = found.finding if found else None
+    finding = prediction.finding if prediction else None
     with matplotlib.rc_context(STYLE):
-        drawn = list(_panels(found, search))
+        drawn = list(_panels(prediction, search))
         heights = [panel.height for panel in drawn]
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         axes = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -56,8 +56,8 @@ def draw(found: FoundScale | None, search: Source | None) -> Figure:
         return figure
 
 
-def _panels(found: FoundScale | None, search: Source | None) -> Iterator[_Panel]:
-    finding = found.finding if found else None
+def _panels(prediction: FoundScale | None, search: Search | None) -> Iterator[_Panel]:
+    finding = prediction.finding if prediction else None
     runs = search.runs if search else ()
     flushed = [
         Point(run.scale_log2, run.metrics["flushed_share"])
@@ -69,7 +69,7 @@ def _panels(found: FoundScale | None, search: Source | None) -> Iterator[_Panel]
         yield _Panel(2.7, lambda axes: panels.shares(axes, finding, flushed, overflowed))
     points = [] if search is None else points_of(search)
     if search is not None and points:
-        yield _Panel(2.3, partial(_draw_metric, found, search, points))
+        yield _Panel(2.3, partial(_draw_metric, prediction, search, points))
     skips = [
         Point(run.scale_log2, run.skipped_steps) for run in runs if run.skipped_steps is not None
     ]
@@ -82,25 +82,26 @@ def _panels(found: FoundScale | None, search: Source | None) -> Iterator[_Panel]
 
 
 def _draw_metric(
-    found: FoundScale | None, search: Source, points: Sequence[Point], axes: Axes
+    prediction: FoundScale | None, search: Search, points: Sequence[Point], axes: Axes
 ) -> None:
     alone = not search.also_searched
     title = search.metric.replace("_", " ").capitalize()
     if search.metric == "loss_scale_score":
         title += ": log₂(1 + optimizer steps lost)"
-        if found is not None:
-            panels.predicted_scores(axes, found, _limits(found.finding, search.runs))
+        if prediction is not None:
+            panels.predicted_scores(axes, prediction, _limits(prediction.finding, search.runs))
             title += " (line: predicted; dots: measured)"
     # All scored trials have the same seed, so there is no spread over seeds.
     seeds = alone and not any(run.is_scored for run in search.runs)
-    panels.metric(axes, points, search.metric, found.finding if found else None, band=seeds)
+    window = prediction.finding if prediction else None
+    panels.metric(axes, points, search.metric, window, band=seeds)
     panels.mark_best(axes, points[0])
     axes.set_title(
         title if alone else f"{title} (differ also in {', '.join(search.also_searched)})"
     )
 
 
-def points_of(search: Source) -> list[Point]:
+def points_of(search: Search) -> list[Point]:
     """The searcher's metric of every trial that reported it, best first."""
     longest = max(run.batches for run in search.runs)
     return [
@@ -118,5 +119,5 @@ def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]
     scales = [run.scale_log2 for run in rows]
     if finding is not None:
         scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
-        scales += [DEFAULT_LOG2, *(seen.scale_log2 for seen in finding.verified)]
+        scales += [DEFAULT_LOG2, *(one.scale_log2 for one in finding.verified)]
     return min(scales) - 1, max(scales) + 1

@@ -118,8 +118,8 @@ def shares(
         axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
         _name_line(axes, scales, lost, "flushed to 0")
-        seen = [m for m in finding.verified if not m.overflow]
-        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in seen)]
+        kept = [m for m in finding.verified if not m.overflow]
+        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in kept)]
         overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
         axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
     _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
@@ -205,9 +205,9 @@ def metric(
     if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
         means = _means(points)
         axes.plot(list(means), list(means.values()), color=INK, linewidth=1.6)
-    found = seed_band(points, window) if band else None
-    if found is not None:
-        centre, spread = found
+    drawn = seed_band(points, window) if band else None
+    if drawn is not None:
+        centre, spread = drawn
         axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
         axes.axhline(centre, color=AMBER, linewidth=0.8)
     values = [point.value for point in points]
@@ -216,17 +216,17 @@ def metric(
     axes.set_ylabel(name.replace("_", " "))
 
 
-def predicted_score(found: FoundScale, scale_log2: float) -> float:
+def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
     """The score of a scale as the finder predicts it, see `finder.score`."""
-    skipped = found.finding.expected_skips(scale_log2)
-    share = found.finding.at(scale_log2 - skipped).flushed_share
-    return score_of(steps_lost(skipped, share, found.run.growth_interval))
+    skipped = prediction.finding.expected_skips(scale_log2)
+    share = prediction.finding.at(scale_log2 - skipped).flushed_share
+    return score_of(steps_lost(skipped, share, prediction.run.growth_interval))
 
 
-def predicted_scores(axes: Axes, found: FoundScale, limits: tuple[float, float]) -> None:
+def predicted_scores(axes: Axes, prediction: FoundScale, limits: tuple[float, float]) -> None:
     """Draw the predicted score of every power of two between the limits, log2 of scales."""
     scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
-    scores = [predicted_score(found, scale) for scale in scales]
+    scores = [predicted_score(prediction, scale) for scale in scales]
     axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
 
 
@@ -253,10 +253,10 @@ def mark_best(axes: Axes, best: Point) -> None:
 
 
 def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
-    found: dict[object, list[Point]] = {}
+    lines: dict[object, list[Point]] = {}
     for i, point in enumerate(points):
-        found.setdefault(("alone", i) if point.seed is None else point.seed, []).append(point)
-    return found
+        lines.setdefault(("alone", i) if point.seed is None else point.seed, []).append(point)
+    return lines
 
 
 def _means(points: Sequence[Point]) -> dict[float, float]:

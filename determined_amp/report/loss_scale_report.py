@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.errors import UserError, one_line
-from determined_amp.amp.metrics import MetricName
+from determined_amp.amp.metric_names import MetricName
 from determined_amp.finder.advice import FoundScale, lines_to_paste
 from determined_amp.finder.advice import sentences as finder_sentences
-from determined_amp.report import page
+from determined_amp.report import ReportError, page
 from determined_amp.report.loss_scale_figure import draw
 from determined_amp.report.loss_scale_text import over_loss_scale, predict, sentences
 from determined_amp.report.master_runs import read_finding
-from determined_amp.report.source import Source
-from determined_amp.report.sources import (
-    folder_beside,
-    is_experiment,
-    read_source,
-    refuse_precisions,
-)
+from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import Machine
+from determined_amp.search.search_folder import Search
 
 NAME = "loss_scale"
 
@@ -40,14 +35,15 @@ _CAPTION = (
 
 
 def write_report(
-    given: str, folder: Path | None = None, finding: str | None = None
+    source: Search, folder: Path, finding: str | None = None, *, on_cluster: bool = False
 ) -> tuple[list[str], list[Path]]:
     """Write the report on a search.
 
     Args:
-        given: The source of the search, as it was typed.
-        folder: The output folder; None: beside the source.
+        source: The search.
+        folder: The output folder.
         finding: The finder's JSON file, or its experiment; None: the finder runs here.
+        on_cluster: Whether the search ran on a cluster.
 
     Returns:
         The sentences of the report, the answer first, and its files.
@@ -56,29 +52,31 @@ def write_report(
         UserError: if the report cannot be made.
     """
     predicted = _finding(finding) if finding else None
-    source = read_source(given)
-    refuse_precisions(given, source)
+    if finding and (folder / f"{NAME}.json").resolve() == Path(finding).resolve():
+        raise ReportError(
+            f"--finding: got {finding}, which the report would replace; allowed: another --output"
+        )
     search = over_loss_scale(source)
     missing: list[str] = []
     if predicted is None:
         predicted, missing = _predicted(search)
-    told = [*_answer(predicted), *sentences(predicted, search), *missing]
-    if is_experiment(given) and predicted and not finding:
-        told.append(
+    lines = [*_answer(predicted), *sentences(predicted, search), *missing]
+    if predicted and not finding and on_cluster:
+        lines.append(
             f"predicted here, on {predicted.run.device} with torch {predicted.run.torch}, which "
             "the cluster need not have: det experiment create hp_search/find_loss_scale.yaml . "
             "predicts there, for --finding ID"
         )
     record = {
-        "answer": told[0],
-        "sentences": told,
+        "answer": lines[0],
+        "sentences": lines,
         "search": search.origin,
         "metric": search.metric,
         "trials": [dict(zip(*row, strict=True)) for row in _facts(search)],
         "finding": predicted.as_json() if predicted else None,
     }
-    markdown, figure = text(told, predicted, search), draw(predicted, search)
-    return told, page.write(folder or folder_beside(given), NAME, markdown, figure, record)
+    markdown, figure = text(lines, predicted, search), draw(predicted, search)
+    return lines, page.write(folder, NAME, markdown, figure, record)
 
 
 def _finding(source: str) -> FoundScale:
@@ -87,7 +85,7 @@ def _finding(source: str) -> FoundScale:
     return FoundScale.read(Path(source))
 
 
-def _predicted(search: Source) -> tuple[FoundScale | None, list[str]]:
+def _predicted(search: Search) -> tuple[FoundScale | None, list[str]]:
     """The finding, or a sentence on why there is none: the report is useful without it too."""
     try:
         return predict(search), []
@@ -101,24 +99,24 @@ def _predicted(search: Source) -> tuple[FoundScale | None, list[str]]:
 
 def _answer(predicted: FoundScale | None) -> list[str]:
     """The finder's sentences, its verdict first."""
-    said = finder_sentences(predicted) if predicted else ()
-    return sorted(said, key=lambda sentence: not sentence.startswith("verdict: "))
+    of_the_finder = finder_sentences(predicted) if predicted else ()
+    return sorted(of_the_finder, key=lambda sentence: not sentence.startswith("verdict: "))
 
 
-def text(told: Sequence[str], predicted: FoundScale | None, search: Source) -> str:
+def text(lines: Sequence[str], predicted: FoundScale | None, search: Search) -> str:
     """The report as Markdown: the answer first, then sentences, the picture and the trials.
 
     Args:
-        told: Sentences, the answer first.
+        lines: Sentences, the answer first.
         predicted: The finding; None without one.
         search: The runs of the search.
     """
     facts = _facts(search)
     rows = [[_cell(value) for value in values] for _, values in facts]
     parts = [
-        f"# {told[0]}",
+        f"# {lines[0]}",
         f"```yaml\n{lines_to_paste(predicted)}\n```" if predicted else "",
-        "\n".join(f"* {sentence}" for sentence in told[1:]),
+        "\n".join(f"* {sentence}" for sentence in lines[1:]),
         f"![{_CAPTION}]({NAME}.png)",
         page.table(facts[0][0], rows),
         _origin(predicted, search),
@@ -126,7 +124,7 @@ def text(told: Sequence[str], predicted: FoundScale | None, search: Source) -> s
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _facts(search: Source) -> list[tuple[list[str], list[Any]]]:
+def _facts(search: Search) -> list[tuple[list[str], list[Any]]]:
     """The names and the values of what the table says of each trial, the smallest scale first."""
     known = {name for run in search.runs for name in run.metrics}
     metrics = [m for m in dict.fromkeys((search.metric, *_METRICS)) if m in known]
@@ -148,7 +146,7 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _origin(predicted: FoundScale | None, search: Source) -> str:
+def _origin(predicted: FoundScale | None, search: Search) -> str:
     """What the numbers were measured on."""
     seeds = {run.seed for run in search.runs if run.seed is not None}
     machine, date = search.runs[0].machine, search.runs[0].date

@@ -11,14 +11,15 @@ from determined_amp.experiment.dotted import flat, nested
 from determined_amp.experiment.experiment import TRIAL_SEED
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.score import worth_of_best
-from determined_amp.finder.trial import find_in_trial
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import open_trial
+from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_figure import points_of
 from determined_amp.report.loss_scale_panels import predicted_score, seed_band
-from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.run import SCALE, is_scale
+from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Task
+from determined_amp.trial.frozen import find_in_trial
 
 # The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
@@ -27,16 +28,19 @@ _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "repro
 _SDS_OF_A_TIE = 2.0
 
 
-def over_loss_scale(search: Source) -> Source:
+def over_loss_scale(search: Search) -> Search:
     """The search, with only those runs that have an initial loss scale.
 
     Raises:
         ReportError: if no run has a loss scale.
     """
     if not search.runs:
-        raise ReportError(f"{search.origin}: has no trials yet; draw it when the first has ended")
-    found = tuple(run for run in search.runs if not math.isnan(run.scale_log2))
-    if not found:
+        noted = f" ({'; '.join(search.notes)})" if search.notes else ""
+        raise ReportError(
+            f"{search.origin}: has no trials yet{noted}; draw it when the first has ended"
+        )
+    runs = tuple(run for run in search.runs if not math.isnan(run.scale_log2))
+    if not runs:
         spaces = flat(search.config.get("hyperparameters") or {})
         searched = [name for name, value in spaces.items() if isinstance(value, Mapping)]
         raise ReportError(
@@ -44,10 +48,10 @@ def over_loss_scale(search: Source) -> Source:
             f"{', '.join(searched) or 'nothing'}. Allowed: an experiment with amp.{SCALE}, such "
             "as hp_search/loss_scale_grid.yaml"
         )
-    return dataclasses.replace(search, runs=found)
+    return dataclasses.replace(search, runs=runs)
 
 
-def predict(search: Source, batches: int = 4) -> FoundScale:
+def predict(search: Search, batches: int = 4) -> FoundScale:
     """Run the finder on the experiment of a search, with the seed of the search.
 
     Args:
@@ -63,47 +67,50 @@ def predict(search: Source, batches: int = 4) -> FoundScale:
         return find_in_trial(search.name, opened.trial, opened.context, batches)
 
 
-def _experiment(search: Source) -> dict[str, Any]:
+def _experiment(search: Search) -> dict[str, Any]:
     """The experiment of a search, with the default scale instead of a searched one."""
     sample = search.runs[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
     frequency = (search.config.get("optimizations") or {}).get("aggregation_frequency", 1)
     if frequency > 1:  # in Determined's own form; ours has a hyperparameter for it
         plain["optimizations"] = {"aggregation_frequency": frequency}
-    kept = {n: value for n, value in sample.items() if n != TRIAL_SEED and not is_scale(n)}
+    constants = flat(search.config["hyperparameters"])
+    values = {n: v for n, v in {**constants, **sample}.items() if not isinstance(v, Mapping)}
+    kept = {n: value for n, value in values.items() if n != TRIAL_SEED and not is_scale(n)}
     task = Task.of(search.config)
     if task is not None and task.trial is not None:
         plain["entrypoint"] = task.trial
     return {**plain, "hyperparameters": nested(kept)}
 
 
-def sentences(found: FoundScale | None, search: Source) -> Iterator[str]:
+def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
     """Sentences on how well prediction and search agree, and on the best trial."""
-    finding = None if found is None else found.finding
-    if found is not None and finding is not None:
+    finding = None if prediction is None else prediction.finding
+    if prediction is not None and finding is not None:
         yield from _overflow(finding, search)
         yield from _flush(finding, search)
-        yield from _scores(found, search)
+        yield from _scores(prediction, search)
         yield from _skips(finding, search)
     yield from _best(finding, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
+    yield from search.notes
 
 
-def _overflow(finding: Finding, search: Source) -> Iterator[str]:
-    seen = [(run.scale_log2, run.overflow) for run in search.runs if run.overflow is not None]
-    if not seen:
+def _overflow(finding: Finding, search: Search) -> Iterator[str]:
+    measured = [(run.scale_log2, run.overflow) for run in search.runs if run.overflow is not None]
+    if not measured:
         return
-    wrong = sorted(scale for scale, over in seen if over is not (scale > finding.top_log2))
+    wrong = sorted(scale for scale, over in measured if over is not (scale > finding.top_log2))
     yield (
         f"overflow: predicted above 2^{finding.top_log2:g}, and "
-        f"{len(seen) - len(wrong)} of {len(seen)} trials agree"
+        f"{len(measured) - len(wrong)} of {len(measured)} trials agree"
         + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
     )
 
 
-def _flush(finding: Finding, search: Source) -> Iterator[str]:
+def _flush(finding: Finding, search: Search) -> Iterator[str]:
     predicted = {p.scale_log2: p.flushed_share for p in finding.predicted}
     differences = [
         (abs(run.metrics["flushed_share"] - predicted[int(run.scale_log2)]), run.scale_log2)
@@ -118,9 +125,9 @@ def _flush(finding: Finding, search: Source) -> Iterator[str]:
         )
 
 
-def _scores(found: FoundScale, search: Source) -> Iterator[str]:
+def _scores(prediction: FoundScale, search: Search) -> Iterator[str]:
     differences = [
-        (abs(run.metrics["loss_scale_score"] - predicted_score(found, run.scale_log2)), run)
+        (abs(run.metrics["loss_scale_score"] - predicted_score(prediction, run.scale_log2)), run)
         for run in search.runs
         if run.is_scored
     ]
@@ -132,21 +139,21 @@ def _scores(found: FoundScale, search: Source) -> Iterator[str]:
         )
 
 
-def _skips(finding: Finding, search: Source) -> Iterator[str]:
-    seen = [
+def _skips(finding: Finding, search: Search) -> Iterator[str]:
+    measured = [
         (run.skipped_steps, finding.expected_skips(run.scale_log2))
         for run in search.runs
         if run.skipped_steps is not None
     ]
-    if seen:
-        near = sum(abs(skipped - expected) <= 1 for skipped, expected in seen)
+    if measured:
+        near = sum(abs(skipped - expected) <= 1 for skipped, expected in measured)
         yield (
-            f"skipped steps: {near} of {len(seen)} trials skipped what was expected, or one more "
-            "or less"
+            f"skipped steps: {near} of {len(measured)} trials skipped what was expected, or one "
+            "more or less"
         )
 
 
-def _best(finding: Finding | None, search: Source) -> Iterator[str]:
+def _best(finding: Finding | None, search: Search) -> Iterator[str]:
     points = points_of(search)
     if not points:
         yield f"no trial reported {search.metric} yet"

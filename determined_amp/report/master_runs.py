@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from determined import errors as det_errors
 from determined.common.api import bindings, errors
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, one_line
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
-from determined_amp.finder.advice import FILE_NAME, FoundScale
-from determined_amp.report.source import ReportError, Source
-from determined_amp.runs.master import NONSENSE, log_in
+from determined_amp.report import ReportError
+from determined_amp.report.page import write_files
+from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.runs.settings import SEED, of_experiment
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.search_folder import Search
+from determined_amp.search.task import Task, Topic, Verb
 
 if TYPE_CHECKING:
     from determined.common.api import Session
-    from determined.experimental.client import Checkpoint, Determined, Trial
+    from determined.experimental.client import Experiment, Trial
+
+    from determined_amp.finder.advice import FoundScale
 
 MASTER = "DET_MASTER"
 
-# The report that the command `compare` leaves in its checkpoint.
-_TEXT = "precision.md"
+# The report that the command `compare` leaves in its checkpoint, and its files.
+_TEXT, _SUFFIXES = "precision.md", (".html", ".json", ".md", ".png")
 
-# The platform's names for floats that JSON cannot write as numbers.
-_NO_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
+# Topics of experiments whose trials are not compared by their settings.
+_WITHOUT_SETTINGS = (Topic.FINDING, Topic.LOSS_SCALES)
+
+_SIDE_BY_SIDE = (
+    "the master does not tell which trials ran side by side on one machine, which changes their "
+    "speeds",
+)
 
 _PAGE = 500  # runs in one answer of the master
+
+# By group of reports: the key of their metrics.
+_METRICS_OF_GROUP = {"training": "avg_metrics", "validation": "validation_metrics"}
 
 # The states of trials that have ended, without `STATE_`.
 _ENDED = {
@@ -47,38 +57,48 @@ _ENDED = {
 }
 
 
-def read_experiment(number: int, *, with_settings: bool = False) -> Source:
+def read_experiment(number: int) -> Search:
     """Read an experiment and its trials from the master that `DET_MASTER` names.
+
+    The configuration of every trial is read where precisions may be compared; it must then be one
+    for `determined_amp train`.
 
     Args:
         number: The id of the experiment.
-        with_settings: Also read the configuration of every trial, which must be one for
-            `determined_amp train`.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment, or its configuration cannot be read here.
     """
-    with _on_master(number) as (determined, origin):
-        experiment = determined.get_experiment(number)
-        trials = experiment.list_trials()
-        config = experiment.config or {}
-        reports, noted = _reports(determined, trials), _noted(determined._session, number)
-        runs = (
-            _run(origin, config, t, reports[t.id], noted.get(t.id, {}), with_settings=with_settings)
-            for t in trials
-        )
-        return Source(origin, tuple(runs), config, notes=_unknown(trials))
+    with _on_master(number) as (session, experiment, origin):
+        config, trials = experiment.config or {}, experiment.list_trials()
+        reports, noted = _reports(session, trials), _noted(session, number)
+        has_settings = Topic.of(config) not in _WITHOUT_SETTINGS and not is_compare_command(config)
+        runs = []
+        for trial in trials:
+            known, settings = noted.get(trial.id, {}), {}
+            if has_settings:
+                settings = _settings(origin, config, trial.hparams or {})
+                settings[SEED] = known.get("seed")
+            machine = Machine(**known.get("machine", {}))
+            state, reason = _ended(trial, known, settings, reports[trial.id])
+            run = Run(
+                f"{origin}, trial {trial.id}",
+                state,
+                reason,
+                (Part(settings=settings, machine=machine, date=known.get("date")),),
+                reports[trial.id],
+                number=trial.id,
+                hparams=flat(trial.hparams or {}),
+            )
+            runs.append(run)
+    return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE if len(runs) > 1 else ())
 
 
-def _unknown(trials: Sequence[Trial]) -> tuple[str, ...]:
-    """Sentences for the report on what the master does not tell."""
-    if len(trials) < 2:
-        return ()
-    return (
-        "the master does not tell which trials ran side by side on one machine, which changes "
-        "their speeds",
-    )
+def is_compare_command(config: Mapping[str, Any]) -> bool:
+    """Whether the entrypoint of an experiment is the command `compare`."""
+    task = Task.of(config)
+    return task is not None and task.verb is Verb.COMPARE
 
 
 def read_finding(number: int) -> FoundScale:
@@ -89,19 +109,13 @@ def read_finding(number: int) -> FoundScale:
         ReportError: if there is no such experiment, or it has no finding.
         LossScaleError: if the file in its checkpoint is not a finding.
     """
-    with _on_master(number) as (determined, origin):
-        checkpoints = determined.get_experiment(number).list_checkpoints()
-        found = [one for one in checkpoints if FILE_NAME in (one.resources or {})]
-        if not found:
-            raise ReportError(
-                f"{origin}: has no checkpoint with {FILE_NAME}; allowed: one of "
-                "hp_search/find_loss_scale.yaml that has completed"
-            )
-        with _downloaded(found[0], origin, f"; and here: --finding {FILE_NAME}") as folder:
-            return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)
+    from determined_amp.finder.advice import FILE_NAME, FoundScale  # noqa: PLC0415  # torch
+
+    with _checkpoint(number, FILE_NAME) as (folder, origin):
+        return FoundScale.from_json(json.loads((folder / FILE_NAME).read_text()), origin)
 
 
-def fetch_comparison(number: int, folder: Path) -> str | None:
+def fetch_comparison(number: int, folder: Path) -> str:
     """Download the report of an experiment that ran `compare`, from its checkpoint.
 
     Args:
@@ -109,71 +123,44 @@ def fetch_comparison(number: int, folder: Path) -> str | None:
         folder: Folder for its files.
 
     Returns:
-        The text of the report; None for another kind of experiment.
+        The text of the report.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment, or it has no report.
     """
-    with _on_master(number) as (determined, origin):
-        experiment = determined.get_experiment(number)
-        if not is_compare_command(experiment.config or {}):
-            return None
-        left = [c for c in experiment.list_checkpoints() if _TEXT in (c.resources or {})]
-        if not left:
-            noted = _noted(determined._session, number).values()
-            known = next((n.get("failure") or n.get("answer") for n in noted), None)
-            raise ReportError(f"{origin}: has no report: {known or 'its comparison has not ended'}")
-        with _downloaded(left[0], origin, "") as downloaded:
-            for path in downloaded.iterdir():
-                if path.suffix in (".html", ".json", ".md", ".png"):
-                    shutil.copy(path, folder / path.name)
-        return (folder / _TEXT).read_text(encoding="utf-8")
-
-
-def is_compare_command(config: Mapping[str, Any]) -> bool:
-    """Whether the entrypoint of an experiment is the command `compare`."""
-    task = Task.of(config)
-    return task is not None and task.verb is Verb.COMPARE
+    with _checkpoint(number, _TEXT) as (downloaded, _):
+        found = (path for path in downloaded.iterdir() if path.suffix in _SUFFIXES)
+        files = {folder / path.name: path.read_bytes() for path in found}
+    write_files(folder, files)
+    return files[folder / _TEXT].decode()
 
 
 @contextmanager
-def _downloaded(checkpoint: Checkpoint, origin: str, instead: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
+def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
+    """Download the checkpoint of an experiment that has a file, and delete it after the block.
+
+    Args:
+        number: The id of the experiment.
+        name: Name of the file.
+
+    Yields:
+        The folder of the checkpoint, and a name for the experiment.
+    """
+    with _on_master(number) as (session, experiment, origin), TemporaryDirectory() as folder:
+        saved = [c for c in experiment.list_checkpoints() if name in (c.resources or {})]
+        if not saved:
+            noted = [n.get("failure") or n.get("answer") for n in _noted(session, number).values()]
+            why = next(filter(None, noted), "it has not completed, or ran another command")
+            raise ReportError(f"{origin}: has no checkpoint with {name}: {why}")
         try:
-            checkpoint.download(folder)
+            saved[0].download(folder)
         except det_errors.MultipleDownloadsFailed as error:
             raise ReportError(
                 f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
-                f"be reached: det checkpoint download {checkpoint.uuid}{instead}"
+                f"be reached: det checkpoint download {saved[0].uuid}"
             ) from error
-        yield Path(folder)
-
-
-def _run(
-    origin: str,
-    config: Mapping[str, Any],
-    trial: Trial,
-    reports: Reports,
-    noted: Mapping[str, Any],
-    *,
-    with_settings: bool,
-) -> Run:
-    settings: dict[str, Any] = {}
-    if with_settings:
-        settings = _settings(origin, config, trial.hparams or {})
-        settings[SEED] = noted.get("seed")
-    machine = Machine.read(noted["machine"]) if "machine" in noted else Machine()
-    state, reason = _ended(trial, noted, settings, reports)
-    return Run(
-        f"{origin}, trial {trial.id}",
-        state,
-        reason,
-        (Part(settings=settings, machine=machine, date=noted.get("date")),),
-        reports,
-        number=trial.id,
-        hparams=flat(trial.hparams or {}),
-    )
+        yield Path(folder), origin
 
 
 def _noted(session: Session, experiment: int) -> dict[int, Mapping[str, Any]]:
@@ -228,31 +215,24 @@ def _settings(
         ) from error
 
 
-def _reports(determined: Determined, trials: Iterable[Trial]) -> dict[int, Reports]:
+def _reports(session: Session, trials: Iterable[Trial]) -> dict[int, Reports]:
     """The reports of all trials, by trial id."""
     reports = {trial.id: Reports() for trial in trials}
-    for group in ("training", "validation") if reports else ():  # without ids the master fails
-        found: dict[int, list[Report]] = {number: [] for number in reports}
-        for sent in determined.iter_trials_metrics(list(found), group):
-            found[sent.trial_id].append(Report(sent.steps_completed, _numbers(sent.metrics)))
-        for number, ordered in found.items():
+    # Without ids the master fails.
+    for group, key in _METRICS_OF_GROUP.items() if reports else ():
+        sent: dict[int, list[Report]] = {number: [] for number in reports}
+        for answer in bindings.get_GetMetrics(session, trialIds=list(sent), group=group):
+            for one in answer.metrics:
+                sent[one.trialId].append(Report.read(one.totalBatches, one.metrics[key]))
+        for number, ordered in sent.items():
             for report in sorted(ordered, key=lambda report: report.batches):
                 reports[number].add(group, report)
     return reports
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if name != "batches"
-        if isinstance(value, (int, float)) or (isinstance(value, str) and value in _NO_JSON_NUMBERS)
-    }
-
-
 @contextmanager
-def _on_master(number: int) -> Iterator[tuple[Determined, str]]:
-    """The master that `DET_MASTER` names, and a name for its experiment `number`.
+def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
+    """A session with the master that `DET_MASTER` names, its experiment, and a name for that.
 
     Raises:
         MasterError: if there is no such master, or the login fails.
@@ -264,19 +244,28 @@ def _on_master(number: int) -> Iterator[tuple[Determined, str]]:
             f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
             "of the master, or give the folder of a local search"
         )
+    with answering_in_time(), _connected(number, address) as connected:
+        yield connected
+
+
+@contextmanager
+def _connected(number: int, address: str) -> Iterator[tuple[Session, Experiment, str]]:
     session = log_in(address)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
-        from determined.experimental.client import Determined  # noqa: PLC0415
+        from determined.experimental.client import Experiment  # noqa: PLC0415
     try:
-        yield Determined._from_session(session), f"experiment {number} on {session.master}"
+        experiment = Experiment(number, session)
+        experiment.reload()
+        yield session, experiment, f"experiment {number} on {session.master}"
     except errors.NotFoundException as error:
         raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
-    except (
-        errors.BadRequestException,
-        errors.BadResponseException,
-        bindings.APIHttpError,
-        OSError,
-        *NONSENSE,
-    ) as error:
-        raise ReportError(f"{session.master} gave no experiment {number}: {error}") from error
+    except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
+        raise ReportError(
+            f"{session.master} gave no experiment {number}: {one_line(error)}"
+        ) from error
+    except (errors.BadResponseException, *NONSENSE) as error:
+        raise ReportError(
+            f"{session.master} gave no experiment {number}: its answer is not that of Determined "
+            f"0.38: {type(error).__name__} {one_line(error)}"
+        ) from error

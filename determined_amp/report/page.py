@@ -25,10 +25,14 @@ from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from determined_amp.report.source import ReportError
+from determined_amp.experiment.files import write_together
+from determined_amp.report import ReportError
 
 # `as_svg` replaces these with the page's variables, so no other colour may have these values.
 INK, MUTED, PAPER, BLUE = "#1f2329", "#6b7279", "#fefefe", "#0072b2"
+
+# The key of every report as JSON that no other file has.
+_DRAWN = "drawn"
 
 VERMILION, GREEN, AMBER = "#d55e00", "#009e73", "#b07800"
 
@@ -87,19 +91,36 @@ def write(
     Raises:
         ReportError: if a file cannot be written.
     """
-    paths = {kind: folder / f"{name}.{kind}" for kind in ("png", "html", "md", "json")}
-    numbers = {"drawn": drawn_with(), **record}
+    numbers = {_DRAWN: drawn_with(), **record}
+    files = {
+        folder / f"{name}.png": as_png(figure),
+        folder / f"{name}.html": as_html(markdown, as_svg(figure)).encode(),
+        # Tags in names that others wrote stay text here, too.
+        folder / f"{name}.md": re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown).encode(),
+        folder / f"{name}.json": json.dumps(_plain(numbers), indent=2, allow_nan=False).encode(),
+    }
+    write_files(folder, files)
+    return list(files)
+
+
+def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
+    """Write the files of a report into a folder, all of them or none.
+
+    Raises:
+        ReportError: if one cannot be written, or would replace JSON that is no report.
+    """
     try:
-        save_png(figure, paths["png"])
-        paths["md"].write_text(markdown, encoding="utf-8")
-        paths["html"].write_text(as_html(markdown, as_svg(figure)), encoding="utf-8")
-        paths["json"].write_text(json.dumps(_plain(numbers), indent=2, allow_nan=False) + "\n")
-    except OSError as error:
+        for path in files:
+            if path.suffix == ".json" and path.is_file() and f'"{_DRAWN}"' not in path.read_text():
+                raise ReportError(
+                    f"{path}: is there, and no report; allowed: --output with another folder"
+                )
+        write_together({path: [content] for path, content in files.items()})
+    except (OSError, ValueError) as error:
         raise ReportError(
             f"{folder}: the report cannot be written: {error}; allowed: --output with a folder "
             "that can"
         ) from error
-    return list(paths.values())
 
 
 def drawn_with() -> dict[str, str]:
@@ -136,10 +157,12 @@ def as_html(markdown: str, svg: str) -> str:
     )
 
 
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG with a white background."""
+def as_png(figure: Figure) -> bytes:
+    """A figure as a PNG with a white background."""
+    written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=130, facecolor=PAPER, metadata={"Software": None})
+        figure.savefig(written, dpi=130, facecolor=PAPER, metadata={"Software": None})
+    return written.getvalue()
 
 
 def as_svg(figure: Figure) -> str:

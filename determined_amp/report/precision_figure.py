@@ -14,17 +14,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STYLE, VERMILION
 from determined_amp.report.precision_comparison import (
     Comparison,
     Equivalence,
-    MeasuredRun,
     Ratio,
     Summary,
+    median_speed,
 )
 from determined_amp.report.precision_findings import Findings
 from determined_amp.report.precision_text import seeds, setting
+from determined_amp.runs.run import Run
 
 COLORS = {
     Precision.FP32: INK,
@@ -62,15 +64,15 @@ def draw(findings: Findings) -> Figure:
         _memory(axes[1, 0], findings, {p: c.memory for p, c in ratios.items()})
         _differences(axes[1, 1], findings)
         of = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
-        told = f"{setting(findings)}\n{textwrap.fill(of, _LINE)}"
-        figure.suptitle(told, x=0.01, ha="left", fontsize=9.0, color=INK)
+        title = f"{setting(findings)}\n{textwrap.fill(of, _LINE)}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 
 
 def _learning(axes: Axes, findings: Findings) -> None:
     """Draw the metric of every validation: a thin line per run, a thick one for their mean."""
     for summary in findings.summaries:
-        curves = [run.curve for run in summary.runs]
+        curves = [run.curve(findings.metric) for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
         for curve in curves[:_MOST_CURVES]:
             (line,) = axes.plot(*zip(*curve, strict=True), color=color, linewidth=0.6, alpha=0.6)
@@ -96,12 +98,12 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int
 
 
 def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, lambda run: run.speed, ratios)
+    _columns(axes, findings, median_speed, ratios)
     axes.set_title("Samples per second (more is better)")
 
 
 def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, lambda run: run.peak_memory_mib, ratios)
+    _columns(axes, findings, lambda run: run.last(MetricName.PEAK_MEMORY_MIB), ratios)
     on_gpu = findings.machine.on_gpu
     whose = "allocated by torch (less is better)" if on_gpu else "of the process (not judged)"
     axes.set_title(f"Peak memory {whose}")
@@ -111,7 +113,7 @@ def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None
 def _columns(
     axes: Axes,
     findings: Findings,
-    value: Callable[[MeasuredRun], float | None],
+    value: Callable[[Run], float | None],
     ratios: dict[Precision, Ratio | None],
 ) -> None:
     """Draw a dot per run, a column up to their median, and above it the ratio to the baseline."""
@@ -186,12 +188,12 @@ def _differences(axes: Axes, findings: Findings) -> None:
 
 
 def _difference(axes: Axes, place: int, comparison: Comparison) -> None:
-    found, color = comparison.difference, COLORS[comparison.precision]
-    known = found.half_width is not None
+    interval, color = comparison.difference, COLORS[comparison.precision]
+    known = interval.half_width is not None
     axes.errorbar(
         place,
-        found.mean,
-        yerr=found.half_width if known else None,
+        interval.mean,
+        yerr=interval.half_width if known else None,
         color=color,
         marker="o",
         markersize=6,
@@ -200,7 +202,7 @@ def _difference(axes: Axes, place: int, comparison: Comparison) -> None:
         linewidth=1.6,
     )
     if not known:
-        _note_one_seed(axes, place, found.mean)
+        _note_one_seed(axes, place, interval.mean)
 
 
 def _note_one_seed(axes: Axes, place: int, value: float) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from determined_amp.amp.settings import SCALER_KEYS, Precision
+from determined_amp.report import ReportError
 from determined_amp.report.precision_comparison import (
     MIN_EFFECT,
     Comparison,
     Equivalence,
-    MeasuredRun,
     Ratio,
     Summary,
     comparisons,
     speed_ratio,
     summaries,
 )
-from determined_amp.report.source import ReportError, Source
 from determined_amp.runs.run import Machine, Run, RunState
 from determined_amp.runs.settings import (
     ACCURACY,
@@ -29,6 +29,7 @@ from determined_amp.runs.settings import (
     SMALLER_IS_BETTER,
     TRIAL,
 )
+from determined_amp.search.search_folder import Search
 
 _ACCURACY_MARGIN = 0.003
 _RELATIVE_MARGIN = 0.01
@@ -79,7 +80,7 @@ class Findings:
     notes: Sequence[str] = ()
 
     @property
-    def runs(self) -> list[MeasuredRun]:
+    def runs(self) -> list[Run]:
         """The completed and the failed runs."""
         return [run for summary in self.summaries for run in (*summary.runs, *summary.failed)]
 
@@ -96,7 +97,7 @@ class Findings:
 
 
 def find(
-    sources: Sequence[Source],
+    sources: Sequence[Search],
     metric: str | None = None,
     margin: float | None = None,
     *,
@@ -131,20 +132,22 @@ def find(
     left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
     left_out += [reason for source in sources for reason in source.left_out]
     if not runs:
-        seen = "; left out: " + "; ".join(left_out) if left_out else ""
-        raise ReportError(f"no run has finished{seen}; allowed: finished runs of two precisions")
+        others = "; left out: " + "; ".join(left_out) if left_out else ""
+        raise ReportError(f"no run has finished{others}; allowed: finished runs of two precisions")
     check_comparable(runs)
     finished = [run for run in runs if run.state is RunState.COMPLETED]
     metric = _metric(finished, metric)
-    found = summaries([MeasuredRun.of(run, metric) for run in runs], metric)
+    runs = tuple(_judged_by(run, metric) for run in runs)
+    finished = [run for run in runs if run.state is RunState.COMPLETED]
+    check_comparable(runs)
+    by_precision = summaries(runs, metric)
     if smaller_is_better is None:
         smaller_is_better = _smaller_is_better(finished[0], metric)
     base = baseline(runs)
-    margin = _margin(found, base, metric) if margin is None else margin
+    margin = _margin(by_precision, base, metric) if margin is None else margin
     compared = comparisons(
-        found,
+        by_precision,
         base,
-        metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         judge_claims=judge_claims or str(runs[0].settings[TRIAL]).startswith(_OWN_TRIALS),
@@ -158,11 +161,19 @@ def find(
         settings=settings,
         machine=finished[0].machine,
         dates=_dates(runs),
-        summaries=found,
+        summaries=by_precision,
         comparisons=compared,
         left_out=left_out,
         notes=[note for source in sources for note in source.notes],
     )
+
+
+def _judged_by(run: Run, metric: str) -> Run:
+    """A run that is a failure, too, if its last value of the compared metric is not finite."""
+    value = run.metrics.get(metric, 0.0)
+    if run.state is not RunState.COMPLETED or math.isfinite(value):
+        return run
+    return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
 
 
 def _dates(runs: Sequence[Run]) -> list[str]:
@@ -217,11 +228,11 @@ def is_accuracy(metric: str) -> bool:
     return "accuracy" in metric
 
 
-def _margin(found: Sequence[Summary], base: Precision, metric: str) -> float:
-    (mean,) = (summary.mean for summary in found if summary.precision is base)
+def _margin(by_precision: Sequence[Summary], base: Precision, metric: str) -> float:
+    (mean,) = (summary.mean for summary in by_precision if summary.precision is base)
     assert mean is not None  # every finished run has the metric
     if is_accuracy(metric):
-        values = (run.metrics[metric] for summary in found for run in summary.runs)
+        values = (run.metrics[metric] for summary in by_precision for run in summary.runs)
         in_percent = max(values) > 1.0
         return _ACCURACY_MARGIN * (100 if in_percent else 1)
     return _RELATIVE_MARGIN * abs(mean)
@@ -274,8 +285,8 @@ def _difference(what: str, values: Sequence[tuple[Run, Any]]) -> Iterator[str]:
     for run, value in values:
         by_value.setdefault(str(value), []).append(run.short_name)
     if len(by_value) > 1:
-        told = (f"{value} in {_some(names)}" for value, names in by_value.items())
-        yield f"{what}: {'; '.join(told)}"
+        parts = (f"{value} in {_some(names)}" for value, names in by_value.items())
+        yield f"{what}: {'; '.join(parts)}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -301,10 +312,11 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
         reasons = dict.fromkeys(run.reason for run in runs)
         yield f"no run has finished: {'; '.join(reasons)}"
     if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
-        given = sorted({run.precision.value for run in runs})
+        names = sorted({run.precision.value for run in runs})
         same = ", which is fp32 on this device," if any(run.is_only_fp32 for run in runs) else ""
-        yield f"all runs are {' and '.join(given)}{same} and there is nothing to compare"
-    if not any(run.state is RunState.COMPLETED and run.precision is baseline(runs) for run in runs):
+        yield f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
+    base = baseline(runs)
+    if not any(run.state is RunState.COMPLETED and run.precision is base for run in runs):
         yield "there is no baseline"
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import SCALER_KEYS, Precision
-from determined_amp.finder.advice import yaml_lines
+from determined_amp.experiment.yaml_text import yaml_lines
 from determined_amp.report.claims import Claim
 from determined_amp.report.page import table as markdown_table
 from determined_amp.report.precision_comparison import (
@@ -15,12 +16,11 @@ from determined_amp.report.precision_comparison import (
     Comparison,
     Equivalence,
     Interval,
-    MeasuredRun,
     Ratio,
     Summary,
 )
 from determined_amp.report.precision_findings import RULE, Advice, Findings
-from determined_amp.runs.run import Spread
+from determined_amp.runs.run import Run, Spread
 from determined_amp.runs.settings import AMP, BATCH_SIZE
 
 _CAPTION = (
@@ -58,11 +58,11 @@ def answer(advice: Advice) -> str:
 def lines_to_paste(findings: Findings, advice: Advice) -> str:
     """Lines to paste into an experiment YAML."""
     changes: dict[str, Any] = {"precision": advice.precision.value}
-    if advice.precision.autocast_dtype and findings.settings.get(f"{AMP}.fp32_modules"):
+    if advice.precision.autocasts and findings.settings.get(f"{AMP}.fp32_modules"):
         changes["fp32_modules"] = list(findings.settings[f"{AMP}.fp32_modules"])
     if advice.precision is Precision.AMP_FP16:
         run = next(run for run in findings.runs if run.precision is advice.precision)
-        changes["init_scale"] = run.scaler["init_scale"]
+        changes["init_scale"] = run.settings[f"{AMP}.init_scale"]
     return yaml_lines(changes)
 
 
@@ -85,14 +85,14 @@ def short_answer(findings: Findings, advice: Advice) -> str:
 
     The tables, the setting of the measurement and its general limits are in the report's files.
     """
-    said = [
+    lines = [
         *(f"{_title(c)}: {_compared(c, findings.metric)}" for c in findings.with_baseline),
         *findings.notes,
         *_waiting(findings),
         *_left_out(findings),
         *(_audited(findings) if not _all_in_precision(findings) else ()),
     ]
-    items = "\n".join(f"- {sentence}" for sentence in said)
+    items = "\n".join(f"- {sentence}" for sentence in lines)
     return "\n\n".join([answer(advice), lines_to_paste(findings, advice), items])
 
 
@@ -152,7 +152,7 @@ def setting(findings: Findings) -> str:
     """Device, versions, length and date of all runs, in one line."""
     machine = findings.machine
     dates = " to ".join(findings.dates) or "date unknown"
-    batches = max(run.batches for run in findings.runs)
+    batches = max(run.trained_batches for run in findings.runs)
     size = findings.settings[BATCH_SIZE]
     return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
 
@@ -187,11 +187,11 @@ def _left_out(findings: Findings) -> Iterator[str]:
 
 def _audited(findings: Findings) -> Iterator[str]:
     finished = [run for summary in findings.summaries for run in summary.runs]
-    unaudited = [run.short_name for run in finished if run.audit_share is None]
-    alike: dict[tuple[Precision, str], list[MeasuredRun]] = {}
+    unaudited = [run.short_name for run in finished if run.reports.audit_share is None]
+    alike: dict[tuple[Precision, str], list[Run]] = {}
     for run in finished:
-        if run.audit_share is not None and run.audit_share < 1.0:
-            alike.setdefault((run.precision, f"{run.audit_share:.1%}"), []).append(run)
+        if run.reports.audit_share is not None and run.reports.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.reports.audit_share:.1%}"), []).append(run)
     for (precision, share), runs in alike.items():
         several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
         who = runs[0].short_name if len(runs) == 1 else several
@@ -206,7 +206,9 @@ def _audited(findings: Findings) -> Iterator[str]:
 
 
 def _all_in_precision(findings: Findings) -> bool:
-    return all(run.audit_share == 1.0 for summary in findings.summaries for run in summary.runs)
+    return all(
+        run.reports.audit_share == 1.0 for summary in findings.summaries for run in summary.runs
+    )
 
 
 def _mixed(findings: Findings) -> Iterator[str]:
@@ -214,7 +216,7 @@ def _mixed(findings: Findings) -> Iterator[str]:
     for summary in findings.summaries:
         runs = (*summary.runs, *summary.failed)
         for key in SCALER_KEYS if summary.precision is Precision.AMP_FP16 else ():
-            values = dict.fromkeys(str(run.scaler[key]) for run in runs)
+            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
             if len(values) > 1:
                 yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
     for name in findings.machine.versions:
@@ -277,37 +279,37 @@ def _times(ratio: Ratio) -> str:
 
 
 def _metric(comparison: Comparison, metric: str) -> str:
-    found, verdict = comparison.difference, comparison.verdict
+    difference, verdict = comparison.difference, comparison.verdict
     direction = "better" if comparison.is_better else "worse"
-    said = {
+    judged = {
         Equivalence.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
         Equivalence.DIFFERENT: f"{verdict.value}, {direction}",
-        Equivalence.UNKNOWN: _untold(found, comparison.margin),
+        Equivalence.UNKNOWN: _inconclusive(difference, comparison.margin),
     }[verdict]
     interval = ""
-    if found.std and found.half_width is not None:
-        kind = "paired by seed" if found.paired else "seeds differ"
-        interval = f" (95 % interval {found.low:+.2g} to {found.high:+.2g}, {kind})"
-    return f"{metric} {found.mean:+.2g}{interval}: {said}"
+    if difference.std and difference.half_width is not None:
+        kind = "paired by seed" if difference.paired else "seeds differ"
+        interval = f" (95 % interval {difference.low:+.2g} to {difference.high:+.2g}, {kind})"
+    return f"{metric} {difference.mean:+.2g}{interval}: {judged}"
 
 
-def _untold(found: Interval, margin: float) -> str:
-    said = f"inconclusive with {found.seeds} seed{'s' * (found.seeds != 1)}"
-    if found.std is None:
-        return f"{said}; 2 at least are needed to see how much seeds differ"
-    if found.std == 0.0:  # as with a metric of few validation samples
-        return f"{said}; the difference is the same for all, which leaves no spread to judge by"
-    needed = found.seeds_needed(margin)
+def _inconclusive(interval: Interval, margin: float) -> str:
+    text = f"inconclusive with {interval.seeds} seed{'s' * (interval.seeds != 1)}"
+    if interval.std is None:
+        return f"{text}; 2 at least are needed to see how much seeds differ"
+    if interval.std == 0.0:  # as with a metric of few validation samples
+        return f"{text}; the difference is the same for all, which leaves no spread to judge by"
+    needed = interval.seeds_needed(margin)
     many = "more than 1000" if needed is None else f"about {needed}"
-    return f"{said}; {many} should suffice at this variance (margin {margin:.2g})"
+    return f"{text}; {many} should suffice at this variance (margin {margin:.2g})"
 
 
 def _waiting(findings: Findings) -> Iterator[str]:
     waiting = [s for s in findings.summaries if s.waits_for_data]
     if waiting:
-        told = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
+        shares = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
         yield (
-            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({told}): AMP "
+            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({shares}): AMP "
             "cannot help there, more data.workers may"
         )
 
@@ -321,15 +323,15 @@ def _numbers(summary: Summary, times: str) -> list[str]:
     if not summary.runs:
         return [""] * (len(HEADS) - 2)
     std = "" if summary.std is None else f" ± {summary.std:.2g}"
-    shares = summary.spread(lambda run: run.audit_share)
+    shares = summary.spread(lambda run: run.reports.audit_share)
     wait = summary.data_wait_share
     return [
         f"{summary.mean:.4g}{std}",
-        _range(summary.samples_per_second),
+        _range(summary.speed),
         times,
         _memory(summary),
-        _range(summary.spread(lambda run: run.applied_steps)),
-        _range(summary.spread(lambda run: run.skipped_steps)),
+        _range(summary.last(MetricName.APPLIED_STEPS)),
+        _range(summary.last(MetricName.SKIPPED_STEPS)),
         _scale(summary),
         "" if wait is None else f"{wait:.0%}",
         "" if shares is None else f"{shares.low:.1%}",
@@ -338,14 +340,14 @@ def _numbers(summary: Summary, times: str) -> list[str]:
 
 
 def _memory(summary: Summary) -> str:
-    reserved = summary.spread(lambda run: run.peak_reserved_memory_mib)
+    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
     also = "" if reserved is None else f"; {_range(reserved)}"
-    return _range(summary.peak_memory_mib) + also
+    return _range(summary.last(MetricName.PEAK_MEMORY_MIB)) + also
 
 
 def _scale(summary: Summary) -> str:
     """The loss scale at the end; only float16 has one."""
-    scale = summary.spread(lambda run: run.loss_scale_log2)
+    scale = summary.last(MetricName.LOSS_SCALE_LOG2)
     if scale is None or summary.precision is not Precision.AMP_FP16:
         return "none"
     ends = dict.fromkeys((scale.low, scale.high))

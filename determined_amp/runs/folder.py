@@ -29,13 +29,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.runs.settings import of_experiment
@@ -63,9 +64,18 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         wait: Whether to wait for another process to finish.
 
     Raises:
+        FolderError: if it cannot be written.
         FolderInUseError: if another process holds the lock; the message has its id.
     """
-    with (folder / ".lock").open("a+") as file:
+    path = folder / ".lock"
+    try:
+        # A link would be followed to somebody else's file, which is truncated below.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise FolderError(
+            f"{path}: cannot be written: {error.strerror}; allowed: a folder of your own"
+        ) from error
+    with os.fdopen(descriptor, "r+") as file:
         try:
             # Only this process holds the lock, not the loader processes that it forks.
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -83,7 +93,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
 
 
 class RunError(UserError):
-    """A folder is not that of a run, or its run cannot be read."""
+    """A folder is not that of a run or of a search, or a run cannot be read."""
 
 
 class RunFolder:
@@ -207,14 +217,6 @@ class RunFolder:
         write_whole(self.metrics, (json.dumps(line) + "\n" for line in kept))
 
 
-def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Replace a file in one step: a killed process leaves the old content or the new one."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.writelines([text] if isinstance(text, str) else text)
-    os.replace(partial, path)
-
-
 def read_record(folder: Path) -> Run:
     """The run in a folder as it is recorded there, without its reports.
 
@@ -223,14 +225,9 @@ def read_record(folder: Path) -> Run:
     """
     try:
         record = json.loads((folder / _RECORD).read_bytes())
-        return Run(
-            str(folder),
-            RunState(record["state"]),
-            str(record["reason"]),
-            tuple(map(Part.read, record["parts"])),
-            number=int(record["number"]),
-            hparams=dict(record["hparams"]),
-        )
+        parts = (Part(**{**p, "machine": Machine(**p["machine"])}) for p in record["parts"])
+        values = {**record, "state": RunState(record["state"]), "parts": tuple(parts)}
+        return Run(str(folder), **values)
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{folder}: is not a run folder that this version reads: {_RECORD}: "
@@ -246,7 +243,8 @@ def read_run(folder: Path) -> Run:
         RunError: if the folder is not a run folder.
     """
     run = read_record(folder)
-    reports = Reports(_numbers(line) for line in read_metrics(folder / "metrics.jsonl"))
+    lines = read_metrics(folder / "metrics.jsonl")
+    reports = Reports((line["group"], Report.read(line["batches"], line)) for line in lines)
     state, reason = judged(run.state, run.reason, run.settings, reports)
     return dataclasses.replace(run, state=state, reason=reason, reports=reports)
 
@@ -256,20 +254,19 @@ def trial_folder(search: Path, number: int) -> Path:
     return search / "trials" / f"{number:04d}"
 
 
-def read_trials(search: Path) -> Iterator[Run]:
+def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
     """The trials of the search in a folder, in the order of their numbers.
 
-    Raises:
-        RunError: if the record of a trial is damaged.
+    Args:
+        search: The folder.
+        left_out: Gets a sentence for each trial whose record is damaged.
     """
     for folder in sorted((search / "trials").glob("[0-9]*")):
         if (folder / _RECORD).exists():
-            yield read_run(folder)
-
-
-def _numbers(line: Mapping[str, Any]) -> tuple[str, Report]:
-    numbers = {n: float(v) for n, v in line.items() if isinstance(v, (int, float))}
-    return line["group"], Report(int(numbers.pop("batches")), numbers)
+            try:
+                yield read_run(folder)
+            except RunError as error:
+                left_out.append(f"left out: {error}")
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -301,7 +298,8 @@ def _report(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("group"), str):
         return None
-    return found if type(found.get("batches")) is int else None
+    batches = found.get("batches")
+    return found if type(batches) is int and 0 <= batches < 2**53 else None
 
 
 def _missing(path: Path) -> list[Path]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+import urllib3
 from determined.common import api
 from determined.common.api import authentication, certs, errors
 
@@ -16,11 +21,11 @@ from determined_amp.amp.patched import patched
 # Seconds to wait for the first answer: the address may be wrong.
 _FIRST_ANSWER = 10
 
-# Seconds that a master may be silent in any later request.
-ANSWER = 20
+# Seconds that a master may be silent in any later request, and for all requests together.
+ANSWER, ALL_ANSWERS = 20, 120
 
 # What Determined's bindings raise if an answer does not look like a master's.
-NONSENSE = (LookupError, TypeError, AttributeError, ValueError)
+NONSENSE = (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError)
 
 
 class MasterError(UserError):
@@ -45,6 +50,36 @@ def _with_limit(request: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Session(api.Session):
     _do_request = _with_limit(api.Session._do_request)
+
+
+# A master that is away is asked again a few times, and not when it or a proxy says: in an hour.
+_RETRIES = urllib3.util.retry.Retry(
+    3, backoff_factor=0.5, status_forcelist=[502, 503, 504], respect_retry_after_header=False
+)
+
+
+@contextmanager
+def answering_in_time() -> Iterator[None]:
+    """Raise a `MasterAwayError` if a master needs more than `ALL_ANSWERS` seconds for this block.
+
+    A limit of each request is not enough: it begins anew with every byte and every page.
+    """
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise MasterAwayError(
+            f"the master has not answered all within {ALL_ANSWERS} s; try again when it works"
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # no other gets a signal
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, ALL_ANSWERS, 1.0)  # again if something has dropped it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def log_in(address: str) -> api.Session:
@@ -79,7 +114,7 @@ def log_in(address: str) -> api.Session:
         raise kind(f"{url}: the login failed: {one_line(error)}") from error
     except NONSENSE as error:
         raise not_a_master(url) from error
-    return _Session(login.master, login.username, login.token, login.cert)
+    return _Session(login.master, login.username, login.token, login.cert, _RETRIES)
 
 
 def _find_master(url: str) -> None:
@@ -89,8 +124,12 @@ def _find_master(url: str) -> None:
     except ValueError as error:  # not JSON
         raise not_a_master(url) from error
     except errors.BadRequestException as error:
+        status = getattr(error, "status_code", None)
+        if status == 429:
+            raise MasterAwayError(f"{url}: has too many requests; try again later") from error
+        if isinstance(error, (errors.UnauthenticatedException, errors.ForbiddenException)):
+            raise MasterError(f"{url}: what answers there asks for a login of its own") from error
         if is_away(error):
-            status = getattr(error, "status_code", None)
             said = "no master answers there"
             if status:
                 said = f"the master answers with error {status}; try again when it works"

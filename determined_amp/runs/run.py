@@ -16,13 +16,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from determined_amp.amp.errors import one_line
-from determined_amp.amp.metrics import MetricName
-from determined_amp.amp.precision import described_device
+from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.audit import AuditMetricName
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.runs.settings import BATCH_SIZE, LENGTH, METRIC, PRECISION, SEED, TRAINING
 
@@ -35,6 +31,9 @@ _PACKAGES = ("torchvision", "determined", "numpy")
 
 # A run keeps this many of its validations, and judges its speed by this many reports.
 _MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
+
+# No speed, count or size of a run is as large; a damaged file may say so.
+_MOST = 1e18
 
 
 class RunState(str, enum.Enum):
@@ -76,6 +75,10 @@ class Machine:
     @staticmethod
     def of_this_process(slots: int = 1) -> Machine:
         """The machine that this process trains on."""
+        import torch  # noqa: PLC0415  # a report does without, and it takes seconds
+
+        from determined_amp.amp.precision import described_device  # noqa: PLC0415
+
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         versions = {
             "python": platform.python_version(),
@@ -84,22 +87,6 @@ class Machine:
             "commit": _commit(),
         }
         return Machine(**described_device(device), slots=slots, versions=versions)
-
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> Machine:
-        """The machine in a record of plain values.
-
-        Raises:
-            LookupError, TypeError, ValueError: if it is not one.
-        """
-        return Machine(
-            device=str(record["device"]),
-            slots=int(record["slots"]),
-            on_gpu=bool(record["on_gpu"]),
-            has_tf32=bool(record["has_tf32"]),
-            torch=str(record["torch"]),
-            versions=dict(record.get("versions") or {}),
-        )
 
 
 def _version(package: str) -> str | None:
@@ -138,21 +125,6 @@ class Part:
     date: str | None = None
     command: Sequence[str] = ()
 
-    @staticmethod
-    def read(record: Mapping[str, Any]) -> Part:
-        """The part in a record of plain values.
-
-        Raises:
-            LookupError, TypeError, ValueError: if it is not one.
-        """
-        return Part(
-            first_batch=int(record["first_batch"]),
-            settings=dict(record["settings"]),
-            machine=Machine.read(record["machine"]),
-            date=str(record["date"]),
-            command=tuple(map(str, record["command"])),
-        )
-
 
 @dataclass(frozen=True)
 class Report:
@@ -165,6 +137,17 @@ class Report:
 
     batches: int
     metrics: Mapping[str, float]
+
+    @staticmethod
+    def read(batches: int, metrics: Mapping[str, Any]) -> Report:
+        """The report with the numbers among some metrics; NaN and infinities may be text."""
+        numbers = {
+            name: _as_float(value)
+            for name, value in metrics.items()
+            if name != "batches"
+            and (isinstance(value, (int, float)) or value in ("NaN", "Infinity", "-Infinity"))
+        }
+        return Report(batches, numbers)
 
 
 @dataclass(frozen=True)
@@ -245,7 +228,7 @@ class Reports:
         # The first report of a process includes the audit, allocations, and the timing of
         # algorithms, so its speed does not count.
         speed = metrics.get(MetricName.SAMPLES_PER_SECOND, 0.0)
-        if is_first or share is not None or not speed > 0.0:
+        if is_first or share is not None or not 0.0 < speed < _MOST:
             return
         self._speeds.add(speed)
         if MetricName.DATA_WAIT_SHARE in metrics:
@@ -358,12 +341,13 @@ class Run:
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Batches and value of the validations that have the metric."""
-        found = self.reports.validations
-        return [(r.batches, r.metrics[metric]) for r in found if metric in r.metrics]
+        validations = self.reports.validations
+        return [(r.batches, r.metrics[metric]) for r in validations if metric in r.metrics]
 
     def last(self, name: str) -> float | None:
-        """A number of the last training report."""
-        return self.reports.training.metrics.get(name) if self.reports.training else None
+        """A number of the last training report; None if it is not finite, or too large to be."""
+        value = self.reports.training.metrics.get(name) if self.reports.training else None
+        return value if value is not None and abs(value) < _MOST else None
 
     @property
     def speed(self) -> Spread | None:
@@ -405,8 +389,8 @@ class Run:
     @property
     def overflow(self) -> bool | None:
         """Whether its first steps overflow; None if that was not measured."""
-        found = self.metrics.get("overflow")
-        return None if found is None else bool(found)
+        overflow = self.metrics.get("overflow")
+        return None if overflow is None else bool(overflow)
 
 
 # What makes two parts of a run different trainings, besides their settings.
@@ -419,6 +403,14 @@ _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profil
 def _facts(part: Part) -> dict[str, Any]:
     known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
     return {**known, **{name: getattr(part.machine, name) for name in _OF_A_MACHINE}}
+
+
+def _as_float(value: float | str) -> float:
+    """A number, or text of one, as a float; infinite if no float is as large."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if isinstance(value, str) or value > 0 else -1)
 
 
 def is_scale(name: str) -> bool:

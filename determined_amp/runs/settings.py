@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from determined_amp.amp.fields import ConfigError, plain, read
+from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import Experiment, Platform
+from determined_amp.experiment.fields import plain, read
 from determined_amp.experiment.plan import read_plan
 
 AMP = "hyperparameters.amp"
@@ -29,15 +30,15 @@ def of_experiment(experiment: Experiment[Any]) -> dict[str, Any]:
     """
     resolved = experiment.resolved()
     problems: list[str] = []
-    given = resolved["hyperparameters"]
-    plan = read_plan(resolved, given, problems)
+    own = resolved["hyperparameters"]
+    plan = read_plan(resolved, own, problems)
     platform = read(Platform, resolved, "", problems, strict=False)
     if plan is None or platform is None:
         raise ConfigError(experiment.name, problems)
     hyperparameters = {
         "trial": resolved.get("entrypoint"),
         "global_batch_size": None,
-        **given,
+        **own,
         "aggregation_frequency": plan.aggregation_frequency,
         "training": plain(plan.training),
     }

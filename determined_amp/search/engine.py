@@ -15,8 +15,7 @@ from typing import Any
 import optuna
 from rich.console import Console
 
-from determined_amp.amp.errors import UserError
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.processes import on_stop_signals
@@ -26,7 +25,7 @@ from determined_amp.search.run_trial import FirstBatch, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.search_folder import (
     read_config,
-    read_local_search,
+    read_search,
     workers_of,
     write_config,
 )
@@ -136,7 +135,7 @@ def _run(folder: Path, plan: SearchPlan, workers: int) -> int:
         engine.run()
     _check_machine(engine, folder)
     failure = engine.common_failure
-    ended = read_local_search(folder)
+    ended = read_search(folder)
     empty = not engine.stopping and not ended.ranked()
     display.close(ended, stopped=engine.stopping, failed=empty or failure is not None)
     if failure is not None:
@@ -239,10 +238,10 @@ class Engine:
 
     def _start_trials(self) -> None:
         while len(self._busy) < self._workers and not self.stopping and self.common_failure is None:
-            found = self._study.next_job()
-            if found is None:
+            trial = self._study.next_job()
+            if trial is None:
                 return
-            number, job = found
+            number, job = trial
             worker = self._idle.pop() if self._idle else self._new_worker()
             self._busy[worker] = number
             worker.run(job)

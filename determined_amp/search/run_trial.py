@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,11 @@ from rich.console import Console
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.finder.advice import FILE_NAME
-from determined_amp.finder.score import score
-from determined_amp.finder.trial import find_in_trial
-from determined_amp.local.checkpoint_storage import complete_checkpoints, is_of_the_machine
+from determined_amp.local.checkpoint_storage import (
+    DiskError,
+    complete_checkpoints,
+    disk_errors_told,
+)
 from determined_amp.local.logs import logging_to
 from determined_amp.local.open_trial import open_trial
 from determined_amp.local.processes import StopOnSignal
@@ -35,6 +36,7 @@ from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.searcher_settings import check_lengths
 from determined_amp.search.task import Task, Verb, check_score
+from determined_amp.trial.frozen import find_in_trial, score
 
 
 @dataclass(frozen=True)
@@ -121,18 +123,17 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
     with folder.locked(wait=True):  # a worker of a killed search may hold it
         try:
             listener = _SearchListener(go_on, on_first_batch)
-            _run(job, folder, listener)
+            with disk_errors_told(folder.path):
+                _run(job, folder, listener)
         except SystemExit as exit_error:  # Determined's context raises it for an InvalidHP
             if not isinstance(exit_error.__context__, det.InvalidHP):
                 raise
             return TrialResult(RunState.INVALID, reason=str(exit_error.__context__))
         except Exception as error:  # a failed trial must not end the search
-            if is_of_the_machine(error):
+            if isinstance(error, DiskError):
                 return TrialResult(RunState.STOPPED, reason=str(error))
             if isinstance(error, UserError):
                 return TrialResult(RunState.FAILED, reason=str(error))
-            with folder.log.open("a") as log:
-                log.write(traceback.format_exc())
             return TrialResult(RunState.FAILED, reason=f"{type(error).__name__}: {error}")
     return TrialResult(
         listener.state,
@@ -167,9 +168,9 @@ def _score(experiment: Experiment[Any], batches: int, folder: RunFolder, go_on: 
     folder.describe(experiment)
     with (
         logging_to(folder.log, Console(quiet=True)),
-        open_trial(experiment.config, experiment.name) as found,
+        open_trial(experiment.config, experiment.name) as opened,
     ):
-        metrics = score(found.trial, found.context, batches)
+        metrics = score(opened.trial, opened.context, batches)
     folder.forget_metrics_after(-1)  # a killed process may have left its report
     folder.append_metrics({"group": "validation", **metrics, "batches": batches})
     go_on(Validation(batches, _finite(metrics)))
@@ -187,8 +188,8 @@ def _find(
         open_trial(experiment.config, experiment.name) as opened,
     ):
         after_first_batch(opened.trial, on_first_batch)
-        found = find_in_trial(experiment.name, opened.trial, opened.context, batches)
-    found.write(folder.path / FILE_NAME)
+        answer = find_in_trial(experiment.name, opened.trial, opened.context, batches)
+    answer.write(folder.path / FILE_NAME)
 
 
 class _SearchListener(RunListener):

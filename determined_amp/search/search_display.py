@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from determined_amp.amp.metrics import MetricName
+from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import nested
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.finder.score import worth_of_best
 from determined_amp.local.display import progress_bar
 from determined_amp.runs.folder import read_trials
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.search_folder import STUDY_FILE, LocalSearch, result
+from determined_amp.search.search_folder import STUDY_FILE, Search, result
 from determined_amp.search.search_plan import SearchPlan
 
 # Columns next to the searcher's metric, shown if a trial has them: name, title, format.
@@ -56,7 +56,7 @@ class SearchDisplay:
     @contextmanager
     def bar(self) -> Iterator[None]:
         """Show the bar inside this block."""
-        before = (run for run in read_trials(self._folder) if run.state in _ENDED)
+        before = (run for run in read_trials(self._folder, []) if run.state in _ENDED)
         self._ended = {run.number: run for run in before}
         total, done = len(self._plan.points), len(self._ended)
         self._task = self._progress.add_task("starting", total=total, completed=done)
@@ -79,14 +79,14 @@ class SearchDisplay:
         self._print(self._line(run))
         self._ended[run.number] = run
         description = "comparing" if self._compares else "searching"
-        ranked = LocalSearch(self._plan.search, tuple(self._ended.values())).ranked()
+        ranked = Search("", tuple(self._ended.values()), self._plan.search).ranked()
         if ranked and not self._compares:
             best = ranked[0]
             value = best.metrics[self._metric]
             description = f"best {self._metric} {value:.5g} (trial {best.number})"
         self._progress.update(self._task, completed=len(self._ended), description=description)
 
-    def close(self, search: LocalSearch, *, stopped: bool, failed: bool) -> None:
+    def close(self, search: Search, *, stopped: bool, failed: bool) -> None:
         """Show the table of a search that has ended, and the best values as YAML.
 
         Args:
@@ -129,7 +129,7 @@ class SearchDisplay:
             end = f"{run.state.value}: {run.reason}"
         return f"trial {run.number:>3}  {values}  {end}"
 
-    def _table(self, search: LocalSearch, ranked: list[Run], title: str) -> Table:
+    def _table(self, search: Search, ranked: list[Run], title: str) -> Table:
         """A row per trial, best first, with the scale after rounding to a power of two.
 
         The column `after` has the batches of the last validation, or why there is no value. The

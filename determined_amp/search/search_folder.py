@@ -1,53 +1,80 @@
-"""The folder of a search without a cluster, and what reads it; Optuna is not needed for that.
+"""A search and its trials, and the folder of one without a cluster; Optuna is not needed for it.
 
 search.yaml    the search; its `max_concurrent_trials` is the number of workers
 study.db       Optuna's study: the points, which of them wait, and the reported values
 trials/0000    the run folder of trial 0, and so on, see `runs.folder`
+compare.json   `left_out` and `notes` of `Search`, written by the command `compare`
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from determined_amp.amp.errors import UserError
-from determined_amp.amp.fields import ConfigError, read
-from determined_amp.experiment.experiment import Searcher, read_yaml, searcher_of
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.experiment import Searcher, read_yaml
+from determined_amp.experiment.fields import read
+from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.finder.score import bits_from_default
-from determined_amp.runs.folder import read_trials, write_whole
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.folder import RunError, read_trials
+from determined_amp.runs.run import Run, RunState, is_scale
 
 SEARCH_FILE, STUDY_FILE = "search.yaml", "study.db"
-
-
-class SearchFolderError(UserError):
-    """A folder is not that of a search."""
+_REMARKS = "compare.json"
 
 
 @dataclass(frozen=True)
-class LocalSearch:
-    """A search without a cluster.
+class Search:
+    """A search and its trials: a local one, or an experiment on a cluster; or a single run.
 
     Args:
-        config: Its configuration.
+        origin: The folder, or the experiment and its master.
         runs: The trials that have started, in the order of their numbers.
+        config: The configuration; empty for a run folder.
+        left_out: A sentence for each precision that was not trained at all.
+        notes: Further sentences for the report.
     """
 
-    config: Mapping[str, Any]
+    origin: str
     runs: tuple[Run, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name", self.origin))
+
+    @property
+    def metric(self) -> str:
+        """The validation metric that ranks the trials."""
+        return str(value_at(self.config, "searcher.metric"))
+
+    @property
+    def also_searched(self) -> list[str]:
+        """Hyperparameters besides the loss scale that differ between trials."""
+        names = dict.fromkeys(name for run in self.runs for name in run.hparams)
+        values = {name: {repr(run.hparams.get(name)) for run in self.runs} for name in names}
+        return [name for name in names if not is_scale(name) and len(values[name]) > 1]
 
     def failed(self) -> list[Run]:
         """The failed trials, except those with hyperparameters that cannot train."""
         return [run for run in self.runs if run.state is RunState.FAILED]
 
     def ranked(self) -> list[Run]:
-        """The trials with a result, best first; of equals those nearest to 2^16."""
-        metric = str(searcher_of(self.config).metric)
-        return ranked(self.config, (run for run in self.runs if result(run, metric) is not None))
+        """The trials with a result, best first; of equals those with a scale nearest to 2^16."""
+        from determined_amp.finder.score import bits_from_default  # noqa: PLC0415  # torch
+
+        sign = -1 if value_at(self.config, "searcher.smaller_is_better") is False else 1
+        valued = [(v, run) for run in self.runs if (v := result(run, self.metric)) is not None]
+        valued.sort(key=lambda pair: (sign * pair[0], bits_from_default(pair[1].scale_log2)))
+        return [run for _, run in valued]
 
 
 def result(run: Run, metric: str) -> float | None:
@@ -55,19 +82,6 @@ def result(run: Run, metric: str) -> float | None:
     value = run.metrics.get(metric)
     ended = run.state in (RunState.COMPLETED, RunState.PRUNED)
     return value if ended and value is not None and math.isfinite(value) else None
-
-
-def ranked(config: Mapping[str, Any], runs: Iterable[Run]) -> list[Run]:
-    """The runs with a finite value of the searcher's metric, best first.
-
-    Of runs with equal values, those with a loss scale nearest to 2^16 come first.
-    """
-    searcher = searcher_of(config)
-    return searcher.best_first(
-        runs,
-        lambda run: run.metrics.get(str(searcher.metric)),
-        lambda run: bits_from_default(run.scale_log2),
-    )
 
 
 def is_search(path: Path) -> bool:
@@ -85,16 +99,22 @@ def write_config(folder: Path, config: Mapping[str, Any], workers: int) -> dict[
     return written
 
 
+def write_remarks(folder: Path, left_out: Sequence[str], notes: Sequence[str]) -> None:
+    """Write `left_out` and `notes` of a search into its folder."""
+    text = json.dumps({"left_out": left_out, "notes": notes}, indent=2)
+    write_whole(folder / _REMARKS, text + "\n")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration of the search in a folder.
 
     Raises:
-        SearchFolderError: if the folder is not that of a search.
+        RunError: if the folder is not that of a search.
         ConfigError: if the configuration cannot be read.
     """
     missing = [name for name in (SEARCH_FILE, STUDY_FILE) if not (folder / name).is_file()]
     if missing:
-        raise SearchFolderError(
+        raise RunError(
             f"{folder / missing[0]}: there is no such file; allowed: the folder of a search by "
             "`python -m determined_amp search`"
         )
@@ -103,7 +123,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     read(Searcher, config.get("searcher"), "searcher", problems, strict=False)
     for section in ("searcher", "hyperparameters"):
         if not problems and not isinstance(config.get(section), Mapping):
-            problems.append(f"{section}: missing, or no mapping of keys to values")
+            problems.append(Problem(section, "missing, or no mapping of keys to values"))
     if problems:
         raise ConfigError(str(folder / SEARCH_FILE), problems)
     return config
@@ -115,12 +135,17 @@ def workers_of(config: Mapping[str, Any]) -> int:
     return workers if isinstance(workers, int) else 1
 
 
-def read_local_search(folder: Path) -> LocalSearch:
+def read_search(folder: Path) -> Search:
     """The search in a folder, as far as it has come.
 
     Raises:
-        SearchFolderError: if the folder is not that of a search.
+        RunError: if the folder is not that of a search, or the record of a trial is damaged.
         ConfigError: if its configuration cannot be read.
-        RunError: if the record of a trial is damaged.
     """
-    return LocalSearch(read_config(folder), tuple(read_trials(folder)))
+    config, file, notes = read_config(folder), folder / _REMARKS, list[str]()
+    shared = workers_of(config) > 1
+    runs = [dataclasses.replace(run, shares_device=shared) for run in read_trials(folder, notes)]
+    remarks = json.loads(file.read_text()) if file.is_file() else {}
+    remarks = {key: tuple(sentences) for key, sentences in remarks.items()}
+    remarks["notes"] = (*notes, *remarks.get("notes", ()))
+    return Search(str(folder), tuple(runs), config, **remarks)

@@ -10,12 +10,12 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.search.searcher_settings import Method, SearcherSettings, read_searcher
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task, Verb
+from determined_amp.search.task import Task, Topic, Verb
 
 
 class SearchPlan:
@@ -34,18 +34,19 @@ class SearchPlan:
         grid = settings is not None and settings.name is Method.GRID
         self.space: Space = read_space(search.get("hyperparameters"), problems, grid=grid)
         if grid and self.space.grid_size > MOST_TRIALS:
-            problems.append(
-                f"hyperparameters: this grid has {self.space.grid_size} points; allowed: at most "
-                f"{MOST_TRIALS}, by a smaller count of each range, or searcher.name: random"
+            text = (
+                f"this grid has {self.space.grid_size} points; allowed: at most {MOST_TRIALS}, by "
+                "a smaller count of each range, or searcher.name: random"
             )
+            problems.append(Problem("hyperparameters", text))
         seed = value_at(search, "reproducibility.experiment_seed")
         if not isinstance(seed, int) or seed < 0:
-            problems.append(
-                f"reproducibility.experiment_seed: got {seed!r}; allowed: an integer >= 0"
-            )
+            text = f"got {seed!r}; allowed: an integer >= 0"
+            problems.append(Problem("reproducibility.experiment_seed", text))
         restarts = search.get("max_restarts", 0)
         if not isinstance(restarts, int) or restarts < 0:
-            problems.append(f"max_restarts: got {restarts!r}; allowed: an integer >= 0")
+            text = f"got {restarts!r}; allowed: an integer >= 0"
+            problems.append(Problem("max_restarts", text))
         task = _task_here(search, problems)
         if settings is None or task is None or problems:
             raise ConfigError("search", problems)
@@ -57,7 +58,7 @@ class SearchPlan:
     @property
     def compares(self) -> bool:
         """Whether the search compares precisions, so that it ranks nothing."""
-        return any(axis.name == "amp.precision" for axis in self.space.axes)
+        return Topic.of(self.search) is Topic.PRECISIONS
 
     @property
     def max_restarts(self) -> int:
@@ -125,10 +126,11 @@ def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:
         return None
     if task is not None and task.verb in (Verb.TRAIN, Verb.SCORE):
         return task
-    problems.append(
-        f"entrypoint: got {search.get('entrypoint')!r}; allowed in a search: python3 -m "
-        "determined_amp train, the same with score, or module:Class of a PyTorchTrial"
+    text = (
+        f"got {search.get('entrypoint')!r}; allowed in a search: python3 -m determined_amp train, "
+        "the same with score, or module:Class of a PyTorchTrial"
     )
+    problems.append(Problem("entrypoint", text))
     return None
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.amp.fields import ConfigError, read, setting
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.settings import setting
 from determined_amp.experiment.experiment import Experiment
+from determined_amp.experiment.fields import read
 from determined_amp.experiment.training import LENGTH_UNITS
 
 
@@ -99,7 +101,7 @@ class SearcherSettings:
 def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
     """The `searcher` section; None after appending its mistakes to `problems`."""
     if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
-        problems.append("searcher.bracket_rungs: is not supported; use max_rungs")
+        problems.append(Problem("searcher.bracket_rungs", "is not supported; use max_rungs"))
         return None
     if isinstance(raw, Mapping):  # the length of a trial in Determined's own form
         raw = {key: value for key, value in raw.items() if key != "max_length"}
@@ -123,15 +125,14 @@ def check_lengths(experiment: Experiment[Any]) -> None:
     if searcher is not None and searcher.time_metric is not None:
         unit, first = searcher.time_metric, searcher.first_rung()
         if getattr(experiment.max_length, unit) != searcher.max_time:
-            problems.append(
-                f"{place}.max_length: is not searcher.max_time; allowed: "
-                f"{{{unit}: {searcher.max_time}}}"
-            )
+            text = f"is not searcher.max_time; allowed: {{{unit}: {searcher.max_time}}}"
+            problems.append(Problem(f"{place}.max_length", text))
         period = getattr(training.validation_period, unit, None)
         if period is None or period > first:
-            problems.append(
-                f"{place}.validation_period: adaptive_asha first compares trials after {first} "
-                f"{unit}; allowed: {{{unit}: {first}}} or less"
+            text = (
+                f"adaptive_asha first compares trials after {first} {unit}; allowed: "
+                f"{{{unit}: {first}}} or less"
             )
+            problems.append(Problem(f"{place}.validation_period", text))
     if problems:
         raise ConfigError("search", problems)

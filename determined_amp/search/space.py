@@ -17,8 +17,10 @@ from typing import Any
 
 from optuna import distributions
 
-from determined_amp.amp.fields import read, setting
+from determined_amp.amp.errors import Problem
+from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import put
+from determined_amp.experiment.fields import read
 
 # The platform's own limit (`MaxAllowedTrials`). The whole grid is made before its first trial.
 MOST_TRIALS = 2000
@@ -107,7 +109,8 @@ def read_space(
     """
     place = ".".join(("hyperparameters", *path))
     if not isinstance(hyperparameters, Mapping):
-        problems.append(f"{place}: got {hyperparameters!r}; allowed: a mapping of keys to values")
+        text = f"got {hyperparameters!r}; allowed: a mapping of keys to values"
+        problems.append(Problem(place, text))
         return Space((), {})
     axes: list[Axis] = []
     constants: dict[str, Any] = {}
@@ -194,16 +197,14 @@ def _read_axis(
     if kind == "categorical":
         axis = _categorical(raw, path, place, problems)
     elif isinstance(kind, str) and kind in _RANGES:
-        found = read(_RANGES[kind], raw, place, problems)
-        axis = None if found is None else found.axis(path)
+        span = read(_RANGES[kind], raw, place, problems)
+        axis = None if span is None else span.axis(path)
     else:
-        problems.append(
-            f"{place}.type: got {kind!r}; allowed: const, categorical, {', '.join(_RANGES)}, or no "
-            "key of that name"
-        )
+        kinds = f"const, categorical, {', '.join(_RANGES)}, or no key of that name"
+        problems.append(Problem(f"{place}.type", f"got {kind!r}; allowed: {kinds}"))
         return
     if axis is not None and grid and not axis.grid:
-        problems.append(f"{place}.count: missing; a grid needs it")
+        problems.append(Problem(f"{place}.count", "missing; a grid needs it"))
     elif axis is not None and len(problems) == before:
         yield axis
 
@@ -212,10 +213,10 @@ def _categorical(
     raw: Mapping[str, Any], path: tuple[str, ...], place: str, problems: list[str]
 ) -> Axis | None:
     for key in raw.keys() - {"type", "vals"}:
-        problems.append(f"{place}.{key}: unknown key; allowed: type, vals")
+        problems.append(Problem(f"{place}.{key}", "unknown key; allowed: type, vals"))
     vals = raw.get("vals")
     if not isinstance(vals, list) or not vals:
-        problems.append(f"{place}.vals: got {vals!r}; allowed: a list of values")
+        problems.append(Problem(f"{place}.vals", f"got {vals!r}; allowed: a list of values"))
         return None
     # Optuna stores only scalars and cannot tell 1 from true. If that is a problem, each choice is
     # the JSON text of its value.
@@ -223,7 +224,8 @@ def _categorical(
     plain = scalars and len(set(vals)) == len(vals)
     choices = vals if plain else [json.dumps(value) for value in vals]
     if len(set(choices)) < len(choices):
-        problems.append(f"{place}.vals: got a value twice in {vals!r}; allowed: each once")
+        text = f"got a value twice in {vals!r}; allowed: each once"
+        problems.append(Problem(f"{place}.vals", text))
         return None
     values = dict(zip(choices, vals, strict=True))
     return Axis(path, distributions.CategoricalDistribution(choices), tuple(choices), values)

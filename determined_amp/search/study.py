@@ -49,7 +49,7 @@ class SearchStudy:
     def __init__(self, plan: SearchPlan, folder: Path) -> None:
         self._plan = plan
         self._folder = folder
-        self._study = _load(folder / STUDY_FILE)
+        self._study, self._storage = _load(folder / STUDY_FILE)
         self._study.pruner = plan.pruner()
         for point in plan.points[len(self._trials()) :]:
             self._study.enqueue_trial(point)
@@ -152,7 +152,9 @@ class SearchStudy:
         return self._study.get_trials(deepcopy=False, states=states or None)
 
     def _running(self, number: int) -> optuna.Trial:
-        return optuna.Trial(self._study, self._trials()[number]._trial_id)
+        study = self._storage.get_study_id_from_name(self._study.study_name)
+        trial = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+        return optuna.Trial(self._study, trial)
 
 
 def create_study(folder: Path, config: Mapping[str, Any]) -> optuna.study.Study:
@@ -165,10 +167,10 @@ def create_study(folder: Path, config: Mapping[str, Any]) -> optuna.study.Study:
     )
 
 
-def _load(file: Path) -> optuna.study.Study:
+def _load(file: Path) -> tuple[optuna.study.Study, optuna.storages.RDBStorage]:
     try:
         storage = _storage(file)
-        return optuna.load_study(study_name=None, storage=storage)
+        return optuna.load_study(study_name=None, storage=storage), storage
     # RuntimeError: another version of Optuna wrote the file. ValueError: it has not one study.
     except (OptunaError, SQLAlchemyError, RuntimeError, LookupError, ValueError, TypeError) as e:
         cause = e.__cause__ or e

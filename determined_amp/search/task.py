@@ -9,16 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import Precision
+from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.experiment import Experiment
-from determined_amp.finder.frozen import MOST_BATCHES
-from determined_amp.finder.score import Score
+from determined_amp.runs.run import is_scale
 
 # How many batches are scored, or used by the finder, without `--batches`.
 BATCHES = 4
-
-_SCORE_METRICS = tuple(field.name for field in dataclasses.fields(Score))
 
 _COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "gradient_error", "overflow")
 
@@ -30,6 +28,7 @@ class Verb(enum.Enum):
     SCORE = "score"
     FIND = "find"
     COMPARE = "compare"
+    CHECK = "check"
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,39 @@ class Task:
         if verb is None:
             return None
         options = dict(_options(words[at + 1 :]))
-        if verb in (Verb.TRAIN, Verb.COMPARE):
+        if verb in (Verb.TRAIN, Verb.COMPARE, Verb.CHECK):
             return Task(verb, options.get("--trial"))
-        return Task(verb, options.get("--trial"), _batches(options.get("--batches", str(BATCHES))))
+        return Task(
+            verb,
+            options.get("--trial"),
+            _batches(options["--batches"]) if "--batches" in options else BATCHES,
+        )
+
+
+class Topic(enum.Enum):
+    """What an experiment, a search or a run is about."""
+
+    FINDING = enum.auto()
+    PRECISIONS = enum.auto()
+    LOSS_SCALES = enum.auto()
+    SINGLE_RUN = enum.auto()
+    OTHER_SEARCH = enum.auto()
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Topic:
+        """The topic of a configuration; an empty one is that of a run folder."""
+        task = Task.of(config)
+        verb = None if task is None else task.verb
+        values = flat(config.get("hyperparameters") or {})
+        searched = [name for name, value in values.items() if isinstance(value, Mapping)]
+        if verb is Verb.FIND:
+            return Topic.FINDING
+        if verb is Verb.COMPARE or "amp.precision" in searched:
+            return Topic.PRECISIONS
+        if verb is Verb.SCORE or any(map(is_scale, searched)):
+            return Topic.LOSS_SCALES
+        is_single = value_at(config, "searcher.name") in (None, "single")
+        return Topic.SINGLE_RUN if is_single else Topic.OTHER_SEARCH
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
@@ -76,10 +105,11 @@ def _options(words: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _batches(text: str) -> int:
+    from determined_amp.finder.frozen import MOST_BATCHES  # noqa: PLC0415  # torch
+
     if not (text.isdecimal() and 1 <= int(text) <= MOST_BATCHES):
-        raise ConfigError(
-            "entrypoint", [f"--batches: got {text!r}; allowed: an integer from 1 to {MOST_BATCHES}"]
-        )
+        problem = f"got {text!r}; allowed: an integer from 1 to {MOST_BATCHES}"
+        raise ConfigError("entrypoint", [Problem("--batches", problem)])
     return int(text)
 
 
@@ -89,27 +119,30 @@ def check_score(experiment: Experiment[Any]) -> None:
     Raises:
         ConfigError: naming every reason why it cannot.
     """
+    from determined_amp.finder.score import Score  # noqa: PLC0415  # torch
+
+    metrics = [field.name for field in dataclasses.fields(Score)]
     slots = experiment.platform.resources.slots_per_trial
     searcher = experiment.platform.searcher
     problems = []
     if experiment.amp is not None and experiment.amp.precision is not Precision.AMP_FP16:
-        problems.append(
-            f"hyperparameters.amp.precision: got {experiment.amp.precision.value}, which does not "
-            "scale the loss; allowed for a score: amp_fp16"
-        )
-    if searcher.name != "single" and searcher.metric not in (None, *_SCORE_METRICS):
-        problems.append(
-            f"searcher.metric: got {searcher.metric}, which no score has; allowed: "
-            f"{', '.join(_SCORE_METRICS)}"
-        )
+        precision = experiment.amp.precision.value
+        text = f"got {precision}, which does not scale the loss; allowed for a score: amp_fp16"
+        problems.append(Problem("hyperparameters.amp.precision", text))
+    if experiment.amp is not None and experiment.amp.finds_scale:
+        text = "got find; allowed for a score: a number"
+        problems.append(Problem("hyperparameters.amp.init_scale", text))
+    if searcher.name != "single" and searcher.metric not in (None, *metrics):
+        text = f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
+        problems.append(Problem("searcher.metric", text))
     if searcher.metric in _COSTS and not searcher.smaller_is_better:
-        problems.append(
-            f"searcher.smaller_is_better: got false; allowed with {searcher.metric}: true"
-        )
+        text = f"got false; allowed with {searcher.metric}: true"
+        problems.append(Problem("searcher.smaller_is_better", text))
     if slots > 1:
-        problems.append(
-            f"resources.slots_per_trial: got {slots}; allowed for a score: 1 (set "
-            "hyperparameters.global_batch_size to what one slot trains)"
+        text = (
+            f"got {slots}; allowed for a score: 1 (set hyperparameters.global_batch_size to what "
+            "one slot trains)"
         )
+        problems.append(Problem("resources.slots_per_trial", text))
     if problems:
         raise ConfigError(experiment.name, problems)

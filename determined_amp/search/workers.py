@@ -6,16 +6,20 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-import determined as det
 import torch
 
+from determined_amp.local.logs import surviving_closed_output
 from determined_amp.search.run_trial import FirstBatch, Job, TrialResult, Validation, run_trial
+from determined_amp.trial.determined_0_38 import leave_the_cluster
 
 _processes = multiprocessing.get_context("forkserver")
+
+
+class SearchGoneError(SystemExit):
+    """Ends a worker whose search has died."""
 
 
 class Worker:
@@ -67,8 +71,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # The comparison itself may be a task of a cluster, but its trials are not.
-    det.get_cluster_info = lambda: None
+    leave_the_cluster()  # the comparison itself may be a task of one, but its trials are not
     # Data loader processes are forks, as in a training without a search. With the fork server they
     # would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
@@ -80,7 +83,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
             connection.send(validation)
             return bool(connection.recv())
         except (EOFError, ConnectionError):
-            sys.exit("the search is gone")
+            raise SearchGoneError("the search is gone") from None
 
     def on_first_batch() -> None:
         with suppress(ConnectionError):
@@ -91,7 +94,8 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
             job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
-        result = run_trial(job, go_on, on_first_batch)
+        with surviving_closed_output():
+            result = run_trial(job, go_on, on_first_batch)
         try:
             connection.send(result)
         except ConnectionError:

@@ -6,6 +6,8 @@ review of this file.
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,11 +17,11 @@ from typing import Any, NoReturn
 import determined as det
 import torch
 from determined import core, pytorch, util
-from determined.common.api import authentication, certs
+from determined.common.api import authentication, bindings, certs, errors
 
-from determined_amp.amp.errors import GuardError, UserError
-from determined_amp.amp.fields import ConfigError
+from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
+from determined_amp.experiment.errors import ending_the_program
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,
@@ -29,6 +31,11 @@ from determined_amp.trial.checkpoint import (
     restoring,
 )
 from determined_amp.trial.random_state import random_state, restore_random_state, settle_order
+
+logger = logging.getLogger(__name__)
+
+# What a request to the master may raise.
+REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
 # What a context knows and does not give away.
 
@@ -53,6 +60,22 @@ def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
         None,
         None,
     )
+
+
+def is_stopped_by_search(train: core.TrainContext) -> bool:
+    """Whether the master has ended this trial, as a search does that stops its trials early.
+
+    The master of 0.38.1 marks such a trial and sends its task no signal. Without an answer of the
+    master the trial goes on.
+    """
+    if isinstance(train, core.DummyTrainContext):
+        return False
+    try:
+        trial = bindings.get_GetTrial(train._session, trialId=train._trial_id).trial
+    except REFUSED as error:
+        logger.warning("the master did not answer whether its search goes on: %s", error)
+        return False
+    return trial.state is bindings.trialv1State.STOPPING_COMPLETED
 
 
 def checkpoint_context(context: pytorch.PyTorchTrialContext) -> core.CheckpointContext:
@@ -97,6 +120,11 @@ def epoch_length(context: pytorch.PyTorchTrialContext) -> int:
     """Batches of an epoch on one slot, once the loaders are there."""
     assert context._epoch_len is not None
     return context._epoch_len
+
+
+def shorten_epoch(context: pytorch.PyTorchTrialContext, batches: int) -> None:
+    """Let an epoch end after this many batches on one slot, if it would not end earlier."""
+    context._epoch_len = min(epoch_length(context), batches)
 
 
 def current_batch(context: pytorch.PyTorchTrialContext) -> int | None:
@@ -148,12 +176,20 @@ def task_configuration(info: det.ClusterInfo) -> dict[str, Any]:
     return info.trial._config
 
 
+def leave_the_cluster() -> None:
+    """Let Determined take this process for one outside of a cluster, for good."""
+    det.get_cluster_info = lambda: None
+
+
 def end_loop() -> NoReturn:
     """End the training from within a batch, without a checkpoint or an error."""
     raise pytorch._ShouldExit(skip_exit_checkpoint=True)
 
 
-class SafeController(pytorch._PyTorchTrialController):
+_Controller = pytorch._PyTorchTrialController
+
+
+class SafeController(_Controller):
     """Determined's training loop, loading checkpoints without running what is in them.
 
     A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
@@ -164,6 +200,7 @@ class SafeController(pytorch._PyTorchTrialController):
     _metric_problem: str | None = None
     _before_validation: dict[str, Any] | None = None
 
+    @ending_the_program()
     def run(self) -> None:
         # Off a cluster `Trainer` knows of no earlier batches.
         if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
@@ -198,13 +235,22 @@ class SafeController(pytorch._PyTorchTrialController):
         metrics: dict[str, Any] = super()._validate()
         if self.is_chief and self.searcher_metric_name:
             self._check_searcher_metric(metrics)
-        # Only the chief has the metrics, and all ranks must end.
-        problem = self.context.distributed.broadcast(self._metric_problem)
+        # Only the chief has the metrics and asks the master, and all ranks must end.
+        is_over = self.is_chief and self._is_over()
+        problem, is_over = self.context.distributed.broadcast((self._metric_problem, is_over))
         if problem is not None:
             if not self._checkpoint_is_current():
                 self._checkpoint(already_exiting=True)
             raise ConfigError("experiment", [problem])
+        if is_over:
+            logger.info("the search stops this trial early")
+            self.context.set_stop_requested(True)
         return metrics
+
+    def _is_over(self) -> bool:
+        """Whether this trial is one of a search that has stopped it."""
+        is_searched = searcher(self.context).get("name", "single") != "single"
+        return is_searched and is_stopped_by_search(train_context(self.context))
 
     def _is_due(self) -> bool:
         """Whether a validation comes here in a run of any length."""
@@ -268,23 +314,36 @@ class SafeController(pytorch._PyTorchTrialController):
         return saved if saved.get("trial_id") == self.trial_id else {}
 
 
-# What is replaced for the whole process, and why. Everything else is replaced on one object.
+# What is replaced beyond the objects of one training, and why; in torch: see `amp/patched.py`.
 #
-# * `pytorch._PyTorchTrialController`, by every `MixedPrecision`: `Trainer.fit` takes no loop as an
-#   argument, and a trial that a script of its own trains must load, save and end as promised, too.
 # * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
 #   before 2.6 runs the code in a checkpoint without it.
-# * `sys.excepthook`, by every `MixedPrecision`: a script of the trial's own ends with exit status 2
-#   and the one line "no retry can help", which a log policy of the master matches.
+# * `pytorch._PyTorchTrialController`, while a command of ours trains: `Trainer.fit` takes no loop
+#   as an argument, and a trial without our callbacks must be loaded and saved as promised, too.
+# * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop: nothing
+#   else gives a script of the user's exit status 2 and the line that a log policy matches.
+#
+# And on the context of a trial that makes a `MixedPrecision`, which has the context itself and no
+# view of it, while it trains:
+#
+# * `step_optimizer`: nothing else sees whether the trial clips gradients that are still scaled.
+# * `_average_gradients`, where gradients accumulate: Determined's starts a kernel per parameter.
 
 
-def use_safe_controller() -> None:
-    """Let `pytorch.Trainer.fit` of this process run its loop in `SafeController`, from now on.
+def use_safe_loop() -> None:
+    """Let the loop that is asking its trial for callbacks be a `SafeController`, from now on.
 
-    A loop that other code has put there stays.
+    `Trainer.fit` takes no loop as an argument and gives its own to nobody, so it is found among the
+    callers. A loop of another class stays.
     """
-    if pytorch._PyTorchTrialController is SafeController.__base__:
-        pytorch._PyTorchTrialController = SafeController  # type: ignore[misc]
+    frame = inspect.currentframe()
+    while frame is not None:
+        loop = frame.f_locals.get("self")
+        if isinstance(loop, _Controller):
+            if type(loop) is _Controller:
+                loop.__class__ = SafeController
+            return
+        frame = frame.f_back
 
 
 @contextmanager

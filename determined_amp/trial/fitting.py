@@ -9,12 +9,15 @@ import determined as det
 import torch
 from determined import pytorch
 
-from determined_amp.amp.fields import ConfigError, read
+from determined_amp.amp.errors import ConfigError
+from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Platform, constants
+from determined_amp.experiment.fields import read
 from determined_amp.experiment.plan import Plan, read_plan
 from determined_amp.trial.determined_0_38 import aggregation_frequency
 
 
+@ending_the_program()
 def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **options: Any) -> None:
     """Train to the end, or until the platform asks to stop.
 

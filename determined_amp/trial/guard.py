@@ -51,7 +51,11 @@ class TrialGuard(pytorch.PyTorchCallback):
         note_on_master(
             self._context,
             precision=settings.precision.value,
-            init_scale=settings.init_scale if settings.scales_the_loss else None,
+            init_scale=(
+                settings.first_scale
+                if settings.scales_the_loss and not settings.finds_scale
+                else None  # or noted when it is found
+            ),
             seed=trial_seed(self._context),
             failure=None,
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import determined as det
 import torch
 from determined import pytorch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.fields import ConfigError, read_section
-from determined_amp.amp.loop import AmpLoop
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
-from determined_amp.amp.replay import own_copy, tensors_of
-from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.throughput import timed
+from determined_amp.amp.replay import own_copy
+from determined_amp.amp.settings import AmpSettings, OnOverflow
+from determined_amp.amp.tensors import tensors_of
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.experiment.errors import print_uncaught_user_errors
+from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.fields import read_section
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.checkpoint import PortableCheckpoint, plain_groups, settle_groups
 from determined_amp.trial.determined_0_38 import (
@@ -40,31 +41,35 @@ from determined_amp.trial.determined_0_38 import (
     scaler_of,
     schedulers,
     searcher,
-    use_safe_controller,
+    use_safe_loop,
     what_steps,
 )
 from determined_amp.trial.guard import TrialGuard
-from determined_amp.trial.reported import ReportedMetrics
+from determined_amp.trial.notes import note_on_master
+from determined_amp.trial.reported import ReportedMetrics, timed
 
 logger = logging.getLogger(__name__)
 
 # The key of its state in a checkpoint. No trial has a callback of such a name.
 CALLBACK = "determined_amp.mixed_precision"
 
+# What a training that follows the finder need not be told.
+_NEEDLESS = ("starting at", "verdict:")
+
 # The attribute of a context that holds the `MixedPrecision` of its trial.
 _ATTRIBUTE = "_determined_amp"
 
 
-class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
+class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
     Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
     `build_callbacks`.
 
-    It changes this process: torch's switches for TF32 (unless `set_backends` is false), the class
-    of Determined's training loop (checkpoints are loaded without running code, and a run that the
-    guard ends leaves one), and `sys.excepthook` (a `UserError` ends a program with one line and
-    exit status 2).
+    It sets torch's switches for TF32, which are global to the process, unless `set_backends` is
+    false, and replaces nothing. The loop that trains with its `callbacks` becomes a
+    `SafeController`: checkpoints are loaded without running code, and a run that the guard ends
+    leaves one. A `UserError` ends a program with one line and exit status 2.
 
     Args:
         context: The trial's context.
@@ -80,6 +85,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         metrics: What is reported.
         guard: Ends a run that no longer trains.
         models: All models that the trial has wrapped.
+        finds_scale: Whether the loss scale is still to be found, on the first batch.
 
     Raises:
         ConfigError: if the settings are wrong, or the context already has what must come later.
@@ -88,12 +94,13 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
 
     remedies = IN_A_TRIAL
 
+    @ending_the_program()
     def __init__(
         self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
     ) -> None:
-        print_uncaught_user_errors()
         _check_order(context)
         self._context = context
+        self.finds_scale = False  # until the settings are checked
         self._aggregation_frequency = aggregation_frequency(context)
         super().__init__(
             settings or _settings_of(context),
@@ -109,6 +116,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
                 f"{self._aggregation_frequency}: torch's CUDA graphs write the gradients of a "
                 "batch over those of the one before (pytorch issue 96693); allowed: default",
             )
+        self.finds_scale = self.settings.finds_scale
         # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
@@ -126,7 +134,6 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         self._warm_start = False
         self._counted_batch: int | None = None
         setattr(context, _ATTRIBUTE, self)
-        use_safe_controller()
 
     @staticmethod
     def of(context: pytorch.PyTorchTrialContext) -> MixedPrecision | None:
@@ -141,6 +148,9 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
 
     # What a trial calls.
 
+    prepare = ending_the_program()(AmpCore.prepare)
+
+    @ending_the_program()
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
         """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
 
@@ -163,10 +173,6 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
                 "wrap_lr_scheduler", "its optimizer is not one that context.wrap_optimizer returned"
             )
         return super().wrap_lr_scheduler(scheduler)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """For forward and loss of a training batch; never for the backward."""
-        return self._training_autocast
 
     def clip(
         self, optimizer: Optimizer, max_norm: float = math.inf
@@ -212,9 +218,10 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
             return {}
         self.finish_steps()
         if not self._started:
-            raise self._wrong(
-                "update", "build_callbacks of the trial must return amp.callbacks(self)"
-            )
+            with ending_the_program():  # which the loop, not being ours, does not
+                raise self._wrong(
+                    "update", "build_callbacks of the trial must return amp.callbacks(self)"
+                )
         batch_idx, counted = current_batch(self._context), self._counted_batch
         self._counted_batch = batch_idx
         again = batch_idx is not None and batch_idx == counted
@@ -226,6 +233,7 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         Args:
             trial: The trial itself. The guard replays its newest batch to find a fault.
         """
+        use_safe_loop()
         if self._trial is None:
             self._time_the_loader(trial)
         self._trial = trial
@@ -247,16 +255,15 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
     # What Determined's loop calls.
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        del state["scaler"]  # Determined saves it
-        optimizers = self._context.optimizers
-        moved = [self.metrics.of(optimizer).is_scheduled for optimizer in optimizers]
+        """Counts and schedules; Determined saves the loss scale itself."""
+        moved = [steps.is_scheduled for steps in self.metrics.all()]
+        state = self.metrics.each.state_dict()
         return {**state, "constructed": self._constructed, "scheduled": moved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Called by Determined after weights, optimizers and scaler have been restored."""
         if not self._warm_start:
-            self._load_steps(state_dict)
+            self.metrics.each.load_state_dict(state_dict)
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
@@ -303,8 +310,9 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
             return
         ours = self.scaler.state_dict()
         if not state:
-            logger.info("the checkpoint has no loss scale; starting with %g", ours["scale"])
+            logger.info("the checkpoint has no loss scale; %s", self._instead())
         elif not self._warm_start:
+            self.finds_scale = False
             ours |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
         checkpoint["scaler_state_dict"] = ours
 
@@ -327,11 +335,16 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         for optimizer in self._context.optimizers:
             self._meet(optimizer)
             self.metrics.of(optimizer).begin(optimizer)
-        if self.watched and self._trial is not None:
-            self._watch(self._trial)
+        if self._trial is not None:
+            train_batch = self._trial.train_batch
+            if self.watched:
+                self._watch(self._trial)
+            if self.finds_scale:
+                self._find_first(self._trial, train_batch)
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        if self._plateaus():
+        plateaus = self.metrics.each.plateaus()
+        if plateaus:
             name = str(searcher(self._context).get("metric"))
             if name not in metrics:
                 raise self._wrong(
@@ -339,7 +352,8 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
                     f"ReduceLROnPlateau moves by searcher.metric, {name}, which the trial does "
                     f"not report; it reports {', '.join(map(str, metrics)) or 'nothing'}",
                 )
-            self.validated(float(metrics[name]))
+            for schedule in plateaus:
+                schedule.validated(float(metrics[name]))
 
     def on_trial_shutdown(self) -> None:
         for hook in (*self._hooks.values(), *self._model_hooks):
@@ -350,9 +364,6 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
         self._train_batch = self._newest_batch = None
 
     # How it does that.
-
-    def _add_model(self, model: nn.Module) -> None:
-        """`context.wrap_model` does it."""
 
     def _meet(self, optimizer: Optimizer) -> None:
         """`context.wrap_optimizer` numbers the optimizers, and the training begins later."""
@@ -410,6 +421,75 @@ class MixedPrecision(AmpLoop, pytorch.PyTorchCallback):
             return timed(build(), self.metrics.waited)
 
         self._patches.enter_context(patched(trial, "build_training_data_loader", build_and_time))
+
+    def _instead(self) -> str:
+        """What happens without a saved loss scale."""
+        if self.finds_scale:
+            return "it is found on the first batch"
+        return (
+            f"starting with {self.settings.first_scale:g}, which may cost the first steps; "
+            "amp.init_scale: find finds it on the first batch instead"
+        )
+
+    def _find_first(self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]) -> None:
+        """Find the loss scale before the next batch is trained, or audited.
+
+        Args:
+            trial: The trial.
+            train_batch: Its own, which nobody watches.
+        """
+        following = trial.train_batch
+
+        def find_and_train(batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            trial.train_batch = following  # type: ignore[method-assign]
+
+            def train(own: Any) -> object:
+                return train_batch(batch=own, epoch_idx=epoch_idx, batch_idx=batch_idx)
+
+            self._find_scale(trial, batch, train)
+            return following(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
+
+        trial.train_batch = find_and_train  # type: ignore[method-assign]
+
+    def _find_scale(
+        self, trial: pytorch.PyTorchTrial, batch: Any, train: Callable[[Any], object]
+    ) -> None:
+        # The finder makes its passes through this object, and takes a while to import.
+        from determined_amp.finder.advice import sentences  # noqa: PLC0415
+        from determined_amp.finder.frozen import LossScaleError  # noqa: PLC0415
+        from determined_amp.trial.frozen import find_on_first_batch  # noqa: PLC0415
+
+        self.finds_scale, begun = False, time.perf_counter()
+        try:
+            found = find_on_first_batch(trial, self._context, batch, train)
+        except LossScaleError as error:
+            first = self.settings.first_scale
+            logger.warning("init_scale: find found none: %s; starting with %g", error, first)
+            return
+        scale, said = found.init_scale, [*sentences(found)]
+        if scale is None:
+            problem = f"got find, and {said[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
+            if self.settings.on_overflow is OnOverflow.ABORT:
+                raise self._wrong("init_scale", problem)
+            logger.warning("init_scale: %s", problem)
+            return
+        floor = self.settings.min_scale
+        if floor > 2.0**found.finding.top_log2:
+            raise self._wrong(
+                "init_scale",
+                f"got find, which found {scale:g}, and gradients overflow at min_scale {floor:g}; "
+                f"allowed: min_scale: {scale * 2.0**-8:g}",
+            )
+        scale = max(scale, floor)
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale})
+        note_on_master(self._context, init_scale=scale)
+        if self._context.distributed.rank == 0:
+            needless = ("starting at",) if found.finding.answer_log2 is None else _NEEDLESS
+            logger.info(
+                "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
+                *(repr(scale), time.perf_counter() - begun, found.passed_samples),
+                "; ".join(text for text in said if not text.startswith(needless)),
+            )
 
     def _watch(self, trial: pytorch.PyTorchTrial) -> None:
         """Keep the newest batch for the guard, and audit the first one."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import determined as det
 from determined import core, pytorch
-from determined.common.api import bindings, errors
 
 from determined_amp.amp.errors import UserError
-from determined_amp.trial.determined_0_38 import train_context, train_context_of_task
+from determined_amp.trial.determined_0_38 import (
+    REFUSED,
+    train_context,
+    train_context_of_task,
+)
 
 logger = logging.getLogger(__name__)
-
-# What a request to the master may raise.
-_REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
 # Characters of a status that the page of a run shows well; its card shows the first twenty.
 _STATUS_WIDTH = 100
@@ -53,7 +53,7 @@ def note(train: core.TrainContext, **values: Any) -> None:
         amp = {**known.get("amp", {}), **values}
         kept = {name: value for name, value in amp.items() if value is not None}
         train.set_metadata({**known, "amp": kept})
-    except _REFUSED as error:
+    except REFUSED as error:
         logger.warning("the master did not take the metadata of this run: %s", error)
 
 
@@ -75,7 +75,7 @@ def show_failure_of_run(train: core.TrainContext, reason: str) -> None:
 
 def show_status(train: core.TrainContext, status: str) -> None:
     """Show a status on the page of a run, as far as it fits."""
-    with suppress(*_REFUSED):
+    with suppress(*REFUSED):
         train.set_status(textwrap.shorten(status, _STATUS_WIDTH))
 
 

@@ -24,15 +24,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
-from determined_amp.amp.fields import ConfigError
-from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.gradients import TrueGradients
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.origin import backwards_through
-from determined_amp.amp.patched import patched
-from determined_amp.amp.scaler import parameters_of
 from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.tensors import parameters_of
+from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.trial.determined_0_38 import (
     ends_step,
@@ -40,15 +37,13 @@ from determined_amp.trial.determined_0_38 import (
     has_amp_of_its_own,
     scaler_of,
 )
+from determined_amp.trial.fused import fuse
+from determined_amp.trial.hooks import converted_hooks
 from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.outer_autocast import NO_AMP, OuterAutocast, refusal
+from determined_amp.trial.true_gradients import TrueGradients
 
 logger = logging.getLogger(__name__)
-
-_CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
-_NO_AMP = "neither autocast nor a GradScaler: here both come from outside"
-
-# The attributes of every module, among them its parameters, buffers and hooks.
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
@@ -71,6 +66,7 @@ def trial_of(
     return make_with_amp(experiment.make, context, experiment.amp)
 
 
+@ending_the_program()
 def make_with_amp(
     make_trial: MakeTrial, context: pytorch.PyTorchTrialContext, settings: AmpSettings
 ) -> pytorch.PyTorchTrial:
@@ -95,7 +91,7 @@ def make_with_amp(
     else:
         view.hand_over()
     if MixedPrecision.of(context) is None:
-        raise _wrong("it wraps no model", "self.model = context.wrap_model(model)")
+        raise refusal("it wraps no model", "self.model = context.wrap_model(model)")
     return trial
 
 
@@ -118,76 +114,6 @@ class TrialAsItIs(pytorch.PyTorchTrial):
             hyperparameters=context.get_hparams(),
         )
         return trial_of(experiment, context)
-
-
-class _Autocast:
-    """Runs a model's forward under autocast, and hands on what it returns in float32.
-
-    A copy of the model, such as an average of its weights, shares it. A pickled one is left
-    without: it is not in the training.
-
-    Args:
-        amp: Gives the autocast of a training batch and that of a validation batch.
-
-    Attributes:
-        casts: Whether there is an autocast in 16 bits.
-        training: Whether `train_batch` is running.
-        in_backward: Whether a backward is running.
-    """
-
-    def __init__(self, amp: MixedPrecision) -> None:
-        self._amp = amp
-        self.casts = amp.settings.precision.autocast_dtype is not None
-        self._inside = False
-        self._forwards = 0
-        self._kept: list[tuple[dict[str, Any], str]] = []
-        self.training = False
-        self.in_backward = False
-
-    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        is_on = _autocast_is_on(self._amp.device.type)
-        # One wrapped model calls another, or a checkpoint computes that call again.
-        if self._inside or (self.in_backward and is_on):
-            return forward(*args, **kwargs)
-        if self.training and is_on:
-            raise _wrong("it enters autocast itself", _NO_AMP)
-        amp, self._inside = self._amp, True
-        try:
-            with amp.autocast() if self.training else amp.eval_autocast():
-                output = forward(*args, **kwargs)
-        finally:
-            self._inside = False
-        if not self.casts:
-            return output
-        if self.training:
-            self._cast_kept()
-        return as_float32(output)
-
-    def _cast_kept(self) -> None:
-        """Cast what the models keep in attributes of their own, such as features for the loss.
-
-        What they keep is looked for in the first two forwards, and in ever fewer later ones.
-        """
-        self._forwards += 1
-        if self._forwards & (self._forwards - 1) == 0:
-            modules = (m for model in self._amp.models for m in model.modules())
-            self._kept = [
-                (attributes, name)
-                for attributes in map(vars, modules)
-                for name, value in attributes.items()
-                if name not in _OF_MODULES
-                and isinstance(value, (torch.Tensor, list, tuple, dict))
-                and as_float32(value) is not value
-            ]
-        for attributes, name in self._kept:
-            if name in attributes:
-                attributes[name] = as_float32(attributes[name])
-
-    def __deepcopy__(self, memo: object) -> _Autocast:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_autocast, ()
 
 
 class AmpContext(pytorch.PyTorchTrialContext):
@@ -280,10 +206,10 @@ class _Unmodified(pytorch.PyTorchCallback):
                 forget_scaler(context)  # a trial whose own AMP is switched off
                 theirs = None
             if theirs is not None or has_amp_of_its_own(context):
-                raise _wrong("it has a GradScaler of its own", _NO_AMP)
+                raise refusal("it has a GradScaler of its own", NO_AMP)
             self.amp = _FromOutside(context, self._settings)
             self._context = context
-            self._autocast = _Autocast(self.amp)
+            self._autocast = OuterAutocast(self.amp)
         if self.amp is not None:
             self.amp.prepare(model)
             # On the instance: names, state_dict keys and types stay.
@@ -341,12 +267,12 @@ class _Unmodified(pytorch.PyTorchCallback):
             backward(loss)
             return
         if create_graph and amp.scaler.is_enabled():
-            raise _wrong(
+            raise refusal(
                 "it calls context.backward(create_graph=True), whose gradients would be scaled",
                 "precision amp_bf16, which needs no scale",
             )
         if loss.dtype in (torch.float16, torch.bfloat16):
-            raise _wrong(
+            raise refusal(
                 f"its loss is in {str(loss.dtype).removeprefix('torch.')}: the model's output "
                 "is no tensor, list, tuple, dictionary or dataclass, so it was not cast to float32",
                 "a model that returns one of these, or .float() on what is taken out of it",
@@ -392,7 +318,7 @@ class _Unmodified(pytorch.PyTorchCallback):
             step(clip_grads, scaler)
             return
         if scaler is not None and scaler.is_enabled():
-            raise _wrong("it has a GradScaler of its own", _NO_AMP)
+            raise refusal("it has a GradScaler of its own", NO_AMP)
         measure = amp.clip(optimizer)
 
         def clip(parameters: Iterable[torch.Tensor]) -> None:
@@ -511,7 +437,7 @@ class _Unmodified(pytorch.PyTorchCallback):
                 ],
             )
         if self._gradients is not None and self._gradients.scale is not None:
-            raise _wrong(
+            raise refusal(
                 "it steps an optimizer inside the backward, where gradients are still scaled",
                 "the step after context.backward, or precision amp_bf16, which needs no scale",
             )
@@ -521,7 +447,7 @@ class _Unmodified(pytorch.PyTorchCallback):
         if not self._autocast.training or self._autocast.in_backward or _are_traced(args[0]):
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
-            raise _wrong("it calls loss.backward() itself", "self.context.backward(loss)")
+            raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
         with self._in_backward():
             if self._gradients is None:
                 return run(*args, **kwargs)
@@ -554,125 +480,19 @@ class _Unmodified(pytorch.PyTorchCallback):
         ):
             self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
-        self._convert_hooks()
+        hooks = converted_hooks(
+            self._context.models, self._context.optimizers, self._autocast, self._gradients
+        )
+        self._patches.enter_context(hooks)
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
-
-    def _convert_hooks(self) -> None:
-        """Let the trial's hooks see what they see in float32, those there are and later ones."""
-        modules = [module for model in self._context.models for module in model.modules()]
-        groups = (o.param_groups for o in self._context.optimizers)
-        parameters = [p for module in modules for p in module.parameters(recurse=False)]
-        parameters += [p for its in groups for group in its for p in group["params"]]
-        found: list[tuple[Any, str, str, Any]] = []
-        if self._autocast.casts:
-            to_float32 = partial(partial, _in_float32)
-            for kind in ("forward", "forward_pre"):
-                found.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
-        if self._gradients is not None:
-            true, of_leaf = self._gradients.hooked, self._gradients.hooked_leaf
-            found += [
-                (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
-                (nn.Module, "register_full_backward_pre_hook", "_backward_pre_hooks", true),
-                (torch.Tensor, "register_hook", "_backward_hooks", true),
-                (
-                    torch.Tensor,
-                    "register_post_accumulate_grad_hook",
-                    "_post_accumulate_grad_hooks",
-                    of_leaf,
-                ),
-            ]
-            retain_grad = torch.Tensor.retain_grad
-
-            def retain(tensor: torch.Tensor) -> None:
-                retain_grad(tensor)
-                if self._autocast.training and self._gradients is not None:
-                    self._gradients.retain(tensor)
-
-            self._patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
-        for owner, register, attribute, convert in found:
-            for it in modules if owner is nn.Module else parameters:
-                hooks = getattr(it, attribute, None) or {}
-                for key, hook in hooks.items():
-                    hooks[key] = convert(hook) if _is_the_trials(hook) else hook
-            method = _registering(getattr(owner, register), convert)
-            self._patches.enter_context(patched(owner, register, method))
-
-
-def fuse(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module] = ()) -> bool:
-    """Make an optimizer fused that was made without `fused`; returns whether it is.
-
-    On CUDA a fused optimizer takes scale and overflow flag as device tensors. With any other,
-    `GradScaler.step` waits for the device. Only before its first step, and only where nothing but
-    its speed changes: a fused one takes no sparse gradients, and hooks of the trial's would be
-    called for skipped steps, too.
-
-    Args:
-        optimizer: Any of torch.
-        models: Those of the trial, whose modules tell which gradients are sparse.
-    """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return False
-    groups = optimizer.param_groups
-    if all(group.get("fused") for group in groups):
-        return True
-    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    modules = (module for model in models for module in model.modules())
-    sparse = {p for m in modules if getattr(m, "sparse", False) is True for p in m.parameters()}
-    if own_hooks or _has_own_step(optimizer) or not sparse.isdisjoint(parameters_of(optimizer)):
-        return False
-    if optimizer.state or any(
-        group.get("foreach")
-        or group.get("differentiable")
-        or group.get("dampening")
-        or not all(torch.is_floating_point(parameter) for parameter in group["params"])
-        for group in groups
-    ):
-        return False
-    for settings in (optimizer.defaults, *groups):
-        settings.update(fused=True, foreach=False)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler asks
-    return True
-
-
-def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody else than a scheduler of torch has replaced its method."""
-    step: Any = vars(optimizer).get("step")
-    while hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter"):  # torch 2.3
-        step = step.__wrapped__
-    return step is not None and step is not type(optimizer).step
-
-
-def _registering(register: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
-    def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
-
-    return method
-
-
-def _is_the_trials(hook: Callable[..., Any]) -> bool:
-    """Whether neither torch, Determined nor this library has made a hook, which they want as is."""
-    function = hook.func if isinstance(hook, partial) else hook
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
 def _are_traced(outputs: Iterable[Any]) -> bool:
     """Whether a compiler looks at a backward, with stand-ins for tensors."""
     dispatch = torch.Tensor.__torch_dispatch__
     return any(getattr(type(it), "__torch_dispatch__", dispatch) is not dispatch for it in outputs)
-
-
-def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
-    """Call a hook of a forward; what it changes in place is changed."""
-    cast = as_float32(given)
-    result = hook(*cast)
-    if result is None:
-        for old, new in zip(tree_leaves(given), tree_leaves(cast), strict=True):
-            if new is not old and isinstance(new, torch.Tensor) and new._version:
-                old.copy_(new)
-    return result
 
 
 def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
@@ -687,28 +507,3 @@ def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
                 ".bfloat16(); autocast computes in 16 bits with weights in float32: leave that out"
             ],
         )
-
-
-def _autocast_is_on(device_type: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device_type)
-    except TypeError:  # torch 2.3 has one question for each device
-        return (
-            torch.is_autocast_enabled()
-            if device_type == "cuda"
-            else torch.is_autocast_cpu_enabled()
-        )
-
-
-def _no_autocast() -> Callable[..., Any]:
-    return _call
-
-
-def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
-def _wrong(problem: str, instead: str) -> ConfigError:
-    return ConfigError(
-        "the trial", [f"train_batch: {problem}; write instead: {instead}; {_CONVERT}"]
-    )

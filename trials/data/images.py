@@ -17,7 +17,7 @@ import torch
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from determined_amp.amp.fields import setting
+from determined_amp.amp.settings import setting
 from trials.data.augment import crop_and_flip, uniform_numbers
 from trials.data.loading import (
     MOST_WORKERS,
@@ -188,7 +188,7 @@ class FolderImages:
     def _decode(self, sample: Sample) -> tuple[torch.Tensor, int]:
         try:
             image, label = self._folder[sample.image]
-        except OSError as error:
+        except Exception as error:  # a decoder raises whatever it meets
             path, _ = self._folder.samples[sample.image]
             raise DataError(f"{path}: cannot be decoded: {error}") from error
         if self._augment_seed is None:

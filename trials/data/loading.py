@@ -20,8 +20,10 @@ import torch
 from determined import pytorch
 from torch.utils.data import Dataset, Sampler
 from torchvision import datasets
+from typing_extensions import Self
 
 from determined_amp import UserError
+from determined_amp.experiment.fields import read_section
 
 # The most loader processes of a slot. Hundreds of thousands would take the machine down.
 MOST_WORKERS = 256
@@ -67,6 +69,15 @@ class DatasetSettings:
     classes: int
     directory: str | None
     workers: int
+
+    @classmethod
+    def of(cls, context: pytorch.PyTorchTrialContext) -> Self:
+        """The `data` section of a trial's experiment.
+
+        Raises:
+            ConfigError: naming every mistake.
+        """
+        return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
 
     def dataset_contradictions(
         self, given: frozenset[str], *, reads_directory: bool, synthetic: bool

@@ -20,7 +20,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.settings import DECLARED
 
 T = TypeVar("T")
 
@@ -31,69 +32,17 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("<", operator.lt),
 }
 
-# Metadata key that marks a field as declared by `setting`.
-_DECLARED = "declared by setting"
-
 
 @typing.runtime_checkable
 class _CanContradict(typing.Protocol):
     def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
-class Problem(str):
-    """One mistake in a configuration, as a sentence that begins with its key.
-
-    Args:
-        key: The dotted key that is wrong; empty for a mistake of the whole configuration.
-        text: What was given, what is allowed, what to do.
-    """
-
-    key: str
-
-    def __new__(cls, key: str, text: str) -> Problem:
-        problem = super().__new__(cls, f"{key}: {text}" if key else text)
-        problem.key = key
-        return problem
-
-
-class ConfigError(UserError, ValueError):
-    """All mistakes in one configuration, one per line; the first line has the first mistake.
-
-    Args:
-        source: A file, the name of an experiment, or a command-line option.
-        problems: The mistakes. One without a key is a mistake of the whole configuration.
-    """
-
-    def __init__(self, source: str, problems: Iterable[str]) -> None:
-        self.problems = tuple(p if isinstance(p, Problem) else Problem("", p) for p in problems)
-        first, *others = self.problems
-        several = f" (1 of {len(self.problems)} problems)" if others else ""
-        lines = [f"{source}: {first}{several}", *(f"  - {problem}" for problem in others)]
-        super().__init__("\n".join(lines))
-
-
-def setting(
-    default: object = dataclasses.MISSING,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Declare a field of a settings class; without a default the key is required."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata: dict[str, Any] = {n: bound for n, bound in bounds.items() if bound is not None}
-    metadata[_DECLARED] = True
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 def is_settings_class(cls: object) -> bool:
     """Whether `cls` is a dataclass, and `setting` declares all of its fields."""
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return False
-    return all(_DECLARED in field.metadata for field in dataclasses.fields(cls))
+    return all(DECLARED in field.metadata for field in dataclasses.fields(cls))
 
 
 def read(
@@ -103,7 +52,8 @@ def read(
 
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
-            an `enum.Enum`, another settings class, or one of these `| None`. It may define
+            an `enum.Enum`, another settings class, a number or an enum, or one of these `| None`.
+            It may define
             `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs, and
             `section_of(text: str)`, which returns the section that a text stands for, or None.
         raw: The section, as read from YAML or JSON.
@@ -202,14 +152,14 @@ def _value(
     *,
     strict: bool,
 ) -> object:
-    kind, optional = _unwrap_optional(hint)
+    kinds, optional = _kinds(hint)
     if raw is None and optional:
         return None
-    if dataclasses.is_dataclass(kind):
-        return read(typing.cast("type[object]", kind), raw, path, problems, strict=strict)
-    value = _converted(kind, raw)
+    if dataclasses.is_dataclass(kinds[0]):
+        return read(typing.cast("type[object]", kinds[0]), raw, path, problems, strict=strict)
+    value = next((v for kind in kinds if (v := _converted(kind, raw)) is not None), None)
     if value is None or not _within(value, field):
-        allowed = f"{_allowed(hint, field)}{_hint_for(kind, raw)}"
+        allowed = f"{_allowed(hint, field)}{_hint_for(kinds[0], raw)}"
         problems.append(Problem(path, f"got {_shown(raw)}; allowed: {allowed}"))
     return value
 
@@ -240,16 +190,17 @@ def _finite(number: float) -> float | None:
         return None
 
 
-def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
+def _kinds(hint: Any) -> tuple[list[Any], bool]:
+    """The types of a field, and whether it may be None."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
-        return hint, False
+        return [hint], False
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    assert len(kinds) == 1, f"a setting is one type or None, not {hint}"
-    return kinds[0], True
+    return kinds, len(kinds) < len(typing.get_args(hint))
 
 
 def _within(value: Any, field: dataclasses.Field[Any]) -> bool:
-    return all(_BOUNDS[name][1](value, bound) for name, bound in _bounds(field))
+    bounds = [] if isinstance(value, enum.Enum) else _bounds(field)
+    return all(_BOUNDS[name][1](value, bound) for name, bound in bounds)
 
 
 def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
@@ -257,11 +208,16 @@ def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
 
 
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
-    kind, optional = _unwrap_optional(hint)
+    kinds, optional = _kinds(hint)
+    text = ", ".join(_described(kind, field) for kind in kinds)
+    return text + (", or the key left out" if optional else "")
+
+
+def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         values = (member.value for member in kind)
-        text = ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    elif dataclasses.is_dataclass(kind):
+        return ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    if dataclasses.is_dataclass(kind):
         text = "a mapping of keys to values"
     elif typing.get_origin(kind) is tuple:
         text = "a list of strings"
@@ -271,7 +227,7 @@ def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
         f"{_BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
         for name, bound in _bounds(field)
     )
-    return text + (f" {bounds}" if bounds else "") + (", or the key left out" if optional else "")
+    return text + (f" {bounds}" if bounds else "")
 
 
 def _hint_for(kind: Any, raw: object) -> str:
@@ -284,7 +240,9 @@ def _hint_for(kind: Any, raw: object) -> str:
             return ""
         if math.isfinite(number) and (kind is float or number.is_integer()):
             literal = _as_yaml_float(number) if kind is float else f"{number:.0f}"
-            return f" (YAML 1.1 reads {raw} as a string: write {literal})"
+            of_yaml_1_1 = "e" in raw.lower() and "." not in raw
+            why = f"YAML 1.1 reads {raw} as a string" if of_yaml_1_1 else "this is a text in quotes"
+            return f" ({why}: write {literal})"
     return ""
 
 

@@ -28,7 +28,8 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.scaler import LossScaler, parameters_of
+from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.tensors import parameters_of
 
 logger = logging.getLogger(__name__)
 

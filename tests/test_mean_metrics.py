@@ -1,4 +1,4 @@
-"""`trials.task`: exact means over samples, whatever the batches and slots."""
+"""Validation reports exact means over samples, whatever the batches and slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests.test_metrics import Context
-from trials.classification import ImageClassification
-from trials.task import MeanMetrics
+from trials.mean_metrics import MeanMetrics
+from trials.mlp import MLPTrial
 
 
 def metrics(slots: int = 1) -> MeanMetrics:
@@ -20,12 +20,18 @@ def metrics(slots: int = 1) -> MeanMetrics:
     return MeanMetrics(context)
 
 
-def classification(settings: AmpSettings) -> ImageClassification:
-    """As much of it as `evaluate` needs."""
+def classifier(settings: AmpSettings) -> MLPTrial:
+    """As much of the trial as `evaluate_batch` needs; its logits are the batch itself."""
     context: Any = Context()
-    task = ImageClassification.__new__(ImageClassification)
-    task._amp, task._means = MixedPrecision(context, settings), MeanMetrics(context)
-    return task
+    trial = MLPTrial.__new__(MLPTrial)
+    trial.amp, trial.means = MixedPrecision(context, settings), MeanMetrics(context)
+    trial.model = torch.nn.Identity()
+    return trial
+
+
+def reported(*trials: MLPTrial) -> dict[str, Any]:
+    slots = [trial.means.per_slot_reduce() for trial in trials]
+    return trials[0].means.cross_slot_reduce(slots)
 
 
 class TestMeans:
@@ -60,13 +66,11 @@ class TestMeans:
 class TestClassification:
     def test_means_are_over_samples_of_all_slots(self) -> None:
         """Logits (0, ln 3): p = 1/4, 3/4. Losses ln 4, ln 4/3 twice; two of three are right."""
-        one, other = (classification(AmpSettings(Precision.FP32)) for _ in range(2))
+        one, other = (classifier(AmpSettings(Precision.FP32)) for _ in range(2))
         logits = torch.tensor([[0.0, math.log(3.0)]])
-        identity = torch.nn.Identity()
-        one.evaluate(identity, (logits.repeat(2, 1), torch.tensor([0, 1])))
-        other.evaluate(identity, (logits, torch.tensor([1])))
-        slots = [one._means.per_slot_reduce(), other._means.per_slot_reduce()]
-        report = one._means.cross_slot_reduce(slots)
+        one.evaluate_batch((logits.repeat(2, 1), torch.tensor([0, 1])), 0)
+        other.evaluate_batch((logits, torch.tensor([1])), 0)
+        report = reported(one, other)
         loss = (math.log(4) + 2 * math.log(4 / 3)) / 3
         assert report["validation_loss"] == pytest.approx(loss, rel=1e-6)  # float32 logits
         assert report["validation_accuracy"] == pytest.approx(2 / 3)
@@ -74,8 +78,8 @@ class TestClassification:
     def test_half_precision_logits_are_summed_in_float32(self) -> None:
         """The cross-entropy of 4096 equal float16 rows is not rounded to float16's 3 digits."""
         settings = AmpSettings(Precision.AMP_FP16, eval_precision=EvalPrecision.SAME)
-        task = classification(settings)
+        trial = classifier(settings)
         logits = torch.zeros(4096, 10, dtype=torch.float16)
-        task.evaluate(torch.nn.Identity(), (logits, torch.zeros(4096, dtype=torch.int64)))
-        report = task._means.cross_slot_reduce([task._means.per_slot_reduce()])
+        trial.evaluate_batch((logits, torch.zeros(4096, dtype=torch.int64)), 0)
+        report = reported(trial)
         assert report["validation_loss"] == pytest.approx(math.log(10), rel=1e-6)

@@ -1,0 +1,414 @@
+"""The ways to a loss scale that `benchmarks.loss_scale` compares, and the row of one training.
+
+Each way chooses the first scale, or how the scale moves, or both. All of them train with the same
+recipe: float16 autocast, torch's `GradScaler`, and no step where a gradient is not finite.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import determined as det
+import torch
+
+from benchmarks import loss_scale_tasks
+from benchmarks.loss_scale_tasks import TASKS, Task, Training
+from determined_amp.amp.fp32_modules import meanwhile_in_float32
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.model import LossBatch, OneProcess, find_loss_scale
+from determined_amp.finder.passes import predict
+from determined_amp.finder.score import bits_from_default, score_batches
+from determined_amp.finder.verdict import DEFAULT_LOG2, Verdict
+
+STEPS = 200
+SEEDS = tuple(range(1, 11))
+
+# How often the share of the gradient is measured that was flushed to 0.
+_PROBE_EVERY = 20
+
+# How often the size of the gradients is looked at in float32. The first 20 steps are all looked at.
+_LOOK_EVERY = 4
+
+# The scales of hp_search/loss_scale_random.yaml.
+_SEARCHED_LOG2 = (0.0, 24.0)
+
+# How many batches the finder looks at, as its command does by default.
+_BATCHES = 4
+
+# Between these scales the true edge is sought.
+_EDGE_LOG2 = (-64, 127)
+
+_CPU = torch.device("cpu")
+
+# Gets the scale and the largest magnitude of an unscaled gradient; returns the next scale.
+Rule = Callable[[float, float], float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a way decided before the first step.
+
+    Args:
+        init_log2: log2 of the first loss scale; None to train without one.
+        dtype: What autocast computes in; None for float32.
+        rule: Moves the scale; None leaves it to torch.
+        samples: Samples passed forward to choose.
+        fp32_modules: Names of modules to keep in float32.
+        verdict: What the way said, if it says anything.
+        predicted_log2: log2 of the first power of two that is predicted to overflow; None if
+            nothing is predicted, or no scale is said to help.
+    """
+
+    init_log2: float | None
+    dtype: torch.dtype | None = torch.float16
+    rule: Rule | None = None
+    samples: int = 0
+    fp32_modules: tuple[str, ...] = ()
+    verdict: str = ""
+    predicted_log2: int | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to choose the initial loss scale.
+
+    Args:
+        name: Name in the tables.
+        what: What it does, in words.
+        choose: Called before each training.
+    """
+
+    name: str
+    what: str
+    choose: Callable[[Task, int], Choice]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training.
+
+    Args:
+        task: Name of the task.
+        way: Name of the way.
+        seed: Seed of parameters and batches.
+        trained_in: `float16`, `bfloat16` or `float32`; plus the modules that were kept in float32.
+        init_log2: log2 of the first loss scale; None without one.
+        skipped: Optimizer steps skipped.
+        first_applied: Steps until the first applied one, which is counted; None if there is none.
+        flushed: Share of the norm of float32's gradient that is 0 instead, in the tensor that
+            loses most; mean over every 20th step, None if all of these were skipped.
+        metric: What the task is judged by; None if it is not finite.
+        chosen_with: Samples passed forward to choose.
+        verdict: What the way said.
+        predicted_log2: See `Choice`.
+        edge_log2: log2 of the smallest power of two at which float16 overflows on the finder's
+            batches; None if it does so at every scale. Only measured for the finder.
+        growth_bits: Bits by which the largest 16-bit gradient of the training exceeds that of its
+            first batches. Only measured in float32.
+        seconds: Duration, with the choice.
+        code: Which code made the row.
+    """
+
+    task: str
+    way: str
+    seed: int
+    trained_in: str
+    init_log2: float | None
+    skipped: int
+    first_applied: int | None
+    flushed: float | None
+    metric: float | None
+    chosen_with: int
+    verdict: str
+    predicted_log2: int | None
+    edge_log2: int | None
+    growth_bits: float | None
+    seconds: float
+    code: str
+
+
+def measure(task: Task, way: Way, seed: int) -> Row:
+    """Choose, and train."""
+    begun = time.perf_counter()
+    choice = way.choose(task, seed)
+    training = task.start(seed)
+    islands = [m for name, m in training.model.named_modules() if name in choice.fp32_modules]
+    growth = _Growth(task.start(seed)) if choice.dtype is None else None
+    kept = meanwhile_in_float32(islands, "cpu") if islands else nullcontext()
+    with kept:
+        outcome = _train(training, choice, growth)
+    metric = training.metric()
+    trained_in = str(choice.dtype or torch.float32).removeprefix("torch.")
+    return Row(
+        task=task.name,
+        way=way.name,
+        seed=seed,
+        trained_in=" and ".join([trained_in, *choice.fp32_modules]),
+        init_log2=choice.init_log2,
+        skipped=outcome.skipped,
+        first_applied=outcome.first_applied,
+        flushed=mean(outcome.flushed) if outcome.flushed else None,
+        metric=metric if math.isfinite(metric) else None,
+        chosen_with=choice.samples,
+        verdict=choice.verdict,
+        predicted_log2=choice.predicted_log2,
+        edge_log2=true_edge(task, seed) if way.name == FINDER else None,
+        growth_bits=growth.bits if growth else None,
+        seconds=round(time.perf_counter() - begun, 2),
+        code=code_of(way.name),
+    )
+
+
+@dataclass
+class _Outcome:
+    skipped: int = 0
+    first_applied: int | None = None
+    flushed: list[float] = field(default_factory=list)
+
+
+def _train(training: Training, choice: Choice, growth: _Growth | None) -> _Outcome:
+    """200 steps; the recipe of PyTorch's manual."""
+    outcome, optimizer = _Outcome(), training.optimizer
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0 ** (choice.init_log2 or 0.0), enabled=choice.init_log2 is not None
+    )
+    for step, batch in enumerate(itertools.islice(training.batches, STEPS)):
+        if growth is not None and (step < _PROBE_EVERY or step % _LOOK_EVERY == 0):
+            growth.see(training, batch)
+        optimizer.zero_grad()
+        with _autocast(choice.dtype):
+            loss = training.loss(batch)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        scaler.unscale_(optimizer)
+        largest = _largest(training)
+        if math.isfinite(largest):
+            if step % _PROBE_EVERY == 0:
+                outcome.flushed.append(_flushed(training, batch))
+            if outcome.first_applied is None:
+                outcome.first_applied = step + 1
+        else:
+            outcome.skipped += 1
+        scaler.step(optimizer)
+        scaler.update(choice.rule(scaler.get_scale(), largest) if choice.rule else None)
+    return outcome
+
+
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def _largest(training: Training) -> float:
+    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients, float("inf")))
+    return float(norms.max()) if bool(torch.isfinite(norms).all()) else math.inf
+
+
+def _flushed(training: Training, batch: Any) -> float:
+    """The largest share of any tensor's float32 norm whose values are 0 in its `.grad`."""
+    parameters = [p for p in training.model.parameters() if p.grad is not None]
+    exact = torch.autograd.grad(training.loss(batch), parameters)
+    shares = [0.0]
+    for parameter, reference in zip(parameters, exact, strict=True):
+        norm = reference.double().norm()
+        if norm > 0:
+            assert parameter.grad is not None
+            shares.append(float(reference.double()[parameter.grad == 0].norm() / norm))
+    return max(shares)
+
+
+class _Growth:
+    """How much larger the 16-bit gradients of a training become than those of its first batches.
+
+    Args:
+        fresh: The same training at its start, whose first batches are used up.
+    """
+
+    def __init__(self, fresh: Training) -> None:
+        batches = list(itertools.islice(fresh.batches, _BATCHES))
+        self._room = min(filter(math.isfinite, (_room(fresh, batch) for batch in batches)))
+        self.bits = -math.inf
+
+    def see(self, training: Training, batch: Any) -> None:
+        self.bits = max(self.bits, self._room - _room(training, batch))
+
+
+def _room(training: Training, batch: Any) -> float:
+    """log2 of the largest scale at which nothing overflows, as predicted in bfloat16."""
+    try:
+        frozen = LossBatch(training.model, training.loss, batch, _CPU)
+        return predict(OneProcess([training.model]), [frozen]).headroom_log2
+    except LossScaleError:  # all gradients are 0
+        return math.inf
+
+
+def true_edge(task: Task, seed: int) -> int | None:
+    """log2 of the smallest power of two at which a float16 backward of a first batch overflows."""
+    training = task.start(seed)
+    batches = list(itertools.islice(training.batches, _BATCHES))
+
+    def overflows(scale_log2: int) -> bool:
+        for batch in batches:
+            training.optimizer.zero_grad()
+            with _autocast(torch.float16):
+                loss = training.loss(batch)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**scale_log2)
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+            scaler.unscale_(training.optimizer)
+            if not math.isfinite(_largest(training)):
+                return True
+        return False
+
+    works, fails = _EDGE_LOG2
+    if overflows(works):
+        return None
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        works, fails = (works, middle) if overflows(middle) else (middle, fails)
+    return fails
+
+
+# The ways.
+
+
+def _fixed(
+    init_log2: float, rule: Callable[[], Rule | None] = lambda: None
+) -> Callable[[Task, int], Choice]:
+    return lambda task, seed: Choice(init_log2, rule=rule())
+
+
+def _hysteresis() -> Rule:
+    """Megatron's and DeepSpeed's: of the first two overflows, one leaves the scale as it is."""
+    left = 2
+
+    def rule(scale: float, largest: float) -> float:
+        nonlocal left
+        left -= not math.isfinite(largest)
+        return scale / 2 if left <= 0 and not math.isfinite(largest) else scale
+
+    return rule
+
+
+def _log_max() -> Rule:
+    """OpenSeq2Seq's: 2^16 over the largest gradient, by mean + 3.09 sd of its log2."""
+    fast, slow, squares, steps = 0.0, 0.0, 0.0, 0
+
+    def rule(scale: float, largest: float) -> float:
+        nonlocal fast, slow, squares, steps
+        x = math.log2(largest) if math.isfinite(largest) and largest > 0 else 16.0
+        steps += 1
+        fast, slow = 0.99 * fast + 0.01 * x, 0.999 * slow + 0.001 * x
+        squares = 0.999 * squares + 0.001 * x * x
+        average, of_slow = fast / (1 - 0.99**steps), 1 - 0.999**steps
+        variance = max(0.0, squares / of_slow - (slow / of_slow) ** 2)
+        proposed = 16.0 - (average + 3.09 * math.sqrt(variance))
+        return float(2.0 ** min(max(proposed, 0.0), 24.0))
+
+    return rule
+
+
+def _static() -> Rule:
+    return lambda scale, largest: scale
+
+
+class _Counted:
+    """A loss that counts the samples passed forward."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.samples = training, 0
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.samples += self._training.samples
+        return self._training.loss(batch)
+
+
+def _found(task: Task, seed: int) -> Choice:
+    """The finder's verdict on the first batches, followed as a user would."""
+    training = task.start(seed)
+    loss, batches = _Counted(training), list(itertools.islice(training.batches, _BATCHES))
+    finding = find_loss_scale(training.model, loss, batches).finding
+    verdict = finding.verdict
+    without = verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW)
+    return Choice(
+        init_log2=None if without else finding.choice_log2,
+        dtype=torch.bfloat16 if without else torch.float16,
+        samples=loss.samples,
+        fp32_modules=finding.islands,
+        verdict=verdict.value,
+        predicted_log2=None if verdict is Verdict.FORWARD_OVERFLOW else finding.first_overflow_log2,
+    )
+
+
+def _searched(task: Task, seed: int) -> Choice:
+    """Scales at random, each scored on a batch, until that has cost as much as the finder."""
+    training, chance = task.start(seed), random.Random(seed)  # noqa: S311
+    loss, budget = _Counted(training), _found(task, seed).samples
+    batch = LossBatch(training.model, loss, next(training.batches), _CPU)
+    scored: list[tuple[float, float, float]] = []
+    while loss.samples < budget:
+        at = chance.uniform(*_SEARCHED_LOG2)
+        try:
+            score = score_batches(OneProcess([training.model]), [batch], at).loss_scale_score
+        except det.InvalidHP:  # no loss scale helps
+            continue
+        scored.append((score, bits_from_default(at), at))
+    if not scored:
+        return Choice(
+            None, torch.bfloat16, samples=loss.samples, verdict=Verdict.FORWARD_OVERFLOW.value
+        )
+    return Choice(min(scored)[-1], samples=loss.samples)
+
+
+FLOAT32, DEFAULT, SEARCH, FINDER = "float32", "2^16", "search", "finder"
+
+WAYS = (
+    Way(FLOAT32, "no autocast, no scale", lambda task, seed: Choice(None, None)),
+    Way(DEFAULT, "PyTorch's default", _fixed(DEFAULT_LOG2)),
+    Way(
+        "2^32", "the default of Megatron and DeepSpeed, with hysteresis 2", _fixed(32, _hysteresis)
+    ),
+    Way("LogMax", "OpenSeq2Seq's rule, from 1", _fixed(0, _log_max)),
+    Way("static 1024", "never moves", _fixed(10, _static)),
+    Way(SEARCH, "this repository's search, scales at random, at the cost of the finder", _searched),
+    Way(FINDER, "this repository's finder, on the first 4 batches", _found),
+)
+
+
+def wanted(
+    tasks: Sequence[Task] = TASKS, ways: Sequence[Way] = WAYS
+) -> Iterator[tuple[Task, Way, int]]:
+    """All trainings; the first seeds of all tasks come first."""
+    return ((task, way, seed) for seed in SEEDS for task in tasks for way in ways)
+
+
+@functools.cache
+def code_of(way: str) -> str:
+    """A digest of the code that makes a way's rows; comments, docstrings, layout do not count."""
+    here = Path(loss_scale_tasks.__file__).parent
+    files = [here / "loss_scale_tasks.py", here / "loss_scale_rows.py"]
+    if way in (SEARCH, FINDER):
+        files += sorted((here.parent / "determined_amp" / "finder").glob("*.py"))
+    parsed = "".join(_statements(file) for file in files)
+    return hashlib.sha256(f"{torch.__version__}{parsed}".encode()).hexdigest()[:12]
+
+
+def _statements(file: Path) -> str:
+    """What a file does, without docstrings."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.dump(tree)

@@ -1,0 +1,262 @@
+"""What a training in mixed precision consists of, whatever loop it has; torch alone is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from determined_amp.amp.counts import StepCounts
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.guard import Guard
+from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.mistakes import Mistake
+from determined_amp.amp.precision import ReusedAutocast, autocast, prepare_backend
+from determined_amp.amp.prepare import Preparation
+from determined_amp.amp.replay import without_steps
+from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.schedules import schedule_of
+from determined_amp.amp.settings import AmpSettings, EvalPrecision
+from determined_amp.amp.slots import Slots
+from determined_amp.amp.steps import give_hooks
+
+
+class AmpCore:
+    """Autocast, loss scale, schedules, counts, metrics and guard of one training.
+
+    `AmpLoop` is that of any loop, `determined_amp.MixedPrecision` that of a `PyTorchTrial`.
+
+    It sets torch's switches for TF32, which are global to the process, unless `set_backends` of the
+    settings is false.
+
+    Args:
+        settings: Precision, loss scale and all else of the `amp` section of a YAML.
+        device: Where the training computes.
+        slots: The processes of the training.
+        models: Those of the training; more may come later.
+        optimizers: The same, in the order in which reports and states number them.
+
+    Attributes:
+        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
+            passes through.
+        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
+            overflow flag as device tensors; any other makes `scaler.step` wait for the device.
+        metrics: What is reported.
+        guard: Ends a run that no longer trains.
+
+    Raises:
+        PrecisionError: if the device only emulates the precision.
+    """
+
+    # What to write instead of a mistake.
+    remedies: Mapping[Mistake, str]
+
+    def __init__(
+        self,
+        settings: AmpSettings,
+        device: torch.device | str,
+        *,
+        slots: Slots,
+        models: list[nn.Module],
+        optimizers: list[Optimizer],
+    ) -> None:
+        self.settings = settings
+        self.device = torch.device(device)
+        self.fused = self.device.type == "cuda"
+        self.models = models
+        self.optimizers = optimizers
+        self.slots = slots
+        prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
+        self.scaler = LossScaler(settings, self.device.type, self._meet, self.remedies)
+        dtype = settings.precision.autocast_dtype
+        self._training_autocast: AbstractContextManager[Any] = (
+            ReusedAutocast(self.device.type, dtype) if dtype else nullcontext()
+        )
+        self._one = torch.ones((), device=self.device)
+        self.metrics = TrainingMetrics(
+            self.device,
+            self.optimizers,
+            self.slots.size,
+            lambda: (self.loss_scale(), self.scaler.scale_of_newest_step(self._one)),
+            scaled=settings.scales_the_loss,
+        )
+        self.guard = Guard(
+            settings,
+            self.metrics,
+            self.scaler,
+            models=self.models,
+            optimizers=self.optimizers,
+            slots=self.slots,
+            replay=self._replay,
+        )
+        self._preparation = Preparation(settings, self.device.type)
+        self._hooks: dict[Optimizer, RemovableHandle] = {}
+        self._started = False
+        self._replays = False
+
+    # Before the training.
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
+
+        Call it for every model. A model in `DistributedDataParallel` is given as that. Without
+        `compile` in the settings nothing is compiled. A pattern that matches in none of the models
+        is refused when the training starts.
+
+        Raises:
+            IslandError: if a pattern is no regular expression, or the patterns match all of it.
+        """
+        self._preparation.prepare(model)
+        return model
+
+    def wrap_lr_scheduler(self, scheduler: Any) -> Any:
+        """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
+
+        A skipped step does not change the weights, so it does not move the schedule. Nothing waits
+        for the device. Do not call `scheduler.step()` yourself, nor save its state.
+
+        Args:
+            scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or that one.
+
+        Returns:
+            The scheduler.
+
+        Raises:
+            ConfigError: if its optimizer has a schedule already.
+        """
+        optimizer: Optimizer = scheduler.optimizer
+        self._meet(optimizer)
+        steps = self.metrics.of(optimizer)
+        if steps.schedule is not None:
+            raise self._wrong(
+                "wrap_lr_scheduler",
+                "its optimizer has a schedule already; join the two by torch's ChainedScheduler",
+            )
+        skips = self.scaler.is_enabled()
+        steps.schedule = schedule_of(scheduler, self.device, skips=skips)
+        return scheduler
+
+    # In the training.
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For forward and loss of a training batch; never for the backward."""
+        return self._training_autocast
+
+    def eval_autocast(self) -> AbstractContextManager[Any]:
+        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
+        same = self.settings.eval_precision is EvalPrecision.SAME
+        dtype = self.settings.precision.autocast_dtype if same else None
+        return autocast(self.device.type, dtype)
+
+    def finish_steps(self) -> None:
+        """Update the loss scale and the counts after steps; `update` does it at the end of a batch.
+
+        Call it between two steps of the same optimizer in a batch.
+        """
+        if self.scaler.outcomes:
+            for optimizer, skipped in self.scaler.finish().items():
+                self.metrics.each.of(optimizer).finish(skipped)
+
+    # What else there is to ask.
+
+    def loss_scale(self) -> torch.Tensor:
+        """The current loss scale, (), float32, on the device; 1 without a scaler."""
+        return self.scaler.times(self._one)
+
+    def steps(self, optimizer: Optimizer) -> StepCounts:
+        """The steps of one optimizer, counted on the device."""
+        return self.metrics.of(optimizer).counts
+
+    @property
+    def applied_steps(self) -> torch.Tensor:
+        """Applied steps of the first optimizer, (), int64, on the device; ask after every step."""
+        return self.metrics.first.counts.applied
+
+    @property
+    def last_step_applied(self) -> torch.Tensor:
+        """Whether the newest step of the first optimizer was applied, (), bool, on the device."""
+        return self.metrics.first.counts.last_step_applied
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps of the first optimizer, applied or skipped."""
+        return self.metrics.first.counts.attempted
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a batch runs in `without_steps`."""
+        return self._replays
+
+    @contextmanager
+    def without_steps(self) -> Iterator[None]:
+        """Inside this block nothing is stepped, zeroed or counted.
+
+        For replaying a batch, to find a fault or the loss scale.
+        """
+        self._replays = True
+        try:
+            with without_steps(self.scaler, self.optimizers, self._others_that_step()):
+                yield
+        finally:
+            self._replays = False
+
+    # What the two differ in.
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Called with each optimizer before its first step."""
+        raise NotImplementedError
+
+    def _replay(self) -> Any:
+        """The newest batch, and how to train it at a loss scale without a step; None without it."""
+        raise NotImplementedError
+
+    def _wrong(self, place: str, problem: str) -> ConfigError:
+        raise NotImplementedError
+
+    def _others_that_step(self) -> Sequence[tuple[object, str]]:
+        """Objects beside the optimizers, and names of their methods that move weights."""
+        return ()
+
+    # How it does that.
+
+    def _begin(self) -> None:
+        self._started = True
+        if needs_model := self._preparation.check():
+            problem = "given, but no model was given to amp.prepare(model)"
+            raise self._wrong(needs_model, problem)
+        self.loss_scale()  # makes the scale, on the device
+        for steps in self.metrics.all():  # and the counts
+            steps.place_rate()
+
+    def _watch_steps(self, optimizer: Optimizer) -> None:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            give_hooks(optimizer)
+        self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
+        """Before every step, in every precision, so that fp32 shows a mistake, too."""
+        self.metrics.each.of(optimizer).begin(optimizer)
+        self.scaler.check_step()
+
+    def _check_norm(self, max_norm: float, place: str) -> None:
+        if not max_norm > 0:
+            raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
+
+    def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
+        if self._replays:
+            return
+        if not self.scaler.is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
+        self.metrics.each.of(optimizer).clip(parameters, max_norm, self.loss_scale)
+
+    def _count(
+        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
+    ) -> dict[str, float]:
+        if loss is not None and self.settings.compile.replays_graphs:
+            loss = loss.detach().clone()  # kept until the report
+        return self.metrics.add(loss, samples, again=again)

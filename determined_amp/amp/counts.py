@@ -1,0 +1,161 @@
+"""Sums and counts on the device that cost the host little: a handful is added up at a time.
+
+Adding one to a tensor costs the host a kernel or three. Keeping it costs nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class DeviceSum:
+    """A float64 sum of many small device tensors, added up a handful at a time.
+
+    Adding each one costs the host several kernels per batch. Keeping it costs nothing.
+
+    Args:
+        device: Where the sum is.
+        finite_only: Leave out what is not finite.
+    """
+
+    _HANDFUL = 64
+
+    def __init__(self, device: torch.device, *, finite_only: bool = False) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._finite_only = finite_only
+        self._waiting: list[torch.Tensor] = []
+        self._weight = 1
+
+    def add(self, value: torch.Tensor, weight: int = 1) -> None:
+        """Count `weight` times a tensor, (), that nobody changes any more. No synchronisation."""
+        if weight != self._weight or len(self._waiting) == self._HANDFUL:
+            self.total()
+            self._weight = weight
+        self._waiting.append(value)
+
+    def total(self) -> torch.Tensor:
+        """The sum, (), float64, on the device. No synchronisation."""
+        if self._waiting:
+            values = torch.stack(self._waiting).double()
+            if self._finite_only:
+                values = torch.nan_to_num(values, nan=0.0, posinf=0.0)
+            self._sum.add_(values.sum(), alpha=self._weight)
+            self._waiting.clear()
+        return self._sum
+
+    def reset(self) -> None:
+        self._waiting.clear()
+        self._sum.zero_()
+
+
+class StepCounts:
+    """How many steps of one optimizer were attempted, and how many of them were applied.
+
+    Outcomes are buffered and summed when a count is read, or every 64 steps: counting a single step
+    costs the host three kernels.
+
+    Args:
+        device: Where its parameters are.
+        can_skip: Whether a loss scale is there to skip a step; without one all are applied.
+
+    Attributes:
+        attempted: Steps applied or skipped so far.
+        applied_on_host: Applied ones, while the host knows of every step whether it was skipped;
+            None after a step that only the device knows about.
+    """
+
+    _HANDFUL = 64
+
+    def __init__(self, device: torch.device, *, can_skip: bool) -> None:
+        self.attempted = 0
+        self.applied_on_host: int | None = 0
+        self._last_applied_on_host = 0
+        self._applied = torch.zeros((), dtype=torch.int64, device=device)
+        self._last_step_applied = torch.tensor(not can_skip, device=device)
+        self._last_applied = torch.zeros((), dtype=torch.int64, device=device)
+        self._found: list[torch.Tensor] = []  # of the newest steps, which are not counted yet
+        self._settled = True
+
+    def count(self, skipped: bool | torch.Tensor) -> None:
+        """Count a step. No synchronisation.
+
+        Args:
+            skipped: What `GradScaler` found, (), not 0 for a skipped step, which nobody may change
+                any more; or a bool where the host knows.
+        """
+        if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
+            self._settle()
+            self.applied_on_host = None
+        if self.applied_on_host is None and not isinstance(skipped, torch.Tensor):
+            skipped = torch.full((), float(skipped), device=self._applied.device)
+        self.attempted += 1
+        self._settled = False
+        if isinstance(skipped, torch.Tensor):
+            self._found.append(skipped)
+            if len(self._found) == self._HANDFUL:
+                self._settle()
+        elif not skipped:
+            assert self.applied_on_host is not None
+            self.applied_on_host += 1
+            self._last_applied_on_host = self.attempted
+
+    @property
+    def applied(self) -> torch.Tensor:
+        """Steps applied so far, (), int64, on the device; ask after every step."""
+        self._settle()
+        return self._applied
+
+    @property
+    def last_step_applied(self) -> torch.Tensor:
+        """Whether the newest step was applied, (), bool, on the device; ask after every step.
+
+        What must stand still on a skipped step, such as an average of the weights, can be gated by
+        it without a synchronisation.
+        """
+        self._settle()
+        return self._last_step_applied
+
+    def consecutive_skips(self) -> torch.Tensor:
+        """Steps skipped since the last applied one, (), int64, on the device."""
+        self._settle()
+        return self.attempted - self._last_applied
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain numbers; synchronises."""
+        return {
+            "attempted": self.attempted,
+            "applied": int(self.applied),
+            "last_applied": self.attempted - int(self.consecutive_skips()),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """What `state_dict` gave."""
+        self.attempted = state["attempted"]
+        self.applied_on_host = state["applied"]
+        self._last_applied_on_host = state["last_applied"]
+        self._found.clear()
+        self._applied.fill_(state["applied"])
+        self._last_applied.fill_(state["last_applied"])
+        self._settled = True
+
+    def _settle(self) -> None:
+        """Bring the tensors up to date. No synchronisation."""
+        if self._settled:
+            return
+        self._settled = True
+        if self.applied_on_host is not None:
+            self._applied.fill_(self.applied_on_host)
+            self._last_applied.fill_(self._last_applied_on_host)
+            self._last_step_applied.fill_(self._last_applied_on_host == self.attempted)
+        elif len(self._found) == 1:
+            torch.logical_not(self._found[0], out=self._last_step_applied)
+            self._last_applied.masked_fill_(self._last_step_applied, self.attempted)
+            self._applied.add_(self._last_step_applied)
+        else:
+            applied = torch.stack(self._found) == 0
+            first = self.attempted - len(self._found) + 1
+            steps = torch.arange(first, self.attempted + 1, device=applied.device)
+            torch.maximum(self._last_applied, (steps * applied).max(), out=self._last_applied)
+            self._last_step_applied.copy_(applied[-1])
+            self._applied.add_(applied.sum())
+        self._found.clear()

@@ -1,0 +1,51 @@
+"""The running statistics of normalisation layers, kept finite through skipped steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class RunningStatistics:
+    """The running statistics of a trial's normalisation layers, kept finite.
+
+    A forward that overflows writes infinity into them although the step is skipped, and validation
+    computes NaN from then on. Poisoned ones go back to what they were at the last report. Buffers
+    of other modules are left alone: a mask may be -inf.
+
+    Args:
+        models: Whose buffers.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        modules = (module for model in models for module in model.modules())
+        norms = (m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase))
+        buffers = (buffer for norm in norms for buffer in norm.buffers())
+        self._buffers = [buffer for buffer in dict.fromkeys(buffers) if buffer.is_floating_point()]
+        self._good: list[torch.Tensor] = []
+
+    def remember(self) -> None:
+        """Remember the buffers as they are now."""
+        self._good = [buffer.detach().clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def repair(self) -> None:
+        """Put poisoned buffers back, and remember the others; synchronises once."""
+        if not self._buffers:
+            return
+        poisoned = torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0
+        for bad, buffer, good in zip(poisoned, self._buffers, self._good, strict=True):
+            good.copy_(torch.where(bad, good, buffer))
+            buffer.copy_(good)
+        count = int(poisoned.sum())
+        if count:
+            logger.warning(
+                "%d running statistics were not finite after an overflow: put back to what they "
+                "were at the last report",
+                count,
+            )

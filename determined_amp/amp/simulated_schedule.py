@@ -1,0 +1,193 @@
+"""A scheduler of torch that runs ahead of the training, and its rates as a table on the device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+# Steps simulated at once.
+_AHEAD = 256
+
+# Torch tells users to call `optimizer.step` first, and SequentialLR of an older torch calls what
+# torch has deprecated. Neither is about the user's code.
+_WARNINGS_OF_A_SIMULATION = (
+    r"Detected call of `lr_scheduler\.step\(\)`",
+    r"Seems like `optimizer\.step\(\)` has been overridden",
+    r"The epoch parameter in `scheduler\.step\(\)`",
+)
+
+_Group = dict[str, Any]
+# The values of every group at one step.
+_State = list[tuple[Any, ...]]
+# What one step uses: the values of every group that the scheduler moves, by their keys.
+Row = tuple[Mapping[str, Any], ...]
+
+
+class Simulation:
+    """A scheduler that runs ahead of the training, on copies of the optimizer's groups.
+
+    What happens to the optimizer's own groups after this was made (`load_state_dict`, the rates put
+    there) does not disturb it.
+
+    Args:
+        scheduler: From here on stepped by nobody else.
+
+    Attributes:
+        length: Rows made so far; row `i` is for the step after `i` applied ones.
+        moved: Keys of the groups, beside `lr`, that the scheduler has changed.
+        constant: Every row so far is the first one.
+        end: What the scheduler raised past its end; None before.
+    """
+
+    def __init__(self, scheduler: lr_scheduler.LRScheduler) -> None:
+        self.length = 0
+        self.moved: set[str] = set()
+        self.constant = True
+        self.end: str | None = None
+        self._scheduler = scheduler
+        self._step = scheduler.step
+        groups = scheduler.optimizer.param_groups
+        self._groups = [{**copy.deepcopy(_values(it)), "params": it["params"]} for it in groups]
+        self._last_lr = scheduler._last_lr
+        self._keys = [list(group) for group in self._groups]
+        self._initial = _states(self._groups)
+        self._rows: deque[Row] = deque()
+
+    def is_behind(self, step: int) -> bool:
+        """Whether the row of this step is still to be made."""
+        return self.end is None and step >= self.length
+
+    def extend(self) -> list[Row]:
+        """Make the rows of the next steps. Neighbours that are equal are one object."""
+        states = self._simulate(_AHEAD)
+        if not self.length:
+            states.insert(0, self._initial)
+        for group, keys in enumerate(self._keys):
+            columns = zip(*(state[group] for state in states), strict=True)
+            for key, initial, column in zip(keys, self._initial[group], columns, strict=True):
+                # Nearly all are the same object: this runs for every value of every step.
+                if any(value is not initial and value != initial for value in column):
+                    self.moved.add(key)
+        self.moved.discard("lr")
+        rows = [self._append(state) for state in states]
+        self.constant = self.constant and all(row is self._rows[0] for row in rows)
+        return rows
+
+    def at(self, step: int) -> Row:
+        """The row of a step, the last one past the end. Rows before it are forgotten."""
+        if self.constant:
+            return self._rows[0]
+        forgotten = self.length - len(self._rows)
+        assert step >= forgotten, "counts of steps only grow"
+        for _ in range(min(step, self.length - 1) - forgotten):
+            self._rows.popleft()
+        return self._rows[0]
+
+    def rows(self) -> list[Row]:
+        """All that are not forgotten; none is before the schedule begins to move."""
+        return list(self._rows)
+
+    def _append(self, state: _State) -> Row:
+        row: Row = tuple(
+            {
+                "lr": float(values[keys.index("lr")]),
+                **{key: values[keys.index(key)] for key in self.moved if key in keys},
+            }
+            for keys, values in zip(self._keys, state, strict=True)
+        )
+        if self._rows and row == self._rows[-1]:
+            row = self._rows[-1]
+        self._rows.append(row)
+        self.length += 1
+        return row
+
+    def _simulate(self, steps: int) -> list[_State]:
+        states: list[_State] = []
+        self._swap()
+        try:
+            with warnings.catch_warnings():
+                for message in _WARNINGS_OF_A_SIMULATION:
+                    warnings.filterwarnings("ignore", message, UserWarning)
+                for _ in range(steps):
+                    self._step()
+                    states.append(_states(self._scheduler.optimizer.param_groups))
+        # Past its end a scheduler may raise anything: OneCycleLR a ValueError, a list of rates an
+        # IndexError; (1 - step / steps) ** 0.9 becomes a complex number, which is no float.
+        except Exception as error:
+            self.end = f"{type(error).__name__}: {error}"
+        finally:
+            self._swap()
+        return states
+
+    def _swap(self) -> None:
+        """Exchange what the scheduler works on: the simulation's for the optimizer's, or back."""
+        scheduler, optimizer = self._scheduler, self._scheduler.optimizer
+        self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
+        self._last_lr, scheduler._last_lr = scheduler._last_lr, self._last_lr
+
+
+def _values(group: _Group) -> _Group:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _states(groups: list[_Group]) -> _State:
+    """The values of the groups, in the order of their keys; no scheduler adds or removes one."""
+    for group in groups:
+        float(group["lr"])  # raises if it is none
+    return [
+        (*group.values(),)
+        if not isinstance(group["lr"], torch.Tensor)
+        else tuple(float(v) if k == "lr" else v for k, v in group.items())
+        for group in groups
+    ]
+
+
+class RateTable:
+    """The rates of all groups at every step, on the device.
+
+    Args:
+        groups: Of the optimizer.
+        device: Where the fused kernels run.
+    """
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._device = device
+        # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self._last: list[float] | None = None  # the rates of the last step, and of how many more
+        self._held = 0
+        self._table = torch.empty((0, groups), dtype=self._dtype, device=device)
+        # Kernels write to whole tensors; their elements, the same memory, are the numbers in them.
+        self._index = torch.zeros(1, dtype=torch.int64, device=device)
+        self._row = torch.zeros((1, groups), dtype=self._dtype, device=device)
+        self._index_number, self._rates = self._index[0], self._row[0].unbind()
+
+    def append(self, rates: list[list[float]]) -> None:
+        """Add the rates of every group, for every step. No synchronisation.
+
+        A schedule may stay where it is for the rest of a long run. `look_up` keeps the last rates
+        past the end, so equal ones are only counted until others follow.
+        """
+        if self._last is not None and all(row == self._last for row in rates):
+            self._held += len(rates)
+            return
+        chunk = torch.tensor(rates, dtype=self._dtype)
+        if self._held:
+            held = torch.tensor([self._last], dtype=self._dtype).expand(self._held, -1)
+            chunk = torch.cat([held, chunk])
+        self._held, self._last = 0, rates[-1]
+        if self._device.type == "cuda":
+            chunk = chunk.pin_memory().to(self._device, non_blocking=True)
+        self._table = torch.cat([self._table, chunk])
+
+    def look_up(self, step: torch.Tensor) -> Iterable[torch.Tensor]:
+        """The rates of a step, the last ones past the end: (), the same tensors each time."""
+        torch.clamp(step, max=len(self._table) - 1, out=self._index_number)
+        torch.index_select(self._table, 0, self._index, out=self._row)
+        return self._rates

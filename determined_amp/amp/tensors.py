@@ -1,0 +1,83 @@
+"""The tensors of a training: what a batch holds, its parameters, their gradients and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested lists, tuples and mappings, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, (dict, Mapping)):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def any_gradient(optimizer: Optimizer) -> bool:
+    """Whether a parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
+
+
+def parameters_in(
+    models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
+) -> list[torch.Tensor]:
+    """All parameters of models and optimizers, each once."""
+    of_models = (parameter for model in models for parameter in model.parameters())
+    others = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
+    return list(dict.fromkeys([*of_models, *others]))
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The dense gradients of those that have one."""
+    gradients = (parameter.grad for parameter in parameters)
+    return [g for g in gradients if g is not None and not g.is_sparse]
+
+
+def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with their names, after the number of their model if there are several."""
+    for number, model in enumerate(models):
+        prefix = f"model {number}: " if len(models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            yield prefix + name.removeprefix("module."), parameter  # of DistributedDataParallel
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has rows of numbers."""
+    is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_strided and tensor.numel() > 0
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of its numbers are finite; synchronises."""
+    return bool(torch.isfinite(values_of(tensor)).all())
+
+
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether one of its numbers is NaN; synchronises."""
+    return bool(torch.isnan(values_of(tensor)).any())
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor of any kind."""
+    if tensor.is_nested:
+        return torch.cat([part.detach().flatten() for part in tensor.unbind()])
+    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """Its largest magnitude, 0 without any; synchronises."""
+    return float(values_of(tensor).abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,211 @@
+"""What each finding says is wrong, and the lines to write instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The words of a finding.
+
+    Args:
+        sentence: What is wrong.
+        in_a_trial: The lines to write in a `PyTorchTrial`.
+        in_a_loop: Those in a loop of the user's own; the same if empty.
+    """
+
+    sentence: str
+    in_a_trial: str
+    in_a_loop: str = ""
+
+
+_STEP = (
+    "self.context.step_optimizer(optimizer, scaler=scaler)\nscaler.update()",
+    "scaler.step(optimizer)\nscaler.update()",
+)
+_CLIP = (
+    "def clip(parameters):\n    scaler.unscale_(optimizer)\n"
+    "    torch.nn.utils.clip_grad_norm_(parameters, max_norm)\n"
+    "self.context.step_optimizer(optimizer, clip_grads=clip, scaler=scaler)",
+    "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(parameters, max_norm)\n"
+    "scaler.step(optimizer)",
+)
+_ONE_UPDATE = (
+    "for optimizer in optimizers:\n    self.context.step_optimizer(optimizer, scaler=scaler)\n"
+    "if (batch_idx + 1) % aggregation_frequency == 0:\n    scaler.update()",
+    "for optimizer in optimizers:  # where a window of micro-batches ends\n"
+    "    scaler.step(optimizer)\nscaler.update()  # once, after all of them",
+)
+_SCALED = (
+    "self.context.backward(scaler.scale(loss))",
+    "scaler.scale(loss).backward()",
+)
+_APPLIED = (
+    "self.amp.wrap_lr_scheduler(scheduler)  # determined_amp: moves on applied steps alone\n"
+    "# or, with step_mode MANUAL_STEP:\nbefore = scaler.get_scale()\nscaler.update()\n"
+    "if scaler.get_scale() >= before:\n    scheduler.step()",
+    "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
+    "    scheduler.step()",
+)
+
+ADVICE = {
+    "unscaled_loss": Advice(
+        "the backward starts at a loss that was not scaled, and the scaler divides its gradients",
+        *_SCALED,
+    ),
+    "unscaled_twice": Advice("the gradients are divided by the scale twice", *_CLIP),
+    "step_without_scaler": Advice(
+        "the optimizer steps with gradients that are still multiplied by the scale", *_STEP
+    ),
+    "step_twice": Advice("the optimizer steps twice with the same gradients", *_STEP),
+    "update_missing": Advice("scaler.update() is missing, so the second step raises", *_STEP),
+    "update_in_window": Advice(
+        "scaler.update() runs between the backward and the step that uses its gradients",
+        *_ONE_UPDATE,
+    ),
+    "update_per_optimizer": Advice(
+        "scaler.update() runs after each optimizer, while gradients of the next one wait",
+        *_ONE_UPDATE,
+    ),
+    "unscale_in_window": Advice(
+        "unscale_ runs before the last micro-batch: later ones are added to it still scaled",
+        "def clip(parameters):  # called where a window of batches ends\n"
+        "    scaler.unscale_(optimizer)",
+        "if is_last_micro_batch:\n    scaler.unscale_(optimizer)",
+    ),
+    "no_gradients": Advice(
+        "an optimizer steps whose parameters have no gradients, which GradScaler refuses",
+        "step the optimizers that have gradients in this batch alone",
+    ),
+    "clip_scaled": Advice("gradients are clipped by norm while they are scaled", *_CLIP),
+    "clip_value_scaled": Advice(
+        "gradients are clipped by value while they are scaled",
+        *(
+            lines.replace("norm_(parameters, max_norm", "value_(parameters, limit")
+            for lines in _CLIP
+        ),
+    ),
+    "clip_by_hand_scaled": Advice(
+        "gradients are clipped by code of your own while they are scaled", *_CLIP
+    ),
+    "schedule_on_skipped": Advice(
+        "the learning rate moves on steps that the scaler skips", *_APPLIED
+    ),
+    "schedule_twice": Advice(
+        "the learning rate moves twice for each step of the optimizer",
+        "wrap_lr_scheduler(scheduler, STEP_EVERY_BATCH) or scheduler.step(), not both",
+        "one scheduler.step() for each optimizer step",
+    ),
+    "schedule_per_batch": Advice(
+        "the learning rate moves on every micro-batch, more often than the optimizer steps",
+        "step_mode=LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP",
+        "if is_last_micro_batch:\n    scheduler.step()",
+    ),
+    "schedule_never": Advice(
+        "a scheduler is made and never moves",
+        "self.context.wrap_lr_scheduler(scheduler, LRScheduler.StepMode.STEP_EVERY_BATCH)",
+        "scheduler.step()  # after scaler.step(optimizer)",
+    ),
+    "schedule_not_saved": Advice(
+        "the place of the schedule is not in the checkpoint",
+        "self.context.wrap_lr_scheduler(scheduler, LRScheduler.StepMode.MANUAL_STEP)",
+    ),
+    "scaler_not_saved": Advice(
+        "the scale is not in the checkpoint",
+        "self.scaler = self.context.wrap_scaler(GradScaler())  # before wrap_model",
+        'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])',
+    ),
+    "empty_scaler_state": Advice(
+        "a disabled scaler is saved as {}, which no enabled one can load",
+        "if scaler.is_enabled():\n    self.context.wrap_scaler(scaler)",
+        'if scaler.is_enabled():\n    checkpoint["scaler"] = scaler.state_dict()',
+    ),
+    "resume_fails": Advice(
+        "the checkpoint of this run cannot be resumed",
+        "python -m determined_amp train YOUR_YAML resumes every trial that it trains",
+    ),
+    "zero_grad_in_window": Advice(
+        "zero_grad() runs inside the window, and throws away what was accumulated",
+        "leave zero_grad() out: step_optimizer zeroes where a window ends",
+        "if is_first_micro_batch:\n    optimizer.zero_grad()",
+    ),
+    "loss_not_divided": Advice(
+        "the losses of a window are added up, not averaged",
+        "self.context.backward(scaler.scale(loss / micro_batches))",
+        "scaler.scale(loss / micro_batches).backward()",
+    ),
+    "loss_divided_twice": Advice(
+        "the loss is divided by the batches of a step, and Determined divides the gradients again",
+        "self.context.backward(scaler.scale(loss))  # step_optimizer averages",
+    ),
+    "autocast_backward": Advice(
+        "the backward runs under autocast, which torch advises against",
+        "with autocast:\n    loss = ...\nself.context.backward(scaler.scale(loss))  # outside",
+        "with autocast:\n    loss = ...\nscaler.scale(loss).backward()  # outside",
+    ),
+    "autocast_covers_nothing": Advice(
+        "autocast covers nothing of the model: it computes in float32 all the way",
+        "with torch.autocast(self.context.device.type, dtype=torch.float16):\n"
+        "    loss = loss_fn(self.model(inputs), labels)",
+        'with torch.autocast("cuda", dtype=torch.float16):\n'
+        "    loss = loss_fn(model(inputs), labels)",
+    ),
+    "eval_16_bits": Advice(
+        "validation in 16 bits changes the metric",
+        "leave autocast out of evaluate_batch",
+        "leave autocast out of the validation",
+    ),
+    "loss_16_bits": Advice(
+        "the loss is computed in 16 bits",
+        "loss = loss_fn(self.model(inputs).float(), labels)",
+        "loss = loss_fn(model(inputs).float(), labels)",
+    ),
+    "penalty_scaled": Advice(
+        "the penalty is computed from gradients that are still multiplied by the scale",
+        "gradients = torch.autograd.grad(scaler.scale(loss), inputs, create_graph=True)\n"
+        "gradients = [g / scaler.get_scale() for g in gradients]",
+    ),
+    "half_weights": Advice(
+        "weights are in 16 bits, and autocast wants them in float32",
+        "leave out .half(), .bfloat16() and .to(torch.float16) of the model",
+    ),
+    "bfloat16_with_scaler": Advice(
+        "bfloat16 has the range of float32: nothing is to be scaled",
+        "leave the GradScaler out",
+    ),
+    "no_loss_scale": Advice(
+        "autocast is in float16 and no loss is scaled: small gradients become 0",
+        f"{_SCALED[0]}\n{_STEP[0]}",
+        f"{_SCALED[1]}\n{_STEP[1]}",
+    ),
+    "scale_differs_by_rank": Advice(
+        "the ranks have different scales, and average gradients that were multiplied differently",
+        "GradScaler(init_scale=...) with one value, and scaler.update() on every rank",
+    ),
+    "nan_hidden": Advice(
+        "nan_to_num hides what is not finite, and the scaler cannot see it",
+        "leave nan_to_num out: the scaler skips the step",
+    ),
+    "synchronisation": Advice(
+        "the host waits for the device in each batch",
+        "keep the tensor, and read it every 100 batches: loss.detach()",
+    ),
+    "tf32": Advice(
+        "TF32 is switched, which changes every float32 product of the process",
+        'torch.set_float32_matmul_precision("high")  # once, in your own code, if you want it',
+    ),
+    "average_on_skipped": Advice(
+        "an average of the weights moves on steps that the scaler skips",
+        "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
+        "    average.update(model)",
+    ),
+    "overflow_hidden": Advice(
+        "an overflow does not reach the scaler, so the step is not skipped",
+        "change gradients after scaler.unscale_(optimizer), and keep inf and NaN in them",
+    ),
+    "depends_on_scale": Advice(
+        "the weights depend on the loss scale, which must not change anything but rounding", *_CLIP
+    ),
+    "raised": Advice("the training raised an error", "see the message"),
+}

@@ -1,0 +1,133 @@
+"""Examines a trial: a few runs, each in a fresh process, and what they show together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import determined as det
+
+from determined_amp.amp.errors import UserError
+from determined_amp.check import probe as probes
+from determined_amp.check.finding import Findings
+from determined_amp.check.probe import Probe
+from determined_amp.check.record import Record
+from determined_amp.check.rules import confirm, dependence, judge, judge_checkpoint, judge_resume
+from determined_amp.check.stand_in import ONLY_ON_A_GPU
+
+# Two scales at which the gradients of a step must be the same.
+SCALES = (16.0, 4096.0)
+
+# Seconds that one run may take, with its start.
+PATIENCE = 300.0
+
+# Runs at most: one, its resume, and one at each scale; and one that is left undisturbed.
+RUNS = 5
+
+Run = Callable[[Probe], Record]
+
+
+def examine(
+    config: Mapping[str, Any],
+    source: str,
+    trial: str | None,
+    say: Callable[[str], None],
+    run: Run | None = None,
+) -> Findings:
+    """Examine the trial of an experiment.
+
+    Args:
+        config: The experiment configuration.
+        source: Where it comes from, for error messages.
+        trial: `module:Class`, if the configuration does not name it.
+        say: Called with what happens next.
+        run: Runs a probe; by default in a fresh process.
+
+    Raises:
+        UserError: if the configuration is wrong, or the trial cannot be made or run here.
+    """
+    run = run or run_afresh
+    with tempfile.TemporaryDirectory() as folder:
+        first = Probe(config, source, trial, Path(folder), saves=True)
+        say("training a few batches, of which two overflow, and saving a checkpoint")
+        record = run(first)
+        findings = judge(record)
+        if any(finding.key == "raised" for finding in findings):
+            say("once more, without an overflow")
+            undisturbed = run(replace(first, overflows=()))
+            if undisturbed.error is None:
+                record, findings = undisturbed, judge(undisturbed)
+                findings.notes.append("it raises an error on an overflow, so none was forced")
+        findings.all += judge_checkpoint(record)
+        if any(Path(folder).glob("*/state_dict.pth")):
+            say("resuming from the checkpoint")
+            findings.all += judge_resume(record, run(replace(first, resumes=True, saves=False)))
+    if any(scaler["used"] for scaler in record.scalers) and record.error is None:
+        say("training two steps at each of two loss scales, in float32")
+        with tempfile.TemporaryDirectory() as folder:
+            short = replace(first, folder=Path(folder), saves=False, windows=2, overflows=())
+            low, high = (run(replace(short, scale=scale)) for scale in SCALES)
+        confirm(findings, record, dependence(low, high), SCALES)
+    if not record.has_cuda:
+        findings.notes.append(ONLY_ON_A_GPU)
+    findings.sort()
+    return findings
+
+
+def run_afresh(probe: Probe) -> Record:
+    """Run a probe in a process of its own, which prints nothing.
+
+    Raises:
+        UserError: if the trial cannot be run.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=_serve, args=(theirs, probe, os.getcwd()))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(PATIENCE):
+            raise UserError(
+                f"a run of the trial took more than {PATIENCE:.0f} s; give it less data"
+            )
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise UserError(f"a run of the trial died with exit status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, UserError):
+        raise answer
+    if isinstance(answer, str):
+        raise UserError(f"a run of the trial failed: {answer}")
+    assert isinstance(answer, Record)
+    return answer
+
+
+def _serve(connection: Connection, probe: Probe, directory: str) -> None:
+    os.chdir(directory)
+    det.get_cluster_info = lambda: None  # the doctor may be a task of a cluster, its runs are not
+    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a training
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(nothing, stream.fileno())
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    answer: Any
+    try:
+        answer = probes.run(probe)
+    except UserError as error:
+        answer = UserError(str(error))
+    except BaseException:  # a trial may raise anything, and the doctor must hear of it
+        answer = traceback.format_exc().strip().splitlines()[-1]
+    connection.send(answer)

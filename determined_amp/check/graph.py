@@ -1,0 +1,149 @@
+"""Reads in the graph of a loss how it was made: scaled, divided, in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SCALE, _DTYPE = "determined_amp.scale", "determined_amp.dtype_of_loss"
+_GRADIENT = "determined_amp.gradient_of_scaled"
+# Nodes that hand on a single value.
+_HANDS_ON = ("ToCopy", "NanToNum", "View", "Squeeze", "Unsqueeze", "Clone", "Alias", "Reshape")
+# No graph is read further than this.
+_MOST_NODES = 20_000
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a loss was made.
+
+    Args:
+        scale: What a `GradScaler` multiplied it by; None if none did.
+        divisor: What it was divided by, apart from the scale; 1 if it was not.
+        mean: Whether what was divided is a mean.
+        sums: Whether what was divided is a sum of several losses.
+        dtype: `float16` or `bfloat16` if it was computed in that; else `float32`.
+        hides_nan: Whether `nan_to_num` was applied to it.
+        penalty: The scale of gradients that are a part of it and were not unscaled; None without.
+    """
+
+    scale: float | None = None
+    divisor: float = 1.0
+    mean: bool = False
+    sums: bool = False
+    dtype: str = "float32"
+    hides_nan: bool = False
+    penalty: float | None = None
+
+
+def mark(scaled: Any, losses: Any, scale: float) -> None:
+    """Remember in the graph that these tensors are losses that were scaled, and their dtype."""
+    if isinstance(scaled, torch.Tensor):
+        node: Any = scaled.grad_fn
+        if node is not None:
+            node.metadata[_SCALE], node.metadata[_DTYPE] = scale, losses.dtype
+    elif isinstance(scaled, (list, tuple)):
+        for each, loss in zip(scaled, losses, strict=True):
+            mark(each, loss, scale)
+
+
+def mark_gradients(gradients: Any, scale: float | None) -> None:
+    """Remember in the graph that these are gradients of a scaled loss."""
+    for gradient in gradients if scale else ():
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.metadata[_GRADIENT] = scale
+
+
+def loss_of(outputs: Any) -> Loss:
+    """How the first of the tensors that a backward begins at was made."""
+    tensor = next((each for each in outputs if isinstance(each, torch.Tensor)), None)
+    if tensor is None or tensor.grad_fn is None:
+        return Loss()
+    scale, divisor, dtype, hides = None, 1.0, tensor.dtype, False
+    node: Any = tensor.grad_fn
+    name = ""
+    for _ in range(50):
+        name = node.name()
+        made_in = _dtype_of(node)
+        dtype = made_in if made_in in (torch.float16, torch.bfloat16) else dtype
+        hides = hides or name.startswith("NanToNum")
+        behind = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        factor = 1.0
+        if _SCALE in node.metadata:
+            scale = node.metadata[_SCALE]
+        elif name in ("MulBackward0", "DivBackward0"):
+            number = _number_in(node)
+            if number is None or not number:
+                break
+            factor = number if name == "DivBackward0" else 1 / number
+        elif not name.startswith(_HANDS_ON):
+            break
+        if len(behind) != 1:
+            break
+        divisor, node = divisor * factor, behind[0]
+    reduction = getattr(node, "_saved_reduction", None) if node is not None else None
+    scales, penalty = _deeper(tensor.grad_fn)
+    return Loss(
+        scale=scale if scale is not None else scales,
+        divisor=divisor,
+        mean=name.startswith("Mean") or reduction == 1,
+        sums=name.startswith(("Add", "Sum", "Stack")),
+        dtype=str(dtype).removeprefix("torch."),
+        hides_nan=hides,
+        penalty=penalty,
+    )
+
+
+def _dtype_of(node: Any) -> torch.dtype | None:
+    found = getattr(node, "_input_metadata", None)  # torch 2.3 does not have it
+    dtype: torch.dtype | None = found[0].dtype if found else node.metadata.get(_DTYPE)
+    return dtype
+
+
+def _number_in(node: Any) -> float | None:
+    """The number that a node multiplies or divides by; None if it is a tensor."""
+    for name in ("_saved_other", "_saved_self", "_saved_scalar"):
+        with suppress(RuntimeError, AttributeError):
+            value = getattr(node, name)
+            if isinstance(value, (int, float)):
+                return float(value)
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
+                return float(value)
+    return None
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """The nodes in front of the gradients that are a part of the loss, and those themselves."""
+    seen, waiting = {root}, [root]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        yield node
+        if _GRADIENT in node.metadata:
+            continue
+        for behind, _ in node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+
+
+def _deeper(root: Any) -> tuple[float | None, float | None]:
+    """A scale anywhere in the graph, and that of gradients which were not unscaled."""
+    scale: float | None = None
+    gradients: float | None = None
+    numbers: list[float] = []
+    for node in _nodes(root):
+        scale = scale or node.metadata.get(_SCALE)
+        gradients = gradients or node.metadata.get(_GRADIENT)
+        if _SCALE not in node.metadata and node.name().startswith(("Mul", "Div")):
+            number = _number_in(node)
+            if number:
+                numbers.append(number)
+    if gradients and any(
+        abs(n * gradients - 1) < 1e-3 or abs(n / gradients - 1) < 1e-3 for n in numbers
+    ):
+        gradients = None
+    return scale, gradients

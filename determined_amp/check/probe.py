@@ -1,0 +1,272 @@
+"""One run of a trial for the doctor: a few batches, in Determined's own loop."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from determined import core, pytorch, util
+from determined.common import storage
+from torch.utils.data import DataLoader
+
+from determined_amp.amp.errors import UserError, one_line
+from determined_amp.amp.patched import patched
+from determined_amp.amp.replay import float16_as
+from determined_amp.check.record import Record, is_users
+from determined_amp.check.spies import OVERFLOWS, Spies
+from determined_amp.check.stand_in import cpu_for_cuda
+from determined_amp.experiment.experiment import parse
+from determined_amp.local.context import trial_context
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    aggregation_frequency,
+    averages_gradients,
+    controlled_by,
+    schedulers,
+    shorten_epoch,
+)
+from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.random_state import random_state, restore_random_state
+from determined_amp.trial.unmodified import trial_of
+
+# Windows of batches in an epoch of the doctor's, and batches of a validation.
+_EPOCH, _VALIDATION = 4, 4
+
+# Seconds after which a run ends with what it has.
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What to run.
+
+    Args:
+        config: The experiment configuration.
+        source: Where it comes from, for error messages.
+        trial: `module:Class`, if the configuration does not name it.
+        folder: An empty folder for the checkpoint, or the one that has it.
+        windows: Steps of an optimizer to wait for.
+        overflows: Those whose gradients are made to overflow.
+        scale: Instead of the initial loss scale, and all autocast in float32; None for neither.
+        resumes: Whether to go on from the checkpoint in `folder`.
+        saves: Whether to leave a checkpoint there.
+    """
+
+    config: Mapping[str, Any]
+    source: str
+    trial: str | None
+    folder: Path
+    windows: int = 12
+    overflows: tuple[int, ...] = OVERFLOWS
+    scale: float | None = None
+    resumes: bool = False
+    saves: bool = False
+
+
+def run(probe: Probe) -> Record:
+    """Run it here; the process is used up.
+
+    Raises:
+        UserError: if the configuration is wrong, or the trial cannot be made on this machine.
+    """
+    spies = Spies(probe.overflows)
+    record = spies.record
+    record.determined, record.has_cuda = True, torch.cuda.is_available()
+    checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(cpu_for_cuda())
+            if probe.scale is not None:
+                stack.enter_context(float16_as(None, bfloat16_too=True))
+                stack.enter_context(_beginning_at(probe.scale))
+            stack.enter_context(spies.watching())
+            stack.enter_context(patched(util, "write_user_code", lambda *given: None))
+            core_context = stack.enter_context(_core_context(probe.folder))
+            experiment = parse(probe.config, probe.source, trial=probe.trial)
+            context = trial_context(core_context, experiment)
+            trial = trial_of(experiment, context)
+            _look_at(trial, context, spies)
+            record.states["made"] = {}
+            stack.enter_context(controlled_by(partial(Examined, probe, spies)))
+            batches = 4 * probe.windows * record.aggregation
+            pytorch.Trainer(trial, context).fit(
+                max_length=pytorch.Batch(1_000_000 if probe.resumes else batches),
+                reporting_period=pytorch.Batch(1),
+                validation_period=pytorch.Batch(_EPOCH * record.aggregation),
+                checkpoint_policy="none",
+                latest_checkpoint=checkpoints[0] if probe.resumes else None,
+            )
+    except UserError:
+        raise
+    except Exception as error:  # whatever the trial raises
+        if "made" not in record.states:
+            at = f" at {record.raised}" if record.raised else ""
+            raise UserError(
+                f"the trial cannot be made on this machine: {type(error).__name__}{at}: "
+                f"{one_line(error)}"
+            ) from error
+    if probe.saves:
+        _look_into_checkpoint(probe.folder, record)
+    return record
+
+
+def _core_context(folder: Path) -> core.Context:
+    """One process; all that is written goes to a folder."""
+    alone = core.DummyDistributedContext()
+    checkpoints = storage.SharedFSStorageManager(str(folder))
+    return core.Context(
+        checkpoint=core.DummyCheckpointContext(alone, checkpoints),
+        distributed=alone,
+        train=core.DummyTrainContext(folder / "tensorboard"),
+    )
+
+
+@contextmanager
+def _beginning_at(scale: float) -> Iterator[None]:
+    own = torch.amp.GradScaler.__init__
+
+    @wraps(own)
+    def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        own(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            scaler._init_scale = scale
+
+    with patched(torch.amp.GradScaler, "__init__", make):
+        yield
+
+
+def _look_at(
+    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, spies: Spies
+) -> None:
+    """Note what Determined knows, and whether the code of the trial moves its schedulers."""
+    record = spies.record
+    record.aggregation = aggregation_frequency(context)
+    record.averages = averages_gradients(context)
+    amp = MixedPrecision.of(context)
+    if amp is not None:
+        amp.watched = False  # its guard would end a run that the doctor makes overflow
+    manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
+    wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    users = [Path(file) for file in files if file.endswith(".py") and is_users(file)]
+    source = "\n".join(path.read_text(errors="replace") for path in users if path.is_file())
+    for scheduler, known in zip(spies.schedulers, record.schedulers, strict=True):
+        names = [name for name, value in vars(trial).items() if value is scheduler]
+        name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
+        known["wrapped"] = id(scheduler) in wrapped
+        known["never_named"] = re.search(rf"(?:{name})\b[\w.\[\]]*\.step\(", source) is None
+
+
+def _look_into_checkpoint(folder: Path, record: Record) -> None:
+    for path in folder.glob("*/state_dict.pth"):
+        with suppress(Exception):  # the resumed run tells whether it can be read
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            record.empty_scaler_state = content.get("scaler_state_dict") == {}
+
+
+class Examined(SafeController):
+    """Determined's loop, with short epochs, until the optimizers have stepped often enough.
+
+    Args:
+        probe: What to run.
+        spies: Record it.
+        fitted: The arguments of `Trainer.fit`.
+    """
+
+    def __init__(self, probe: Probe, spies: Spies, **fitted: Any) -> None:
+        super().__init__(**fitted)
+        self._probe = probe
+        self._spies = spies
+        self._began = time.monotonic()
+
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
+        shorten_epoch(self.context, _EPOCH * self._spies.record.aggregation)
+        self.training_loader: Any = _Again(self.training_loader)
+
+    def _run(self) -> None:
+        super()._run()
+        if self._probe.scale is None and not self._probe.resumes:
+            self._compare_metrics()
+
+    def _train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        spies = self._spies
+        if self._probe.resumes and not spies.record.batches:
+            spies.take_state("start")
+        spies.begin_batch()
+        try:
+            metrics: dict[str, Any] = super()._train_batch(batch, epoch_idx, batch_idx)
+        finally:
+            spies.end_batch()
+        steps = Counter(w.optimizer for w in spies.record.windows if w.steps)
+        enough = max(steps.values(), default=0) >= self._probe.windows or self._probe.resumes
+        if enough or time.monotonic() - self._began > _PATIENCE:
+            self.context.set_stop_requested(True)
+        return metrics
+
+    def _on_epoch_end(self, epoch_idx: int) -> None:
+        super()._on_epoch_end(epoch_idx)
+        self._spies.record.epochs += 1
+
+    def _validate(self) -> dict[str, Any]:
+        if self._probe.scale is not None or self._probe.resumes:
+            assert self.state
+            self.state.last_val = self.state.batches_trained
+            return {}
+        own = DataLoader.__iter__
+
+        def few(loader: Any) -> Any:
+            return itertools.islice(own(loader), _VALIDATION)
+
+        with patched(DataLoader, "__iter__", few):
+            return super()._validate()
+
+    def _checkpoint(self, already_exiting: bool) -> None:
+        assert self.state
+        self._spies.take_state("end")
+        if self._probe.saves:
+            super()._checkpoint(already_exiting)
+        self.state.last_ckpt = self.state.batches_trained
+
+    def _compare_metrics(self) -> None:
+        """Validate the same weights as the trial does, and in float32."""
+        record = self._spies.record
+        if not any(not event.grad for event in record.of("autocast")):
+            return
+        seen, before = len(record.events), random_state(0)
+        found: list[dict[str, Any]] = []
+        for exact in (False, True):
+            restore_random_state(before, 0)
+            with ExitStack() as stack, suppress(Exception):  # a cast by hand may not fit float32
+                if exact:
+                    stack.enter_context(float16_as(None, bfloat16_too=True))
+                found.append(self._validate())
+        del record.events[seen:]
+        if len(found) < 2:
+            return
+        as_is, in_float32 = found
+        for name in as_is.keys() & in_float32.keys() - {"batches", "epochs"}:
+            values = as_is[name], in_float32[name]
+            if all(util.is_numerical_scalar(value) for value in values):
+                record.metrics[name] = float(values[0]), float(values[1])
+
+
+class _Again:
+    """Batches of a loader, again and again: Determined repeats its own loaders alone."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self._loader

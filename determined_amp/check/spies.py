@@ -1,0 +1,646 @@
+"""Watches a training: what it does with scaler, optimizers, schedulers, gradients and autocast."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import math
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from determined_amp.amp.origin import backwards_through
+from determined_amp.amp.patched import patched
+from determined_amp.amp.precision import autocast_is_on
+from determined_amp.amp.tensors import parameters_of
+from determined_amp.check.averages import Averages
+from determined_amp.check.graph import Loss, loss_of, mark, mark_gradients
+from determined_amp.check.record import (
+    Event,
+    Record,
+    Window,
+    is_users,
+    passes,
+    users_line,
+    where_of,
+)
+
+# Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
+OVERFLOWS = (5, 8)
+
+_READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
+
+
+class _Tracked:
+    """An optimizer, and what its gradients are at the moment.
+
+    Args:
+        number: Its place among all.
+        optimizer: The optimizer.
+
+    Attributes:
+        factor: What its gradients are multiplied by; NaN if that is not known.
+        pending: Whether a backward has left gradients that no step has used.
+        norm: Of the gradients, when they were looked at last.
+        updates: Updates of the scale since the newest backward.
+        windows: Windows that have begun.
+        window: The newest one.
+    """
+
+    def __init__(self, number: int, optimizer: Optimizer) -> None:
+        self.number = number
+        self.optimizer = optimizer
+        self.factor = 1.0
+        self.pending = False
+        self.norm = math.nan
+        self.updates = 0
+        self.windows = 0
+        self.window = Window(number)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The dense gradients there are."""
+        found = (p.grad for p in parameters_of(self.optimizer) if p.grad is not None)
+        return [g._values() if g.is_sparse else g for g in found]
+
+    def versions(self) -> list[tuple[int, int]]:
+        found = (p.grad for p in parameters_of(self.optimizer))
+        return [(0, 0) if g is None else (id(g), g._version) for g in found]
+
+    def measure(self) -> float:
+        gradients = self.gradients()
+        if not gradients:
+            return 0.0
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(g.detach().float()).cpu() for g in gradients]
+            return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+class Spies:
+    """Records what the training in `watching` does.
+
+    Args:
+        overflows: Windows of each optimizer in which its gradients are made to overflow.
+        meets: Whether optimizers that are there already may take part.
+    """
+
+    def __init__(self, overflows: Collection[int] = OVERFLOWS, *, meets: bool = False) -> None:
+        self.record = Record()
+        self.in_batch = False
+        self.scalers: list[torch.amp.GradScaler] = []
+        self.schedulers: list[Any] = []
+        self._overflows = overflows
+        self._meets = meets
+        self._batch = -1
+        self._optimizers: dict[int, _Tracked] = {}
+        self._depth = 0
+        self._moving = 0
+        self._forwards = 0
+        self._in_backward = False
+        self._scaler: torch.amp.GradScaler | None = None
+        self._clipping = False
+        self._averages = Averages(self)
+
+    # What the loop around the training calls.
+
+    def begin_batch(self) -> None:
+        self._averages.compare()
+        self._batch += 1
+        self.record.batches += 1
+        self.in_batch = True
+
+    def end_batch(self) -> None:
+        self.in_batch = False
+
+    def take_state(self, moment: str) -> None:
+        """Keep the scale of each scaler and the place of each schedule."""
+        self.record.states[moment] = {
+            "scale": [_scale_of(scaler) for scaler in self.scalers],
+            "place": [getattr(each, "last_epoch", None) for each in self.schedulers],
+        }
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        """The weights of all optimizers."""
+        for tracked in self._optimizers.values():
+            yield from parameters_of(tracked.optimizer)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [tracked.optimizer for tracked in self._optimizers.values()]
+
+    def note(self, kind: str, **data: Any) -> Event:
+        """Add an event."""
+        event = Event(len(self.record.events), kind, users_line(), self._batch, data)
+        self.record.events.append(event)
+        return event
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record what happens in this block."""
+        with ExitStack() as stack:
+            if self._meets:
+                self._meet_those_there_are()
+            for owner, name, spy in self._spies():
+                own = getattr(owner, name)
+                stack.enter_context(patched(owner, name, _in_place_of(own, spy)))
+            for function, spy in self._functions():
+                for owner, name in _names_of(function):
+                    stack.enter_context(patched(owner, name, _in_place_of(function, spy)))
+            for handle in (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+                register_module_forward_pre_hook(self._forward),
+                register_module_forward_hook(self._after_forward, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(backwards_through(self._backward))
+            stack.enter_context(_eager())
+            stack.callback(self._averages.compare)
+            try:
+                yield
+            except BaseException as error:
+                self._keep_error(error)
+                raise
+
+    # Who takes part.
+
+    def of(self, optimizer: Optimizer) -> _Tracked:
+        key = id(optimizer)
+        if key not in self._optimizers:
+            self._optimizers[key] = _Tracked(len(self._optimizers), optimizer)
+            self.record.optimizers.append(type(optimizer).__name__)
+        return self._optimizers[key]
+
+    def number_of(self, scaler: torch.amp.GradScaler) -> int:
+        for number, known in enumerate(self.scalers):
+            if known is scaler:
+                return number
+        self.scalers.append(scaler)
+        where = users_line()
+        line = linecache.getline(where.file, where.line) if where else ""
+        self.record.scalers.append(
+            {
+                "enabled": scaler.is_enabled(),
+                "where": where,
+                "ours": "determined_amp" in type(scaler).__module__,
+                "used": False,
+                "by_device": "device" in line or "is_available" in line,
+            }
+        )
+        return len(self.scalers) - 1
+
+    def _place_of(self, scheduler: Any) -> int:
+        for number, known in enumerate(self.schedulers):
+            if known is scheduler:
+                return number
+        self.schedulers.append(scheduler)
+        self.record.schedulers.append(
+            {
+                "kind": type(scheduler).__name__,
+                "where": users_line(),
+                "ours": False,
+                "inner": False,
+                "optimizer": self.of(scheduler.optimizer).number,
+            }
+        )
+        return len(self.schedulers) - 1
+
+    def _meet_those_there_are(self) -> None:
+        for thing in gc.get_objects():
+            kind: Any = type(thing)
+            if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
+                self.of(thing)
+
+    # The spies: what is watched, and by what. Each is called with the original and its arguments.
+
+    def _spies(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        scaler = torch.amp.GradScaler
+        yield scaler, "__init__", self._make_scaler
+        yield scaler, "scale", self._scale
+        yield scaler, "unscale_", self._unscale
+        yield scaler, "step", self._scaler_step
+        yield scaler, "update", self._update
+        yield scaler, "state_dict", self._simply("scaler_state")
+        yield Optimizer, "__init__", self._make_optimizer
+        yield Optimizer, "state_dict", self._simply("optimizer_state")
+        yield torch, "save", self._simply("save")
+        for kind in {Optimizer, nn.Module, *_with_own(Optimizer, "zero_grad")}:
+            yield kind, "zero_grad", self._zero
+        yield lr_scheduler.LRScheduler, "__init__", self._make_scheduler
+        for kind in {lr_scheduler.LRScheduler, *_with_own(lr_scheduler.LRScheduler, "step")}:
+            yield kind, "step", self._move
+        if not issubclass(lr_scheduler.ReduceLROnPlateau, lr_scheduler.LRScheduler):  # torch 2.3
+            yield lr_scheduler.ReduceLROnPlateau, "step", self._move
+        yield torch.autocast, "__enter__", self._autocast
+        for name in _READS:
+            yield torch.Tensor, name, self._read(name)
+        for name in ("nan_to_num", "nan_to_num_"):
+            yield torch.Tensor, name, self._hide
+            yield torch, name, self._hide
+        yield torch, "set_float32_matmul_precision", self._switch("float32_matmul_precision")
+        yield type(torch.backends.cuda.matmul), "__setattr__", self._switch(None)
+        yield type(torch.backends.cudnn), "__setattr__", self._switch(None)
+
+    def _functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+        yield nn.utils.clip_grad_norm_, self._clip("norm")
+        yield nn.utils.clip_grad_value_, self._clip("value")
+
+    def _simply(self, kind: str) -> Callable[..., Any]:
+        def spy(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.note(kind)
+            return own(*args, **kwargs)
+
+        return spy
+
+    def _make_scaler(self, own: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        own(scaler, *args, **kwargs)
+        self.number_of(scaler)
+
+    def _make_optimizer(
+        self, own: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        own(optimizer, *args, **kwargs)
+        self.of(optimizer)
+
+    def _make_scheduler(
+        self, own: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self._moving += 1
+        try:
+            own(scheduler, *args, **kwargs)
+        finally:
+            self._moving -= 1
+        self._place_of(scheduler)
+
+    # Loss and backward.
+
+    def _scale(self, own: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = own(scaler, outputs)
+        if scaler.is_enabled():
+            self.record.scalers[self.number_of(scaler)]["used"] = True
+            mark(scaled, outputs, float(scaler.get_scale()))
+        return scaled
+
+    def _backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of the engine that all of torch's backwards call."""
+        if self._in_backward:
+            return run(*args, **kwargs)
+        outputs, creates_graph = args[0], len(args) > 3 and bool(args[3])
+        if not kwargs.get("accumulate_grad"):
+            found = run(*args, **kwargs)
+            if creates_graph:
+                mark_gradients(found, loss_of(outputs).scale)
+            return found
+        self._averages.compare()
+        loss, around = loss_of(outputs), _any_autocast()
+        before = [(tracked, tracked.versions()) for tracked in self._optimizers.values()]
+        for tracked, _ in before:
+            self._look_again(tracked)
+        self._in_backward = True
+        try:
+            found = run(*args, **kwargs)
+        finally:
+            self._in_backward = False
+        reached = [tracked for tracked, versions in before if tracked.versions() != versions]
+        mixed = [
+            tracked.number
+            for tracked, versions in before
+            if tracked in reached
+            and tracked.pending
+            and any(version != (0, 0) for version in versions)
+            and loss.scale
+            and tracked.factor == 1.0 != loss.scale
+            and tracked.norm > 0
+        ]
+        event = self.note(
+            "backward",
+            loss=loss,
+            autocast=around,
+            mixed=mixed,
+            optimizers=[tracked.number for tracked in reached],
+        )
+        for tracked in reached:
+            self._count_backward(tracked, event, loss)
+        return found
+
+    def _count_backward(self, tracked: _Tracked, event: Event, loss: Loss) -> None:
+        if tracked.window.steps or not tracked.window.backwards:
+            tracked.window = Window(tracked.number)
+            tracked.windows += 1
+            self.record.windows.append(tracked.window)
+        first = not tracked.window.backwards
+        tracked.window.backwards.append(event)
+        if first and loss.scale and tracked.windows - 1 in self._overflows:
+            for gradient in tracked.gradients()[:1]:
+                gradient.detach().fill_(math.inf)
+                tracked.window.forced = True
+        if not (tracked.pending and loss.scale is None and tracked.factor != 1.0):
+            tracked.factor = loss.scale or 1.0
+        tracked.pending, tracked.updates = True, 0
+        tracked.norm = tracked.measure()
+
+    def _look_again(self, tracked: _Tracked) -> None:
+        """Note what was done to its gradients by hand since they were looked at last."""
+        if not tracked.pending:
+            return
+        before, tracked.norm = tracked.norm, tracked.measure()
+        if math.isfinite(tracked.norm) and not math.isfinite(before):
+            tracked.factor = math.nan  # somebody has taken an overflow out of them
+        if not (math.isfinite(before) and math.isfinite(tracked.norm) and before * tracked.norm):
+            return
+        ratio = tracked.norm / before
+        if tracked.factor > 1 and abs(ratio - 1) > 1e-3:
+            if abs(ratio * tracked.factor - 1) < 1e-2:
+                tracked.factor = 1.0  # divided by the scale
+            elif ratio * tracked.factor < 1:
+                tracked.factor = math.nan  # divided by the scale and clipped, or clipped to little
+        if abs(ratio - 1) > 1e-3:
+            factor = tracked.factor
+            self.note("changed", factor=factor, before=before, after=tracked.norm)
+
+    # Gradients and steps.
+
+    def _unscale(self, own: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        tracked = self.of(optimizer)
+        self._look_again(tracked)
+        own(scaler, optimizer)
+        if not scaler.is_enabled() or not tracked.pending:
+            return
+        scale = float(scaler.get_scale())
+        self.note(
+            "unscale",
+            optimizer=tracked.number,
+            factor=tracked.factor,
+            scale=scale,
+            updates=tracked.updates,
+            in_step=self._scaler is not None,
+        )
+        tracked.factor /= scale
+        tracked.norm = tracked.measure()
+
+    def _clip(self, kind: str) -> Callable[..., Any]:
+        def spy(own: Callable[..., Any], parameters: Any, limit: Any, *more: Any, **kw: Any) -> Any:
+            if self._clipping:
+                return own(parameters, limit, *more, **kw)
+            it = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            theirs = set(map(id, it))
+            clipped = [
+                tracked
+                for tracked in self._optimizers.values()
+                if tracked.pending
+                and not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
+            ]
+            for tracked in clipped:
+                self._look_again(tracked)
+            self._clipping = True
+            try:
+                result = own(it, limit, *more, **kw)
+            finally:
+                self._clipping = False
+            self.note(
+                "clip",
+                of=kind,
+                limit=float(limit),
+                norm=float(result) if isinstance(result, torch.Tensor) else math.nan,
+                factors={t.number: t.factor for t in clipped if math.isfinite(t.norm)},
+            )
+            for tracked in clipped:
+                tracked.norm = tracked.measure()
+            return result
+
+        return spy
+
+    def _scaler_step(
+        self, own: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        tracked, before, outer = self.of(optimizer), len(self.record.events), self._scaler
+        self._look_again(tracked)
+        self._scaler = scaler
+        try:
+            result = own(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._scaler = outer
+        if not any(e.kind == "step" for e in self.record.events[before:]):
+            self._stepped(tracked, scaler, factor=tracked.factor, skipped=True)
+        return result
+
+    def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        tracked = self.of(optimizer)
+        self._look_again(tracked)
+        scale: Any = getattr(optimizer, "grad_scale", None)
+        factor = tracked.factor / (1.0 if scale is None else float(scale))
+        found: Any = getattr(optimizer, "found_inf", None)
+        skipped = found is not None and bool(float(found))
+        self._stepped(tracked, self._scaler, factor=factor, skipped=skipped)
+
+    def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+
+    def _stepped(self, tracked: _Tracked, scaler: Any, *, factor: float, skipped: bool) -> None:
+        for dtype in {p.dtype for p in parameters_of(tracked.optimizer) if p.requires_grad}:
+            self.record.weights[str(dtype).removeprefix("torch.")] += 1
+        norm = tracked.measure()
+        event = self.note(
+            "step",
+            optimizer=tracked.number,
+            via=None if scaler is None or not scaler.is_enabled() else self.number_of(scaler),
+            factor=factor,
+            skipped=skipped,
+            again=not tracked.pending and norm > 0,
+            losses=[backward.loss.scale for backward in tracked.window.backwards],
+            updates=tracked.updates,
+            norm=norm * factor / tracked.factor if tracked.factor else norm,
+            autocast=_any_autocast(),
+        )
+        if tracked.pending or norm:  # it has gradients
+            tracked.window.steps.append(event)
+        tracked.pending, tracked.factor = False, 1.0
+        if skipped and not passes("amp/gradients.py"):
+            self._averages.begin(tracked.windows > 2)
+
+    def _update(self, own: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        before = _scale_of(scaler)
+        for tracked in self._optimizers.values():
+            self._look_again(tracked)
+        own(scaler, *args, **kwargs)
+        if not scaler.is_enabled():
+            return
+        pending = [t for t in self._optimizers.values() if t.pending and t.factor != 1.0]
+        for tracked in pending:
+            tracked.updates += 1
+        self.note(
+            "update",
+            scaler=self.number_of(scaler),
+            before=before,
+            after=_scale_of(scaler),
+            pending=[tracked.number for tracked in pending],
+        )
+
+    def _zero(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
+        theirs = set(map(id, parameters_of(it) if isinstance(it, Optimizer) else it.parameters()))
+        dropped = [
+            tracked
+            for tracked in self._optimizers.values()
+            if tracked.pending
+            and self._depth == 0
+            and not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
+            and tracked.gradients()
+        ]
+        result = own(it, *args, **kwargs)
+        if dropped:
+            event = self.note("zero_grad", optimizers=[tracked.number for tracked in dropped])
+            for tracked in dropped:
+                tracked.window.dropped.append(event)
+                tracked.factor, tracked.norm = 1.0, 0.0
+        return result
+
+    # Schedules, autocast, and what costs or hides.
+
+    def _move(self, own: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._moving:
+            if any(known is scheduler for known in self.schedulers):  # another one moves it
+                self.record.schedulers[self._place_of(scheduler)]["inner"] = True
+            return own(scheduler, *args, **kwargs)
+        self._moving += 1
+        try:
+            result = own(scheduler, *args, **kwargs)
+        finally:
+            self._moving -= 1
+        number = self._place_of(scheduler)
+        if passes("amp/schedules.py"):
+            self.record.schedulers[number]["ours"] = True
+            return result
+        event = self.note("move", scheduler=number)
+        tracked = self._optimizers.get(id(getattr(scheduler, "optimizer", None)))
+        if tracked is not None:
+            tracked.window.moves.append(event)
+        return result
+
+    def _autocast(self, own: Callable[..., Any], region: Any) -> Any:
+        if region._enabled and self._forwards and torch.is_grad_enabled():
+            self.record.forwards[True] += 1  # the module of this forward may enter it itself
+        if region._enabled or is_users(sys._getframe(2).f_code.co_filename):
+            self.note(
+                "autocast" if region._enabled else "autocast_off",
+                device=region.device,
+                dtype=str(region.fast_dtype).removeprefix("torch."),
+                explicit=getattr(region, "_given_dtype", True),
+                grad=torch.is_grad_enabled(),
+            )
+        return own(region)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._forwards = max(self._forwards - 1, 0)
+
+    def _forward(self, module: nn.Module, inputs: Any) -> None:
+        self._forwards += 1
+        if not torch.is_grad_enabled():
+            return
+        weight = next((p for p in module.parameters(recurse=False) if p.requires_grad), None)
+        if weight is not None:
+            self.record.forwards[autocast_is_on(weight.device.type)] += 1
+
+    def _read(self, name: str) -> Callable[..., Any]:
+        def spy(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(2)
+            if self.in_batch and is_users(caller.f_code.co_filename):
+                self.record.syncs[where_of(caller), name.strip("_")] += 1
+            return own(*args, **kwargs)
+
+        return spy
+
+    def _hide(self, own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = int((~torch.isfinite(tensor.detach())).sum()) if tensor.numel() else 0
+        of_gradient = any(
+            p.grad is not None and p.grad.data_ptr() == tensor.data_ptr() for p in self.trained()
+        )
+        trains = of_gradient or (torch.is_tensor(tensor) and tensor.requires_grad)
+        if trains and self.in_batch:
+            self.note("hide", hidden=hidden, of_gradient=of_gradient, scalar=tensor.numel() == 1)
+        return own(tensor, *args, **kwargs)
+
+    def _switch(self, switch: str | None) -> Callable[..., Any]:
+        def spy(own: Callable[..., Any], *given: Any) -> Any:
+            name, value = (switch, given[0]) if switch else given[1:3]
+            if "tf32" in str(name) or "precision" in str(name):
+                by = sys._getframe(2).f_code.co_filename
+                self.note("tf32", name=str(name), value=str(value), in_batch=self.in_batch, by=by)
+            return own(*given)
+
+        return spy
+
+    def _keep_error(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            return
+        trace, where = error.__traceback__, None
+        while trace is not None:
+            if is_users(trace.tb_frame.f_code.co_filename):
+                where = where_of(trace.tb_frame)
+                where = type(where)(where.file, trace.tb_lineno)
+            trace = trace.tb_next
+        self.record.error, self.record.raised = (type(error).__name__, str(error)), where
+
+
+def _in_place_of(own: Callable[..., Any], spy: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return spy(own, *args, **kwargs)
+
+    return call
+
+
+def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """Every module and name that has a function: the user's modules may have imported it."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is function
+    ]
+
+
+def _with_own(base: type, method: str) -> Iterable[type]:
+    kind: type
+    for kind in base.__subclasses__():
+        if method in vars(kind):
+            yield kind
+        yield from _with_own(kind, method)
+
+
+def _scale_of(scaler: Any) -> float | None:
+    return float(scaler.get_scale()) if scaler.is_enabled() else None
+
+
+def _any_autocast() -> bool:
+    return autocast_is_on("cpu") or autocast_is_on("cuda")
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Let compiled models run as they are written, with all hooks."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    with ExitStack() as stack:
+        if stance is not None:
+            stack.enter_context(stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        with suppress(AttributeError):
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
+        yield

@@ -1,0 +1,55 @@
+"""The command `check`: say what is wrong with the mixed precision that a trial has of its own.
+
+    python -m determined_amp check CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
+                                [--json]
+
+It trains a few batches of the trial as it is, in fresh processes: with two overflows, from a
+checkpoint, and at two loss scales. Nothing of the user's is written. The first line that it prints
+is the number of faults.
+
+It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--json`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from determined_amp.cli.options import checked_configuration, is_task, parser_of
+from determined_amp.cli.search import start_server
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Examine a trial and print the findings.
+
+    Returns:
+        The exit status: 0 without a fault, 1 with faults; as a task of a cluster 0, too, so that
+        the cluster does not restart it.
+
+    Raises:
+        UserError: if the configuration is wrong, or the trial cannot be run here.
+    """
+    parser = parser_of("check", "Say what is wrong with the AMP of a trial.", precision=False)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(arguments)
+    if is_task():
+        start_server("determined_amp.check.doctor")
+        from determined_amp.cluster import check_task  # noqa: PLC0415  # torch
+
+        check_task(options.trial, as_json=options.json)
+        return 0
+    config = checked_configuration(options)
+    start_server("determined_amp.check.doctor")
+    # Imported after the server starts: both spend seconds importing torch, at the same time.
+    from determined_amp.check.doctor import PATIENCE, RUNS, examine  # noqa: PLC0415
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    say(
+        f"at most {RUNS} short runs of the trial, each in a fresh process: most take less than a "
+        f"minute, none more than {PATIENCE / 60:.0f} minutes"
+    )
+    findings = examine(config, options.config, options.trial, say)
+    print(findings.to_json() if options.json else findings)
+    return 1 if findings.faults else 0

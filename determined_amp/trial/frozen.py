@@ -1,0 +1,316 @@
+"""A trial's own batches, for the finder and the score: before its training, and in it.
+
+The trial's own `train_batch` runs in Determined's own loop, so data, model, loss and accumulation
+are the same as in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import determined as det
+import torch
+from determined import core, pytorch
+
+from determined_amp.amp.patched import patched
+from determined_amp.amp.replay import own_copy, without_steps
+from determined_amp.amp.restored import restored
+from determined_amp.experiment.dotted import value_at
+from determined_amp.finder.advice import FoundScale, run_now
+from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder.score import Score, score_batches
+from determined_amp.finder.verdict import find
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    aggregation_frequency,
+    controlled_by,
+    end_loop,
+    hyperparameters,
+    scaler_of,
+    what_steps,
+)
+from determined_amp.trial.mixed_precision import MixedPrecision
+
+T = TypeVar("T")
+
+# Longer than any training, so a resumed loop does not end before the first batch.
+_NEVER = pytorch.Batch(2**40)
+
+
+def find_in_trial(
+    name: str,
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    batches: int,
+    *,
+    latest_checkpoint: str | None = None,
+    sweep: bool = False,
+) -> FoundScale:
+    """Find the initial loss scale of a trial; the trial cannot be used afterwards.
+
+    Args:
+        name: Name of the experiment.
+        trial: The trial.
+        context: Its context.
+        batches: Number of training batches to use.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
+        sweep: Also measure every shown scale in float16.
+
+    Raises:
+        LossScaleError: if the trial has no loss scale, or none can be found.
+    """
+    wrapped_scaler(context)
+
+    def work(frozen: Sequence[FrozenBatch]) -> FoundScale:
+        return _found(name, context, frozen, sweep=sweep)
+
+    return in_training(trial, context, batches, work, latest_checkpoint)
+
+
+def find_on_first_batch(
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    batch: Any,
+    train: Callable[[Any], object],
+) -> FoundScale:
+    """Find the loss scale of a training that has its first batch, and then goes on with it.
+
+    Afterwards all is as before: `FrozenBatch` restores models and random state, and what the
+    trial's own objects hold is put back.
+
+    Args:
+        trial: The trial.
+        context: Its context.
+        batch: The first batch, on the device.
+        train: See `TrialBatch`.
+
+    Raises:
+        LossScaleError: if none can be found.
+    """
+    frozen = [TrialBatch(trial, context, batch, train)]
+    others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
+    with restored(trial, besides=others):
+        return _found(type(trial).__name__, context, frozen)
+
+
+def _found(
+    name: str,
+    context: pytorch.PyTorchTrialContext,
+    frozen: Sequence[FrozenBatch],
+    *,
+    sweep: bool = False,
+) -> FoundScale:
+    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
+    finding = find(context, frozen, sweep=sweep)
+    run = run_now(
+        name,
+        context.device,
+        batches=len(frozen),
+        samples=sum(context.distributed.allgather(sum(batch.samples for batch in frozen))),
+        init_scale=float(scaler.get_scale()),
+        growth_interval=int(scaler.get_growth_interval()),
+        is_ours=amp is not None,
+        min_scale=amp.settings.min_scale if amp else 0.0,
+        fp32_modules=amp.settings.fp32_modules if amp else (),
+        steps=_steps(context),
+    )
+    return FoundScale(finding, run)
+
+
+def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
+    """The optimizer steps of the whole run, as its YAML says; None if it does not, or by epochs."""
+    length = value_at(hyperparameters(context) or {}, "training.max_length")
+    batches = length.get("batches") if isinstance(length, Mapping) else None
+    return batches // aggregation_frequency(context) if isinstance(batches, int) else None
+
+
+def score(
+    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, batches: int
+) -> dict[str, float]:
+    """Score the current scale of the trial's `GradScaler` on its first training batches.
+
+    Args:
+        trial: The trial; it cannot be used afterwards.
+        context: Its context.
+        batches: Number of training batches.
+
+    Returns:
+        The fields of `Score`.
+
+    Raises:
+        determined.InvalidHP: if no loss scale helps, because the forward overflows.
+        LossScaleError: if the trial scales no loss, or has no gradient to scale.
+    """
+    scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
+    scale_log2 = math.log2(scaler.get_scale())
+
+    def measure(frozen: Sequence[FrozenBatch]) -> Score:
+        return score_batches(
+            context,
+            frozen,
+            scale_log2,
+            growth_interval=int(scaler.get_growth_interval()),
+            backoff_factor=float(scaler.get_backoff_factor()),
+            min_scale=amp.settings.min_scale if amp else 0.0,
+        )
+
+    return asdict(in_training(trial, context, batches, measure))
+
+
+class PreemptedError(SystemExit):
+    """The platform has asked a task to stop before it measured anything."""
+
+
+class TrialBatch(FrozenBatch):
+    """One batch of a trial.
+
+    Args:
+        trial: The trial.
+        context: Its context, with an enabled `GradScaler`.
+        batch: The argument of `train_batch` from Determined's loop.
+        train: Calls the trial's `train_batch`; gets a copy of the batch in each pass.
+    """
+
+    def __init__(
+        self,
+        trial: pytorch.PyTorchTrial,
+        context: pytorch.PyTorchTrialContext,
+        batch: Any,
+        train: Callable[[Any], object],
+    ) -> None:
+        super().__init__(context.models, batch, context.optimizers)
+        self._trial = trial
+        self._context = context
+        self._train = train
+
+    @property
+    def samples(self) -> int:
+        return int(self._trial.get_batch_length(self.batch))
+
+    def _pass(self, scale: float, after_backward: Callable[[torch.Tensor], None]) -> None:
+        backward, backwards = self._context.backward, 0
+
+        def watched(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            nonlocal backwards
+            backwards += 1
+            backward(loss, *args, **kwargs)
+            after_backward(loss)
+
+        with self._without_step(scale), patched(self._context, "backward", watched):
+            self._train(own_copy(self.batch))
+        if not backwards:
+            raise LossScaleError(
+                "train_batch of this trial does not call context.backward, which Determined needs "
+                "to average gradients; write self.context.backward(self.scaler.scale(loss)) "
+                "instead of scaler.scale(loss).backward()"
+            )
+
+    @contextmanager
+    def _without_step(self, scale: float) -> Iterator[None]:
+        context, scaler = self._context, wrapped_scaler(self._context)
+        amp = MixedPrecision.of(context)
+        before = scaler.state_dict()
+        # `MixedPrecision` also counts steps and advances the learning rate with them: stop both.
+        still = (
+            without_steps(scaler, context.optimizers, what_steps(context))
+            if amp is None
+            else amp.without_steps()
+        )
+        with still:
+            scaler.load_state_dict({**before, "scale": scale})
+            try:
+                yield
+            finally:
+                scaler.load_state_dict(before)
+
+
+def in_training(
+    trial: pytorch.PyTorchTrial,
+    context: pytorch.PyTorchTrialContext,
+    batches: int,
+    work: Callable[[Sequence[TrialBatch]], T],
+    latest_checkpoint: str | None = None,
+) -> T:
+    """Collect the first batches of Determined's loop, pass them to `work`, and end the loop.
+
+    Args:
+        trial: The trial; it cannot be used afterwards.
+        context: Its context.
+        batches: Number of batches to collect.
+        work: Called once with all of them, on every rank.
+        latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        LossScaleError: if the trial has no enabled `GradScaler`.
+        determined.InvalidHP: if `work` raises it.
+    """
+    wrapped_scaler(context)
+    if not any(p.requires_grad for model in context.models for p in model.parameters()):
+        raise LossScaleError(
+            "no parameter of this trial requires a gradient: there is nothing to train, or to "
+            "scale; leave out requires_grad_(False) for what is to be trained"
+        )
+    amp = MixedPrecision.of(context)
+    if amp is not None:
+        amp.watched = False  # audit and guard would end the loop: here overflows are expected
+        amp.finds_scale = False
+        context = amp.context
+    train_batch = trial.train_batch
+    frozen: list[TrialBatch] = []
+    results: list[T] = []
+    invalid: list[det.InvalidHP] = []
+
+    def collect(batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        def train(own: Any) -> object:
+            return train_batch(own, epoch_idx, batch_idx)
+
+        frozen.append(TrialBatch(trial, context, batch, train))
+        if len(frozen) == batches:
+            try:
+                results.append(work(frozen))
+            except det.InvalidHP as error:  # Determined's loop would save a checkpoint first
+                invalid.append(error)
+            end_loop()
+        # With several slots, an empty dict would raise an IndexError on the chief.
+        return {"batch_samples": 0.0}
+
+    with patched(trial, "train_batch", collect), controlled_by(SafeController):
+        pytorch.Trainer(trial, context).fit(
+            max_length=_NEVER,
+            reporting_period=_NEVER,
+            latest_checkpoint=latest_checkpoint,
+            checkpoint_policy="none",
+        )
+    if invalid:
+        raise invalid[0]
+    if not results:  # the platform asked to stop before the last batch
+        raise PreemptedError(0)
+    return results[0]
+
+
+def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler:
+    """The enabled scaler that the trial passed to `wrap_scaler` or got from `use_amp`.
+
+    Raises:
+        LossScaleError: if there is none.
+    """
+    scaler = scaler_of(context)
+    if scaler is None or not scaler.is_enabled():
+        remedy = (
+            "it has no enabled GradScaler that context.wrap_scaler knows; with "
+            "hyperparameters.amp.precision: amp_fp16 it trains in float16 as it is"
+            if MixedPrecision.of(context) is None
+            else "for float16, set hyperparameters.amp.precision to amp_fp16"
+        )
+        raise LossScaleError(
+            f"this trial scales no loss: float32 and bfloat16 need no loss scale; {remedy}"
+        )
+    found: torch.amp.GradScaler = scaler
+    return found

@@ -1,0 +1,100 @@
+"""The hooks of a trial, which see what they would see in float32 without a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import parameters_of
+from determined_amp.trial.outer_autocast import OuterAutocast
+from determined_amp.trial.true_gradients import TrueGradients
+
+
+@contextmanager
+def converted_hooks(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    autocast: OuterAutocast,
+    gradients: TrueGradients | None,
+) -> Iterator[None]:
+    """Let hooks see float32 and true gradients in this block, those there are and later ones.
+
+    Args:
+        models: Those of the trial.
+        optimizers: The same.
+        autocast: Tells whether the models compute in 16 bits, and whether a batch is trained.
+        gradients: Those of a loss that is scaled; None without a loss scale.
+    """
+    modules = [module for model in models for module in model.modules()]
+    parameters: list[torch.Tensor] = [p for m in modules for p in m.parameters(recurse=False)]
+    parameters += [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    found: list[tuple[Any, str, str, Any]] = []
+    if autocast.casts:
+        to_float32 = partial(partial, _in_float32)
+        for kind in ("forward", "forward_pre"):
+            found.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
+    if gradients is not None:
+        true, of_leaf = gradients.hooked, gradients.hooked_leaf
+        of_leaves = "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"
+        found += [
+            (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
+            (nn.Module, "register_full_backward_pre_hook", "_backward_pre_hooks", true),
+            (torch.Tensor, "register_hook", "_backward_hooks", true),
+            (torch.Tensor, *of_leaves, of_leaf),
+        ]
+    with ExitStack() as patches:
+        if gradients is not None:
+            retain = _retaining(torch.Tensor.retain_grad, autocast, gradients)
+            patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
+        for owner, register, attribute, convert in found:
+            for it in modules if owner is nn.Module else parameters:
+                hooks = getattr(it, attribute, None) or {}
+                for key, hook in hooks.items():
+                    hooks[key] = convert(hook) if _is_the_trials(hook) else hook
+            method = _registering(getattr(owner, register), convert)
+            patches.enter_context(patched(owner, register, method))
+        yield
+
+
+def _retaining(
+    retain_grad: Callable[..., Any], autocast: OuterAutocast, gradients: TrueGradients
+) -> Callable[..., Any]:
+    def retain(tensor: torch.Tensor) -> None:
+        retain_grad(tensor)
+        if autocast.training:
+            gradients.retain(tensor)
+
+    return retain
+
+
+def _registering(register: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
+    def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
+
+    return method
+
+
+def _is_the_trials(hook: Callable[..., Any]) -> bool:
+    """Whether neither torch, Determined nor this library has made a hook, which they want as is."""
+    function = hook.func if isinstance(hook, partial) else hook
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
+
+
+def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
+    """Call a hook of a forward; what it changes in place is changed."""
+    cast = as_float32(given)
+    result = hook(*cast)
+    if result is None:
+        for old, new in zip(tree_leaves(given), tree_leaves(cast), strict=True):
+            if new is not old and isinstance(new, torch.Tensor) and new._version:
+                old.copy_(new)
+    return result

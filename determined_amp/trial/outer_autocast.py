@@ -1,0 +1,113 @@
+"""Autocast around the forward of a model whose code knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.precision import autocast_is_on
+
+_CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
+NO_AMP = (
+    "neither autocast nor a GradScaler: here both come from outside (python -m determined_amp "
+    "check examines AMP of the trial's own)"
+)
+
+# The attributes of every module, among them its parameters, buffers and hooks.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class OuterAutocast:
+    """Runs a model's forward under autocast, and hands on what it returns in float32.
+
+    A copy of the model, such as an average of its weights, shares it. A pickled one is left
+    without: it is not in the training.
+
+    Args:
+        amp: Gives the autocast of a training batch and that of a validation batch.
+
+    Attributes:
+        casts: Whether there is an autocast in 16 bits.
+        training: Whether `train_batch` is running.
+        in_backward: Whether a backward is running.
+    """
+
+    def __init__(self, amp: AmpCore) -> None:
+        self._amp = amp
+        self.casts = amp.settings.precision.autocast_dtype is not None
+        self._inside = False
+        self._forwards = 0
+        self._kept: list[tuple[dict[str, Any], str]] = []
+        self.training = False
+        self.in_backward = False
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        is_on = autocast_is_on(self._amp.device.type)
+        # One wrapped model calls another, or a checkpoint computes that call again.
+        if self._inside or (self.in_backward and is_on):
+            return forward(*args, **kwargs)
+        if self.training and is_on:
+            raise refusal("it enters autocast itself", NO_AMP)
+        amp, self._inside = self._amp, True
+        try:
+            with amp.autocast() if self.training else amp.eval_autocast():
+                output = forward(*args, **kwargs)
+        finally:
+            self._inside = False
+        if not self.casts:
+            return output
+        if self.training:
+            self._cast_kept()
+        return as_float32(output)
+
+    def _cast_kept(self) -> None:
+        """Cast what the models keep in attributes of their own, such as features for the loss.
+
+        What they keep is looked for in the first two forwards, and in ever fewer later ones.
+        """
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1) == 0:
+            modules = (m for model in self._amp.models for m in model.modules())
+            self._kept = [
+                (attributes, name)
+                for attributes in map(vars, modules)
+                for name, value in attributes.items()
+                if name not in _OF_MODULES
+                and isinstance(value, (torch.Tensor, list, tuple, dict))
+                and as_float32(value) is not value
+            ]
+        for attributes, name in self._kept:
+            if name in attributes:
+                attributes[name] = as_float32(attributes[name])
+
+    def __deepcopy__(self, memo: object) -> OuterAutocast:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_autocast, ()
+
+
+def _no_autocast() -> Callable[..., Any]:
+    return _call
+
+
+def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def refusal(problem: str, instead: str) -> ConfigError:
+    """The error for a trial that cannot be trained as it is.
+
+    Args:
+        problem: What its `train_batch` does.
+        instead: What to write.
+    """
+    return ConfigError(
+        "the trial", [f"train_batch: {problem}; write instead: {instead}; {_CONVERT}"]
+    )

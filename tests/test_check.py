@@ -1,0 +1,837 @@
+"""`check`: each fault of hand-written AMP is planted in a trial, and found with its line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from determined import pytorch
+from torch import distributed, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from determined_amp import __main__ as door
+from determined_amp.check import probe as probes
+from determined_amp.check import watching
+from determined_amp.check.advice import ADVICE
+from determined_amp.check.doctor import examine
+from determined_amp.check.finding import Findings, Level
+from determined_amp.check.record import Record
+from determined_amp.check.rules import judge
+from determined_amp.check.stand_in import ONLY_ON_A_GPU
+from tests import habits, test_amp_examples
+from tests.training import ROOT
+
+BATCH = pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
+step_lr: Any = lr_scheduler.StepLR
+MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "planted",
+        "hyperparameters": {"global_batch_size": 4},
+        "searcher": {
+            **{"name": "single", "metric": "validation_loss", "smaller_is_better": True},
+            "max_length": {"batches": 24},
+        },
+        **changes,
+    }
+
+
+def examined(trial: type, aggregation: int = 1) -> Findings:
+    """What the doctor says of a trial, with all of its runs in this process."""
+    optimizations = {"aggregation_frequency": aggregation}
+    config = experiment(optimizations=optimizations) if aggregation > 1 else experiment()
+    name = f"{trial.__module__}:{trial.__qualname__}"
+    return examine(config, "planted.yaml", name, lambda text: None, probes.run)
+
+
+class Right(pytorch.PyTorchTrial):
+    """AMP by hand as it should be; every other trial here differs from it in one thing."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.wrap_scaler()
+        self.model = context.wrap_model(self.net())
+        self.optimizer = context.wrap_optimizer(self.optimizer_of(self.model))
+        self.schedule()
+
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())
+
+    def net(self) -> Any:
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    def schedule(self) -> None:
+        """None."""
+
+    def autocast(self) -> Any:
+        return torch.autocast("cuda", dtype=torch.float16)
+
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        return functional.cross_entropy(self.model(inputs), labels)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        self.batch_idx = batch_idx
+        with self.autocast():
+            loss = self.forward(batch)
+        self.backward(loss)
+        self.step()
+        self.update()
+        return {"loss": loss.detach()}
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss))
+
+    def clip(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip, scaler=self.scaler)
+
+    def ends_window(self) -> bool:
+        return (self.batch_idx + 1) % self.context._aggregation_frequency == 0
+
+    def update(self) -> None:
+        if self.ends_window():
+            self.scaler.update()
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        with self.autocast():
+            return {"validation_loss": self.forward(batch)}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        points = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+        return pytorch.DataLoader(TensorDataset(points, points[:, :3].argmax(1)), batch_size=4)
+
+    build_validation_data_loader = build_training_data_loader
+
+
+# Backward, step, update.
+
+
+class UnscaledLoss(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(loss)  # HERE
+        self.scaler.scale(loss)
+
+
+class StepsWithoutScaler(Right):
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)  # HERE
+
+    def update(self) -> None:
+        """There is nothing to update by."""
+
+
+class StepsTwice(Right):
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)  # HERE
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class NeverUpdates(Right):
+    def update(self) -> None:
+        """Forgotten."""
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, scaler=self.scaler)  # HERE
+
+
+class UpdatesEachMicroBatch(Right):
+    def update(self) -> None:
+        self.scaler.update()  # HERE
+
+
+class TwoOptimizers(Right):
+    """The control of the next one."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.second = context.wrap_model(nn.Linear(3, 3))
+        self.other = context.wrap_optimizer(self.optimizer_of(self.second))
+
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        return functional.cross_entropy(self.second(self.model(inputs)), labels)
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.other):
+            self.context.step_optimizer(optimizer, scaler=self.scaler)
+
+
+class UpdatesPerOptimizer(TwoOptimizers):
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, scaler=self.scaler)
+        self.scaler.update()  # HERE
+        self.context.step_optimizer(self.other, scaler=self.scaler)
+
+
+# Clipping.
+
+
+class ClipsScaled(Right):
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)  # HERE
+
+
+class UnscalesTwice(Right):
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        super().step()
+
+    def clip(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)  # HERE
+
+
+class ClipsValuesScaled(Right):
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_value_(parameters, 0.1)  # HERE
+
+
+class ClipsByHand(Right):
+    """A norm as people write it; the doctor knows the line at which it was seen."""
+
+    def clip(self, parameters: Any) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.data.mul_((0.01 / norm).clamp(max=1.0))
+
+    def step(self) -> None:
+        clip, scaler = self.clip, self.scaler
+        self.context.step_optimizer(self.optimizer, clip, scaler=scaler)  # HERE
+
+
+# Schedules.
+
+
+class Scheduled(Right):
+    """Moves on applied steps only: the control of those below."""
+
+    def schedule(self) -> None:
+        self.scheduler = step_lr(self.optimizer, 4)
+        self.context.wrap_lr_scheduler(self.scheduler, MANUAL)
+
+    def update(self) -> None:
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            self.scheduler.step()
+
+
+class MovesOnSkipped(Scheduled):
+    def update(self) -> None:
+        self.scaler.update()
+        self.scheduler.step()  # HERE
+
+
+class DeterminedMovesOnSkipped(Right):
+    def schedule(self) -> None:
+        self.scheduler = step_lr(self.optimizer, 4)  # HERE
+        self.context.wrap_lr_scheduler(self.scheduler, BATCH)
+
+
+class MovesTwice(Scheduled):
+    def schedule(self) -> None:
+        self.scheduler = step_lr(self.optimizer, 4)
+        self.context.wrap_lr_scheduler(self.scheduler, BATCH)
+
+    def update(self) -> None:
+        self.scaler.update()
+        self.scheduler.step()  # HERE
+
+
+class NeverMoves(Right):
+    def schedule(self) -> None:
+        self.forgotten = step_lr(self.optimizer, 4)  # HERE
+
+
+class ScheduleNotWrapped(Scheduled):
+    def schedule(self) -> None:
+        self.scheduler = step_lr(self.optimizer, 4)  # HERE
+
+
+class ScalerNotWrapped(Right):
+    def wrap_scaler(self) -> None:
+        self.scaler = torch.cuda.amp.GradScaler()  # HERE
+
+
+class DisabledScalerWrapped(Right):
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))  # HERE
+
+    def autocast(self) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+# Windows of several batches.
+
+
+class ZeroesInTheWindow(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()  # HERE
+        super().backward(loss)
+
+
+class OwnWindow(Right):
+    """Three batches a step, divided: the control of the next one."""
+
+    def ends_window(self) -> bool:
+        return self.batch_idx % 3 == 2
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss / 3)
+
+    def step(self) -> None:
+        if self.ends_window():
+            super().step()
+
+
+class NotDivided(OwnWindow):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss))  # HERE
+
+
+class DividedTwice(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss / 2))  # HERE
+
+
+# What is computed in what.
+
+
+class BackwardUnderAutocast(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        with self.autocast():
+            self.context.backward(self.scaler.scale(loss))  # HERE
+
+
+class CoversNothing(Right):
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        with torch.autocast("cuda", enabled=False):
+            return functional.cross_entropy(self.model(inputs), labels)
+
+    def autocast(self) -> Any:
+        return torch.autocast("cuda", dtype=torch.float16)
+
+
+class EvaluatesInFloat16(Right):
+    """Its validation loss is beyond float16."""
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        with self.autocast():  # HERE
+            return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
+
+
+class LossInFloat16(Right):
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler(init_scale=1024.0))
+
+    def forward(self, batch: Any) -> Any:
+        # Of itself on a GPU; on a CPU torch 2.3 computes this mean in float32.
+        return (self.model(batch[0]) - 1).abs().mean().half()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss))  # HERE
+
+
+class Penalty(Right):
+    """With gradients that are unscaled: the control of the next one."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        self.batch_idx = batch_idx
+        with self.autocast():
+            loss = self.forward(batch)
+        gradients = torch.autograd.grad(
+            self.scaler.scale(loss), list(self.model.parameters()), create_graph=True
+        )
+        with self.autocast():
+            loss = loss + self.norm(gradients)
+        self.backward(loss)
+        self.step()
+        self.update()
+        return {"loss": loss.detach()}
+
+    def norm(self, gradients: Any) -> torch.Tensor:
+        inverse = 1.0 / self.scaler.get_scale()
+        return torch.stack([(g * inverse).square().sum() for g in gradients]).sum().sqrt()
+
+
+class ScaledPenalty(Penalty):
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler(init_scale=16.0))
+
+    def norm(self, gradients: Any) -> torch.Tensor:
+        return torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss))  # HERE
+
+
+class HalfWeights(Right):
+    def net(self) -> Any:
+        return super().net().half()
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, scaler=self.scaler)  # HERE
+
+
+class Bfloat16WithScaler(Right):
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
+
+    def autocast(self) -> Any:
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
+class ScalesNothing(Right):
+    """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
+
+    def wrap_scaler(self) -> None:
+        self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(loss)
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer)
+
+    def update(self) -> None:
+        """Nothing was scaled."""
+
+
+# What hides, switches and averages.
+
+
+class HidesNan(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(torch.nan_to_num(loss)))  # HERE
+
+
+class HidesNanOfGradients(Right):
+    def clip(self, parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)  # HERE
+
+
+class SwitchesTf32(Right):
+    def step(self) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = False  # HERE
+        super().step()
+
+
+class Averaged(Right):
+    """Averages on applied steps only: the control of those below."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    def update(self) -> None:
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            self.move_average()
+
+    def move_average(self) -> None:
+        with torch.no_grad():
+            for old, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+
+class AverageMovesOnSkipped(Averaged):
+    def update(self) -> None:
+        self.scaler.update()
+        self.move_average()
+
+    def move_average(self) -> None:
+        with torch.no_grad():
+            for old, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new, 0.1)  # HERE
+
+
+class ShadowMovesOnSkipped(AverageMovesOnSkipped):
+    """The class EMA of many repositories: a dictionary of new tensors."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.shadow = {name: p.data.clone() for name, p in self.model.named_parameters()}
+
+    def move_average(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.shadow[name] = (0.1 * parameter.data + 0.9 * self.shadow[name]).clone()  # HERE
+
+
+class Synchronises(Right):
+    def update(self) -> None:
+        super().update()
+        self.scale = self.scaler._scale.item()  # HERE
+
+
+PLANTED: dict[type[Right], str] = {
+    UnscaledLoss: "unscaled_loss",
+    StepsWithoutScaler: "step_without_scaler",
+    StepsTwice: "step_twice",
+    NeverUpdates: "update_missing",
+    UpdatesEachMicroBatch: "update_in_window",
+    UpdatesPerOptimizer: "update_per_optimizer",
+    ClipsScaled: "clip_scaled",
+    UnscalesTwice: "unscaled_twice",
+    ClipsValuesScaled: "clip_value_scaled",
+    ClipsByHand: "clip_by_hand_scaled",
+    MovesOnSkipped: "schedule_on_skipped",
+    DeterminedMovesOnSkipped: "schedule_on_skipped",
+    MovesTwice: "schedule_twice",
+    NeverMoves: "schedule_never",
+    ScheduleNotWrapped: "schedule_not_saved",
+    ScalerNotWrapped: "scaler_not_saved",
+    DisabledScalerWrapped: "empty_scaler_state",
+    ZeroesInTheWindow: "zero_grad_in_window",
+    NotDivided: "loss_not_divided",
+    DividedTwice: "loss_divided_twice",
+    BackwardUnderAutocast: "autocast_backward",
+    CoversNothing: "autocast_covers_nothing",
+    EvaluatesInFloat16: "eval_16_bits",
+    LossInFloat16: "loss_16_bits",
+    ScaledPenalty: "penalty_scaled",
+    HalfWeights: "half_weights",
+    Bfloat16WithScaler: "bfloat16_with_scaler",
+    ScalesNothing: "no_loss_scale",
+    HidesNan: "nan_hidden",
+    HidesNanOfGradients: "nan_hidden",
+    SwitchesTf32: "tf32",
+    AverageMovesOnSkipped: "average_on_skipped",
+    ShadowMovesOnSkipped: "average_on_skipped",
+}
+WINDOWS: dict[type[Right], int] = {UpdatesEachMicroBatch: 2, ZeroesInTheWindow: 4, DividedTwice: 2}
+# What else is wrong with them, as they are planted.
+BESIDES: dict[type[Right], set[str]] = {MovesTwice: {"schedule_on_skipped"}}
+CONTROLS = [Right, TwoOptimizers, Scheduled, OwnWindow, Penalty, Averaged]
+
+
+def planted_line(trial: type) -> tuple[str, int] | None:
+    lines, first = inspect.getsourcelines(trial)
+    found = [first + n for n, line in enumerate(lines) if line.rstrip().endswith("# HERE")]
+    return ("tests/test_check.py", found[0]) if found else None
+
+
+@pytest.mark.parametrize("trial", PLANTED, ids=lambda trial: trial.__name__)
+def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
+    findings = examined(trial, WINDOWS.get(trial, 1))
+    found = {finding.key: finding for finding in findings.faults}
+    assert set(found) - BESIDES.get(trial, set()) == {PLANTED[trial]}
+    finding = found[PLANTED[trial]]
+    line = planted_line(trial)
+    places = {(where.file.rpartition("/")[2], where.line) for where in finding.where}
+    assert line is None or ("test_check.py", line[1]) in places
+    assert any(digit.isdecimal() for digit in finding.effect)
+    assert finding.write
+
+
+def test_planted_synchronisation_is_a_cost_with_its_line_and_its_count() -> None:
+    findings = examined(Synchronises, 1)
+    (cost,) = [finding for finding in findings if finding.key == "synchronisation"]
+    line = planted_line(Synchronises)
+    assert line is not None
+    assert [where.line for where in cost.where] == [line[1]]
+    assert cost.effect.startswith("1 in each batch, by item")
+    assert not findings.faults
+    assert "synchronisation" not in {finding.key for finding in examined(Right, 1)}
+
+
+@pytest.mark.parametrize("trial", CONTROLS, ids=lambda trial: trial.__name__)
+@pytest.mark.parametrize("aggregation", [1, 2])
+def test_right_form_has_no_fault(trial: type[Right], aggregation: int) -> None:
+    if aggregation > 1 and trial is not Right:
+        pytest.skip("written for one batch a step")
+    findings = examined(trial, aggregation)
+    assert [finding.text() for finding in findings if finding.level is not Level.COST] == []
+
+
+class Automatic(Right):
+    """Determined's own AMP, which does all of it."""
+
+    def wrap_scaler(self) -> None:
+        self.context.experimental.use_amp()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        loss = self.forward(batch)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
+        return {"loss": loss}
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": self.forward(batch)}
+
+
+class SavedByCallback(ScalerNotWrapped):
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        scaler = self.scaler
+
+        class Keep(pytorch.PyTorchCallback):
+            def state_dict(self) -> dict[str, Any]:
+                return dict(scaler.state_dict())
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                scaler.load_state_dict(state)
+
+        return {"scaler": Keep()}
+
+
+class EnabledOnCuda(Right):
+    """Switched on where there is a GPU."""
+
+    def wrap_scaler(self) -> None:
+        scaler = torch.cuda.amp.GradScaler(enabled=torch.cuda.is_available())
+        self.scaler = self.context.wrap_scaler(scaler)
+
+    def autocast(self) -> Any:
+        return torch.cuda.amp.autocast(enabled=torch.cuda.is_available())
+
+
+class LimitTimesScale(Right):
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0 * self.scaler.get_scale())
+
+
+class UnscalesByHand(Right):
+    def clip(self, parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.grad.div_(self.scaler.get_scale())
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
+
+    def update(self) -> None:
+        """The scale stays."""
+
+
+FORMS = [Automatic, SavedByCallback, EnabledOnCuda, LimitTimesScale, UnscalesByHand]
+PLAIN = [
+    *(habits.Habit, habits.ClipsOutside, habits.StepsIfSmall, habits.OwnAccumulation, habits.Sam),
+    *(habits.Wgan, habits.LineSearch, habits.Penalty, habits.HalfWeights, habits.MeanTeacher),
+    *(habits.Adversarial, habits.SharedParameters, habits.AlternatingHeads),
+]
+
+
+@pytest.mark.parametrize("trial", [*FORMS, *PLAIN], ids=lambda trial: trial.__name__)
+def test_unusual_form_is_no_fault(trial: type) -> None:
+    assert [finding.text() for finding in examined(trial).faults] == []
+
+
+PAGE = [
+    *(test_amp_examples.clipped, test_amp_examples.unclipped, test_amp_examples.gradient_penalty),
+    *(test_amp_examples.several_losses_and_models, lambda: test_amp_examples.unclipped(window=4)),
+    *([test_amp_examples.custom_function] if test_amp_examples.HAS_CUSTOM else []),
+]
+
+
+@pytest.mark.parametrize("loop", PAGE)
+def test_case_of_the_page_of_examples_is_no_fault(loop: Callable[[], object]) -> None:
+    with watching() as findings:
+        loop()
+    assert [finding.text() for finding in findings.faults] == []
+    assert ONLY_ON_A_GPU in findings.notes
+
+
+class Trainer:
+    """A loop in the form of well-known trainers: two micro-batches, a schedule, a checkpoint."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train(self, file: Path) -> None:
+        points = torch.randn(192, 6)
+        data = TensorDataset(points, points[:, :3].argmax(1))
+        for batch, (inputs, labels) in enumerate(DataLoader(data, batch_size=4)):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = functional.cross_entropy(self.model(inputs), labels)
+            torch.autograd.backward(self.scaler.scale(loss / 2))
+            if batch % 2:
+                self.step()
+        torch.save(self.state(), file)
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            self.scheduler.step()
+        self.model.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+
+class ForgetsScaler(Trainer):
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+
+class ClipsInTrainer(Trainer):
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keys"),
+    [
+        (Trainer, set()),
+        (ForgetsScaler, {"scaler_not_saved"}),
+        (ClipsInTrainer, {"clip_scaled"}),
+    ],
+)
+def test_trainer_of_another_library_is_watched(
+    trainer: type[Trainer], keys: set[str], tmp_path: Path
+) -> None:
+    with watching() as findings:
+        trainer().train(tmp_path / "checkpoint.pt")
+    assert {finding.key for finding in findings.faults} == keys
+
+
+def train_on_rank(rank: int, differs: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0 ** (10 + rank * differs))
+    labels = torch.tensor([0, 1, 2, 0])
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = functional.cross_entropy(model(torch.randn(4, 6)), labels)
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def watch_on_rank(rank: int, folder: str) -> None:
+    """Train on one of two ranks, with scales that differ and with equal ones; print the faults."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    for differs in (1, 0):
+        with watching(overflows=()) as findings:
+            train_on_rank(rank, differs)
+        print([finding.key for finding in findings.faults], flush=True)
+    distributed.barrier()
+    os._exit(0)  # the teardown of gloo with a model of two ranks alive may hang
+
+
+def test_scales_that_ranks_do_not_share_are_found(tmp_path: Path) -> None:
+    program = "from tests.test_check import watch_on_rank; watch_on_rank({}, {!r})"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program.format(rank, str(tmp_path))],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert said == ["['scale_differs_by_rank']\n[]\n"] * 2
+
+
+def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
+    owners: list[Any] = [torch.amp.GradScaler, torch.Tensor, torch.optim.Optimizer, nn.Module]
+    before = [dict(vars(owner)) for owner in owners]
+    plain = test_amp_examples.clipped()
+    with watching(overflows=()):
+        watched = test_amp_examples.clipped()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_error_of_a_training_is_raised_and_judged() -> None:
+    kept: list[Findings] = []
+
+    def train() -> None:
+        with watching() as findings:
+            kept.append(findings)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert [(each.key, each.level) for each in kept[0]] == [("raised", Level.SUSPICION)]
+
+
+def test_nothing_that_trained_has_nothing_wrong() -> None:
+    assert judge(Record()).all == []
+
+
+def test_every_finding_has_its_row_in_the_page() -> None:
+    page = (ROOT / "docs" / "check.md").read_text()
+    assert [key for key in ADVICE if f"`{key}`" not in page] == []
+    assert {*PLANTED.values()} <= {*ADVICE}
+
+
+@pytest.mark.usefixtures("_workers_import_once")
+class TestCommand:
+    @pytest.fixture
+    def config(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "planted.yaml").write_text(yaml.safe_dump(experiment()))
+        return tmp_path / "planted.yaml"
+
+    def test_first_line_is_the_number_of_faults_and_status_1_means_some(
+        self, config: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["--trial", "tests.habits:MeanTeacher"]
+        given += ["--config", "hyperparameters.amp.precision=amp_fp16"]
+        assert door.main(["check", config.name, *given]) == 1
+        shown = capsys.readouterr()
+        assert shown.out.startswith("1 fault: 12 batches, ")
+        assert "2 of 2 skipped steps moved it" in shown.out
+        assert shown.err.startswith("at most ")
+        assert [path.name for path in config.parent.iterdir()] == [config.name]
+
+    def test_status_0_and_json_without_a_fault(
+        self, config: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert door.main(["check", config.name, "--trial", "tests.habits:Habit", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["faults"] == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["none.yaml"], "none.yaml: cannot be read"),
+            (["planted.yaml"], "hyperparameters.trial: missing"),
+            (["planted.yaml", "--trial", "tests.habits:Nobody"], "Nobody"),
+        ],
+    )
+    def test_mistake_in_its_use_is_status_2(
+        self, config: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert door.main(["check", *arguments]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,284 @@
+"""`amp.init_scale: find`: the scale is found on the first batch, and nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
+from determined_amp.amp.restored import restored
+from determined_amp.amp.settings import FindScale
+from determined_amp.experiment.fields import plain, read_section
+from determined_amp.finder.frozen import LossScaleError
+from determined_amp.trial import frozen
+from tests import loops, searching, test_unmodified, training
+from tests.test_unmodified import CLASSES, FEATURES, Converted, Plain
+
+# A scheduler that Determined moves is moved by a skipped first step, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+FIND = {"precision": "amp_fp16", "init_scale": "find"}
+
+
+class Count:
+    """An object without a dictionary."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Keeps(Plain):
+    """Trains on its batch and on what it remembers in objects of many kinds."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.count, self.seen, self.newest = Count(), [0.0], deque([0.0], maxlen=2)
+        self.by_name, self.known = {"sum": 0.0}, {0}
+        self.bank, self.array = torch.zeros(FEATURES), np.zeros(FEATURES, np.float32)
+        self.generator = torch.Generator().manual_seed(1)
+        self.random, self.numpys = random.Random(1), np.random.default_rng(1)
+        self.add = self._adder()
+        self.fetched = 0
+
+    def _adder(self) -> Any:
+        held = {"calls": 0.0}
+
+        def add(x: float) -> float:
+            held["calls"] += 1.0
+            return x + held["calls"]
+
+        return add
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, classes = batch
+        self.count.n += 1
+        self.seen.append(self.add(self.random.random()))
+        self.newest.append(self.numpys.random())
+        self.by_name["sum"] += self.seen[-1]
+        self.known.add(self.count.n)
+        self.bank += inputs.detach().mean(0)
+        self.array += 1
+        noise = torch.randn(FEATURES, generator=self.generator)
+        own = sum(self.newest) + self.by_name["sum"] + len(self.known) + len(self.seen)
+        inputs = inputs + self.bank + noise + own + torch.from_numpy(self.array)
+        return super().train_batch((inputs, classes), epoch_idx, batch_idx)
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        trial = self
+
+        class Fetched(TensorDataset):
+            def __getitem__(self, index: Any) -> Any:
+                trial.fetched += 1
+                return tuple(tensor[index] for tensor in self.tensors)
+
+        data = Fetched(*test_unmodified.points().tensors)
+        return pytorch.DataLoader(data, batch_size=4, shuffle=True)
+
+
+class KeepsConverted(Converted, Keeps):
+    """The same with a `MixedPrecision` of its own."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.count.n += 1
+        self.bank += torch.randn(FEATURES, generator=self.generator)
+        inputs, classes = batch
+        return super().train_batch((inputs + self.bank + self.count.n, classes), 0, batch_idx)
+
+
+def found(log: pytest.LogCaptureFixture) -> float:
+    """The scale that the one line in the log says."""
+    (line,) = re.findall(r"init_scale: find found (\S+) in .* samples forward", log.text)
+    return float(line)
+
+
+def run(trial: Any, folder: Path, **amp: Any) -> Any:
+    return test_unmodified.run(trial, folder, {**FIND, **amp}, batches=6)
+
+
+def left(fitted: Any, folder: Path) -> str:
+    """A hash of the checkpoint, of what the trial remembers, and of what it reported."""
+    trial, state = fitted.trial, loops.content(folder, fitted.checkpoint)
+    own = [trial.count.n, trial.seen, list(trial.newest), trial.by_name, trial.bank, trial.fetched]
+    losses = [report["loss"] for report in fitted.reports.training]
+    return training.digest([state, own, losses])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("trial", [Keeps, KeepsConverted])
+def test_run_is_that_with_the_written_scale_to_the_bit(
+    trial: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    searched = run(trial, folder)
+    scale = found(caplog)
+    assert scale != 65536.0
+    written = run(trial, folder, init_scale=scale)
+    assert left(searched, folder) == left(written, folder)
+    assert found(caplog) == scale  # the second run found nothing
+
+
+@pytest.mark.parametrize("trial", [Keeps, KeepsConverted])
+def test_run_differs_if_the_trials_own_state_were_not_put_back(
+    trial: Any, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+
+    @contextmanager
+    def nothing(*roots: object, besides: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(frozen, "restored", nothing)
+    searched = run(trial, folder)
+    monkeypatch.undo()
+    written = run(trial, folder, init_scale=found(caplog))
+    assert left(searched, folder) != left(written, folder)
+
+
+def test_resume_keeps_the_saved_scale(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = test_unmodified.run(Converted, folder, {**FIND, "init_scale": 8.0}, batches=2)
+    options: Any = {"batches": 4, "first_batch": 2, "resume": first.checkpoint}
+    second = test_unmodified.run(Converted, folder, FIND, **options)
+    assert second.trial.amp.scaler.get_scale() == 8.0
+    assert "find found" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("init_scale", "words"),
+    [
+        (
+            65536.0,
+            "the checkpoint has no loss scale; starting with 65536, which may cost",
+        ),
+        ("find", "the checkpoint has no loss scale; it is found on the first batch"),
+    ],
+)
+def test_resume_without_a_saved_scale_says_so(
+    init_scale: Any, words: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = test_unmodified.run(Converted, folder, {"precision": "fp32"}, batches=2)
+    options: Any = {"batches": 4, "first_batch": 2, "resume": first.checkpoint}
+    amp = {**FIND, "init_scale": init_scale}
+    second = test_unmodified.run(Converted, folder, amp, **options)
+    assert words in caplog.text
+    assert ("amp.init_scale: find" in caplog.text) == (init_scale != "find")
+    if init_scale == "find":
+        assert second.trial.amp.scaler.get_scale() == found(caplog)
+
+
+def test_forward_that_overflows_ends_the_run_at_once(folder: Path) -> None:
+    class Overflows(Converted):
+        def net(self) -> nn.Module:
+            model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
+            nn.init.constant_(model[0].get_parameter("weight"), 60000.0)
+            return model
+
+    with pytest.raises(ConfigError, match=r"init_scale: got find, and no scale helps: .*amp_bf16"):
+        run(Overflows, folder)
+    run(Overflows, folder, on_overflow="warn", audit=False)
+
+
+def test_min_scale_that_overflows_is_refused(folder: Path) -> None:
+    words = r"gradients overflow at min_scale 1e\+30; allowed: min_scale: "
+    with pytest.raises(ConfigError, match=words):
+        run(Converted, folder, min_scale=1.0e30)
+
+
+def test_scale_is_not_below_min_scale_where_that_is_safe(folder: Path) -> None:
+    kept = run(Converted, folder, min_scale=2.0**15).trial.amp.scaler.get_scale()
+    assert kept == 2.0**15
+
+
+def test_training_without_an_answer_starts_with_the_default_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise LossScaleError("all 16-bit gradients are exactly 0")
+
+    monkeypatch.setattr(frozen, "find_on_first_batch", refuse)
+    run(Converted, folder)
+    said = "init_scale: find found none: all 16-bit gradients are exactly 0; starting with 65536"
+    assert said in caplog.text
+
+
+def test_a_loop_of_ones_own_refuses_it_with_the_call_to_make() -> None:
+    settings = AmpSettings(Precision.AMP_FP16, init_scale=FindScale.FIND)
+    with pytest.raises(ConfigError, match=r"determined_amp.find_loss_scale\(model, loss_fn"):
+        AmpLoop(settings, "cpu")
+    AmpLoop(AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False), "cpu")
+
+
+def test_settings_say_it_as_they_read_it() -> None:
+    settings = read_section(AmpSettings, FIND, "amp")
+    assert settings.finds_scale
+    assert settings.first_scale == 65536.0
+    assert plain(settings)["init_scale"] == "find"
+    with pytest.raises(ConfigError, match=r"got 'seek'; allowed: a number > 0 and <= .*, find"):
+        read_section(AmpSettings, {**FIND, "init_scale": "seek"}, "amp")
+
+
+def test_search_finds_a_scale_in_each_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    searching.run(
+        folder,
+        "loss_scale_random.yaml",
+        "entrypoint=python3 -m determined_amp train",
+        "hyperparameters.amp.init_scale=find",
+        "hyperparameters.learning_rate={type: log, base: 10.0, minval: -4.0, maxval: -2.0}",
+        "searcher.metric=validation_loss",
+        "searcher.max_trials=2",
+        *searching.SHORT,
+    )
+    logs = [log.read_text() for log in folder.glob("runs/**/log.txt")]
+    assert len([log for log in logs if "init_scale: find found" in log]) == 2
+
+
+class TestRestored:
+    def test_puts_back_what_it_reaches_and_no_more(self) -> None:
+        class Holder:
+            pass
+
+        inner, left_alone = [1], nn.Parameter(torch.ones(1))
+        holder: Any = Holder()
+        holder.partial, holder.parameter = partial(inner.append, 2), left_alone
+        holder.both = {"inner": inner}
+        with restored(holder):
+            holder.partial()
+            holder.new = 1
+            del holder.both["inner"]
+            left_alone.data += 1
+        assert inner == [1]
+        assert holder.both == {"inner": inner}
+        assert not hasattr(holder, "new")
+        assert left_alone.item() == 2
+
+    def test_survives_a_circle_and_an_error(self) -> None:
+        circle: list[Any] = []
+        circle.append(circle)
+        with suppress(RuntimeError), restored(circle):
+            circle.append(1)
+            raise RuntimeError
+        assert len(circle) == 1
