@@ -193,6 +193,8 @@ def test_address_that_refuses_is_no_other_program(
 class TestTimeLimit:
     """One for all requests, whatever a master or a proxy asks for."""
 
+    # The alarm may cut a request: its socket is closed when it is collected.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_ends_a_list_without_an_end(
         self, master: Master, monkeypatch: pytest.MonkeyPatch
     ) -> None:
