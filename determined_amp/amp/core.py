@@ -1,4 +1,8 @@
-"""What a training in mixed precision consists of, whatever loop it has; torch alone is needed."""
+"""What a training in mixed precision consists of, whatever loop it has; torch alone is needed.
+
+One step, from top to bottom: the forward in `autocast`, the backward of `scaler.scale(loss)`, the
+clip, `scaler.step`, and at the end of the batch `finish_steps` and the sums of the next report.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +52,14 @@ class AmpCore:
             overflow flag as device tensors; any other makes `scaler.step` wait for the device.
         metrics: What is reported.
         guard: Ends a run that no longer trains.
+        is_replaying: Whether a batch runs in `without_steps`.
 
     Raises:
         PrecisionError: if the device only emulates the precision.
     """
 
-    # What to write instead of a mistake.
+    # How errors begin, and what they tell the user to write instead of a mistake.
+    source: str
     remedies: Mapping[Mistake, str]
 
     def __init__(
@@ -71,6 +77,7 @@ class AmpCore:
         self.models = models
         self.optimizers = optimizers
         self.slots = slots
+        self.is_replaying = False
         prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
         self.scaler = LossScaler(settings, self.device.type, self._meet, self.remedies)
         dtype = settings.precision.autocast_dtype
@@ -80,8 +87,8 @@ class AmpCore:
         self._one = torch.ones((), device=self.device)
         self.metrics = TrainingMetrics(
             self.device,
-            self.optimizers,
-            self.slots.size,
+            optimizers,
+            slots.size,
             lambda: (self.loss_scale(), self.scaler.scale_of_newest_step(self._one)),
             scaled=settings.scales_the_loss,
         )
@@ -89,15 +96,14 @@ class AmpCore:
             settings,
             self.metrics,
             self.scaler,
-            models=self.models,
-            optimizers=self.optimizers,
-            slots=self.slots,
+            models=models,
+            optimizers=optimizers,
+            slots=slots,
             replay=self._replay,
         )
         self._preparation = Preparation(settings, self.device.type)
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._started = False
-        self._replays = False
 
     # Before the training.
 
@@ -141,17 +147,33 @@ class AmpCore:
         steps.schedule = schedule_of(scheduler, self.device, skips=skips)
         return scheduler
 
-    # In the training.
+    def _begin(self) -> None:
+        """Check the settings against the models, and make the scale on the device."""
+        self._started = True
+        if needs_model := self._preparation.check():
+            problem = "given, but no model was given to amp.prepare(model)"
+            raise self._wrong(needs_model, problem)
+        self.loss_scale()
+        for steps in self.metrics.all():
+            steps.place_rate()
+
+    # The step.
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For forward and loss of a training batch; never for the backward."""
         return self._training_autocast
 
-    def eval_autocast(self) -> AbstractContextManager[Any]:
-        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
-        same = self.settings.eval_precision is EvalPrecision.SAME
-        dtype = self.settings.precision.autocast_dtype if same else None
-        return autocast(self.device.type, dtype)
+    def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
+        if self.is_replaying:
+            return
+        if not self.scaler.is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
+        self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
+
+    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
+        """Before every step, in every precision, so that fp32 shows a mistake, too."""
+        self.metrics.of(optimizer).begin(optimizer)
+        self.scaler.check_step()
 
     def finish_steps(self) -> None:
         """Update the loss scale and the counts after steps; `update` does it at the end of a batch.
@@ -160,9 +182,22 @@ class AmpCore:
         """
         if self.scaler.outcomes:
             for optimizer, skipped in self.scaler.finish().items():
-                self.metrics.each.of(optimizer).finish(skipped)
+                self.metrics.of(optimizer).finish(skipped)
+
+    def _count(
+        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
+    ) -> dict[str, float]:
+        if loss is not None and self.settings.compile.replays_graphs:
+            loss = loss.detach().clone()  # kept until the report
+        return self.metrics.add(loss, samples, again=again)
 
     # What else there is to ask.
+
+    def eval_autocast(self) -> AbstractContextManager[Any]:
+        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
+        same = self.settings.eval_precision is EvalPrecision.SAME
+        dtype = self.settings.precision.autocast_dtype if same else None
+        return autocast(self.device.type, dtype)
 
     def loss_scale(self) -> torch.Tensor:
         """The current loss scale, (), float32, on the device; 1 without a scaler."""
@@ -187,23 +222,22 @@ class AmpCore:
         """Steps of the first optimizer, applied or skipped."""
         return self.metrics.first.counts.attempted
 
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a batch runs in `without_steps`."""
-        return self._replays
-
     @contextmanager
-    def without_steps(self) -> Iterator[None]:
+    def without_steps(self, scale: float | None = None) -> Iterator[None]:
         """Inside this block nothing is stepped, zeroed or counted.
 
         For replaying a batch, to find a fault or the loss scale.
+
+        Args:
+            scale: The loss scale in this block; by default the current one.
         """
-        self._replays = True
+        has_scaled, self.is_replaying = self.scaler.has_scaled, True
+        others = self._others_that_step()
         try:
-            with without_steps(self.scaler, self.optimizers, self._others_that_step()):
+            with without_steps(self.scaler, self.optimizers, others, scale=scale):
                 yield
         finally:
-            self._replays = False
+            self.scaler.has_scaled, self.is_replaying = has_scaled, False
 
     # What the two differ in.
 
@@ -215,48 +249,20 @@ class AmpCore:
         """The newest batch, and how to train it at a loss scale without a step; None without it."""
         raise NotImplementedError
 
-    def _wrong(self, place: str, problem: str) -> ConfigError:
-        raise NotImplementedError
-
     def _others_that_step(self) -> Sequence[tuple[object, str]]:
         """Objects beside the optimizers, and names of their methods that move weights."""
         return ()
 
-    # How it does that.
-
-    def _begin(self) -> None:
-        self._started = True
-        if needs_model := self._preparation.check():
-            problem = "given, but no model was given to amp.prepare(model)"
-            raise self._wrong(needs_model, problem)
-        self.loss_scale()  # makes the scale, on the device
-        for steps in self.metrics.all():  # and the counts
-            steps.place_rate()
+    # What they share.
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             give_hooks(optimizer)
         self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """Before every step, in every precision, so that fp32 shows a mistake, too."""
-        self.metrics.each.of(optimizer).begin(optimizer)
-        self.scaler.check_step()
-
     def _check_norm(self, max_norm: float, place: str) -> None:
         if not max_norm > 0:
             raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
 
-    def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
-        if self._replays:
-            return
-        if not self.scaler.is_unscaled(optimizer):
-            self.scaler.unscale_(optimizer)
-        self.metrics.each.of(optimizer).clip(parameters, max_norm, self.loss_scale)
-
-    def _count(
-        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
-    ) -> dict[str, float]:
-        if loss is not None and self.settings.compile.replays_graphs:
-            loss = loss.detach().clone()  # kept until the report
-        return self.metrics.add(loss, samples, again=again)
+    def _wrong(self, place: str, problem: str) -> ConfigError:
+        return ConfigError(self.source, [f"{place}: {problem}"])

@@ -51,8 +51,9 @@ class DeviceSum:
 class StepCounts:
     """How many steps of one optimizer were attempted, and how many of them were applied.
 
-    Outcomes are buffered and summed when a count is read, or every 64 steps: counting a single step
-    costs the host three kernels.
+    While the host knows of every step whether it was skipped, it counts alone. Once only the device
+    knows, the outcomes are kept, and summed when a count is read, or every 64 steps: counting a
+    single step costs the host three kernels.
 
     Args:
         device: Where its parameters are.
@@ -60,8 +61,7 @@ class StepCounts:
 
     Attributes:
         attempted: Steps applied or skipped so far.
-        applied_on_host: Applied ones, while the host knows of every step whether it was skipped;
-            None after a step that only the device knows about.
+        applied_on_host: Applied ones; None after a step that only the device knows about.
     """
 
     _HANDFUL = 64
@@ -70,11 +70,11 @@ class StepCounts:
         self.attempted = 0
         self.applied_on_host: int | None = 0
         self._last_applied_on_host = 0
+        self._can_skip = can_skip
         self._applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._last_step_applied = torch.tensor(not can_skip, device=device)
         self._last_applied = torch.zeros((), dtype=torch.int64, device=device)
-        self._found: list[torch.Tensor] = []  # of the newest steps, which are not counted yet
-        self._settled = True
+        self._last_step_applied = torch.zeros((), dtype=torch.bool, device=device)
+        self._outcomes: list[torch.Tensor] = []  # of steps that the device has not counted yet
 
     def count(self, skipped: bool | torch.Tensor) -> None:
         """Count a step. No synchronisation.
@@ -84,18 +84,17 @@ class StepCounts:
                 any more; or a bool where the host knows.
         """
         if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
-            self._settle()
+            if self.attempted:
+                self._settle()
             self.applied_on_host = None
-        if self.applied_on_host is None and not isinstance(skipped, torch.Tensor):
-            skipped = torch.full((), float(skipped), device=self._applied.device)
         self.attempted += 1
-        self._settled = False
-        if isinstance(skipped, torch.Tensor):
-            self._found.append(skipped)
-            if len(self._found) == self._HANDFUL:
+        if self.applied_on_host is None:
+            if not isinstance(skipped, torch.Tensor):
+                skipped = torch.full((), float(skipped), device=self._applied.device)
+            self._outcomes.append(skipped)
+            if len(self._outcomes) == self._HANDFUL:
                 self._settle()
         elif not skipped:
-            assert self.applied_on_host is not None
             self.applied_on_host += 1
             self._last_applied_on_host = self.attempted
 
@@ -133,29 +132,24 @@ class StepCounts:
         self.attempted = state["attempted"]
         self.applied_on_host = state["applied"]
         self._last_applied_on_host = state["last_applied"]
-        self._found.clear()
-        self._applied.fill_(state["applied"])
-        self._last_applied.fill_(state["last_applied"])
-        self._settled = True
+        self._settle()
 
     def _settle(self) -> None:
         """Bring the tensors up to date. No synchronisation."""
-        if self._settled:
-            return
-        self._settled = True
         if self.applied_on_host is not None:
+            is_applied = self._last_applied_on_host == self.attempted
             self._applied.fill_(self.applied_on_host)
             self._last_applied.fill_(self._last_applied_on_host)
-            self._last_step_applied.fill_(self._last_applied_on_host == self.attempted)
-        elif len(self._found) == 1:
-            torch.logical_not(self._found[0], out=self._last_step_applied)
+            self._last_step_applied.fill_(is_applied and (self.attempted > 0 or not self._can_skip))
+        elif len(self._outcomes) == 1:
+            torch.logical_not(self._outcomes[0], out=self._last_step_applied)
             self._last_applied.masked_fill_(self._last_step_applied, self.attempted)
             self._applied.add_(self._last_step_applied)
-        else:
-            applied = torch.stack(self._found) == 0
-            first = self.attempted - len(self._found) + 1
+        elif self._outcomes:
+            applied = torch.stack(self._outcomes) == 0
+            first = self.attempted - len(self._outcomes) + 1
             steps = torch.arange(first, self.attempted + 1, device=applied.device)
             torch.maximum(self._last_applied, (steps * applied).max(), out=self._last_applied)
             self._last_step_applied.copy_(applied[-1])
             self._applied.add_(applied.sum())
-        self._found.clear()
+        self._outcomes.clear()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.mistakes import IN_A_LOOP
 from determined_amp.amp.replay import own_copy
 from determined_amp.amp.settings import AmpSettings
@@ -45,7 +45,7 @@ _NOT_REPLAYED = (
 
 
 class AmpLoop(AmpCore):
-    """Autocast, loss scale, schedules, counts, metrics and guard of one training loop.
+    """The parts of one training loop; see `AmpCore` for its attributes.
 
     Args:
         settings: Precision, loss scale and all else of the `amp` section of a YAML.
@@ -54,9 +54,11 @@ class AmpLoop(AmpCore):
             by default this is the only one.
 
     Raises:
+        ConfigError: if the settings ask for the loss scale to be found.
         PrecisionError: if the device only emulates the precision.
     """
 
+    source = "the loop"
     remedies = IN_A_LOOP
 
     def __init__(
@@ -98,7 +100,7 @@ class AmpLoop(AmpCore):
         self.metrics.reset()
         self.guard.start()
 
-    # In the training.
+    # The step.
 
     def autocast(self) -> AbstractContextManager[Any]:
         if not self._started:
@@ -135,10 +137,12 @@ class AmpLoop(AmpCore):
         Returns:
             What `train_batch` of a trial must return; of no use elsewhere.
         """
-        if self._replays:
+        if self.is_replaying:
             return {}
         self.finish_steps()
         return self._count(loss, samples)
+
+    # Once per report.
 
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
@@ -165,14 +169,14 @@ class AmpLoop(AmpCore):
 
     def validated(self, metric: float) -> None:
         """Move each `ReduceLROnPlateau` by the metric of a validation."""
-        for schedule in self.metrics.each.plateaus():
+        for schedule in self.metrics.plateaus():
             schedule.validated(metric)
 
     # What a checkpoint holds, beside models and optimizers.
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
-        return {"scaler": self.scaler.state_dict(), **self.metrics.each.state_dict()}
+        return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, after models and optimizers have been restored.
@@ -194,41 +198,34 @@ class AmpLoop(AmpCore):
                 "known here; call amp.wrap_optimizer(optimizer) for each of them before, in the "
                 "same order as in the training that was saved",
             )
-        self.metrics.each.load_state_dict(state_dict)
+        self.metrics.load_state_dict(state_dict)
 
-    def replay(self, batch: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
+    # A batch that is trained again.
+
+    def replay(
+        self, batch: Any, loss_fn: Callable[[Any], torch.Tensor], scale: float | None = None
+    ) -> None:
         """Forward, loss and backward of a batch as in training, without a step.
 
         Args:
             batch: The batch; a copy is trained.
             loss_fn: Runs the forward of a batch and returns the loss.
+            scale: The loss scale; by default the current one.
         """
-        has_scaled = self.scaler.has_scaled
-        with self.without_steps():
+        with self.without_steps(scale):
             with self._training_autocast:
                 loss = loss_fn(own_copy(batch))
             torch.autograd.backward(self.scaler.scale(loss))
-        self.scaler.has_scaled = has_scaled
 
-    # How it does that.
+    def _replay(self) -> Any:
+        if self._newest is None:
+            return None
+        batch, loss_fn = self._newest
+        return batch, partial(self.replay, batch, loss_fn)
 
     def _meet(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self._watch_steps(optimizer)
-            self.metrics.each.restore(optimizer)
-
-    def _replay(self) -> Any:
-        if self._newest is None:
-            return None
-        batch, loss_fn = self._newest
-
-        def train(scale: float) -> None:
-            with self.scaler.at(scale):
-                self.replay(batch, loss_fn)
-
-        return batch, train
-
-    def _wrong(self, place: str, problem: str) -> ConfigError:
-        return ConfigError("the loop", [f"{place}: {problem}"])
+            self.metrics.restore(optimizer)

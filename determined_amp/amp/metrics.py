@@ -18,7 +18,7 @@ import torch
 
 from determined_amp.amp.counts import DeviceSum
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.amp.steps import OptimizerSteps, StepsOfEach
+from determined_amp.amp.steps import StepsOfEach
 from determined_amp.amp.throughput import DataWait, Stopwatch
 
 # The largest finite float16.
@@ -64,8 +64,8 @@ class Report:
     steps: tuple[StepReport, ...]
 
 
-class TrainingMetrics:
-    """Loss, scale, steps, speed and memory of the batches since the last report.
+class TrainingMetrics(StepsOfEach):
+    """The steps of every optimizer, and loss, speed and memory since the last report.
 
     `MetricName` lists what it reports.
 
@@ -77,7 +77,6 @@ class TrainingMetrics:
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
-        each: The steps of every optimizer.
         batches: Batches counted since the last report.
         latest: The newest report; None before the first.
         trial_reports_loss: Set it where the trial itself returns a metric `loss`, which then stays.
@@ -93,13 +92,10 @@ class TrainingMetrics:
         *,
         scaled: bool,
     ) -> None:
-        self._device = device
-        self._optimizers = optimizers
+        super().__init__(device, optimizers, scaled=scaled)
         self._slots = slots
         self._scales = scales
-        self._scaled = scaled
         self._loss_sum = DeviceSum(device)
-        self.each = StepsOfEach(device, optimizers, scaled=scaled)
         self._losses = 0
         self._samples = 0
         self.batches = 0
@@ -111,19 +107,6 @@ class TrainingMetrics:
         self.latest: Report | None = None
         self.trial_reports_loss = False
         self.drifting: frozenset[torch.optim.Optimizer] = frozenset()
-
-    @property
-    def first(self) -> OptimizerSteps:
-        """The steps of the optimizer that comes first, before it is there."""
-        return self.each.first
-
-    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerSteps:
-        """The steps of an optimizer."""
-        return self.each.of(optimizer)
-
-    def all(self) -> list[OptimizerSteps]:
-        """The steps of every optimizer, in their order."""
-        return self.each.all()
 
     def add(
         self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False

@@ -47,24 +47,27 @@ def without_steps(
     scaler: torch.amp.GradScaler,
     optimizers: Sequence[torch.optim.Optimizer],
     others: Iterable[tuple[object, str]] = (),
+    *,
+    scale: float | None = None,
 ) -> Iterator[None]:
     """Inside this block no step, zero_grad or unscale_ has any effect.
 
     Args:
-        scaler: Its scale stays.
+        scaler: It keeps its scale, or gets it back.
         optimizers: They stand still.
         others: Objects, and names of methods of theirs that do nothing either.
+        scale: The loss scale in this block; by default the current one.
     """
-    still: list[tuple[object, str]] = [(scaler, name) for name in _SCALING]
-    still += [(optimizer, name) for optimizer in optimizers for name in _STEPPING]
+    still: list[tuple[object, str]] = [(scaler, name) for name in ("step", "update", "unscale_")]
+    still += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
     with ExitStack() as stack:
         for owner, name in (*still, *others):
             stack.enter_context(patched(owner, name, _do_nothing))
+        if scale is not None and scaler.is_enabled():
+            before = scaler.state_dict()
+            stack.callback(scaler.load_state_dict, before)
+            scaler.load_state_dict({**before, "scale": scale})
         yield
-
-
-_SCALING = ("step", "update", "unscale_")
-_STEPPING = ("step", "zero_grad")
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

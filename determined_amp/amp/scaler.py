@@ -12,8 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -167,18 +166,6 @@ class LossScaler(torch.amp.GradScaler):
         outcomes, self._outcomes = self._outcomes, {}
         self._stages.clear()
         return outcomes
-
-    @contextmanager
-    def at(self, scale: float) -> Iterator[None]:
-        """Scale by this in the block, and afterwards as before."""
-        before, has_scaled = self.state_dict(), self.has_scaled
-        if self._enabled:
-            self.load_state_dict({**before, "scale": scale})
-        try:
-            yield
-        finally:
-            self.load_state_dict(before)
-            self.has_scaled = has_scaled
 
     def times(self, one: torch.Tensor) -> torch.Tensor:
         """The scale itself, (), float32, on the device of `one`; 1 without a scaler."""

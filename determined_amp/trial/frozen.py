@@ -6,9 +6,11 @@ are the same as in training.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -16,11 +18,13 @@ import determined as det
 import torch
 from determined import core, pytorch
 
+from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import own_copy, without_steps
 from determined_amp.amp.restored import restored
+from determined_amp.amp.settings import OnOverflow
 from determined_amp.experiment.dotted import value_at
-from determined_amp.finder.advice import FoundScale, run_now
+from determined_amp.finder.advice import FoundScale, run_now, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
@@ -34,8 +38,14 @@ from determined_amp.trial.determined_0_38 import (
     what_steps,
 )
 from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.notes import note_on_master
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# What a training that follows the finder need not be told.
+_NEEDLESS = ("starting at", "verdict:")
 
 # Longer than any training, so a resumed loop does not end before the first batch.
 _NEVER = pytorch.Batch(2**40)
@@ -95,6 +105,55 @@ def find_on_first_batch(
     others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
     with restored(trial, besides=others):
         return _found(type(trial).__name__, context, frozen)
+
+
+def set_found_scale(
+    amp: MixedPrecision, trial: pytorch.PyTorchTrial, batch: Any, train: Callable[[Any], object]
+) -> None:
+    """Find the loss scale of a training on its first batch, and train with it.
+
+    Args:
+        amp: That of the trial.
+        trial: The trial.
+        batch: The first batch, on the device.
+        train: See `TrialBatch`.
+
+    Raises:
+        ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale` overflows.
+    """
+    settings, begun = amp.settings, time.perf_counter()
+    try:
+        found = find_on_first_batch(trial, amp.context, batch, train)
+    except LossScaleError as error:
+        first = settings.first_scale
+        logger.warning("init_scale: find found none: %s; starting with %g", error, first)
+        return
+    scale, said = found.init_scale, [*sentences(found)]
+    if scale is None:
+        problem = (
+            f"init_scale: got find, and {said[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
+        )
+        if settings.on_overflow is OnOverflow.ABORT:
+            raise ConfigError("the trial", [problem])
+        logger.warning("%s", problem)
+        return
+    floor = settings.min_scale
+    if floor > 2.0**found.finding.top_log2:
+        problem = (
+            f"init_scale: got find, which found {scale:g}, and gradients overflow at min_scale "
+            f"{floor:g}; allowed: min_scale: {scale * 2.0**-8:g}"
+        )
+        raise ConfigError("the trial", [problem])
+    scale = max(scale, floor)
+    amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
+    note_on_master(amp.context, init_scale=scale)
+    if amp.slots.rank == 0:
+        needless = ("starting at",) if found.finding.answer_log2 is None else _NEEDLESS
+        logger.info(
+            "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
+            *(repr(scale), time.perf_counter() - begun, found.passed_samples),
+            "; ".join(text for text in said if not text.startswith(needless)),
+        )
 
 
 def _found(
@@ -200,7 +259,7 @@ class TrialBatch(FrozenBatch):
             backward(loss, *args, **kwargs)
             after_backward(loss)
 
-        with self._without_step(scale), patched(self._context, "backward", watched):
+        with self._without_steps(scale), patched(self._context, "backward", watched):
             self._train(own_copy(self.batch))
         if not backwards:
             raise LossScaleError(
@@ -209,23 +268,12 @@ class TrialBatch(FrozenBatch):
                 "instead of scaler.scale(loss).backward()"
             )
 
-    @contextmanager
-    def _without_step(self, scale: float) -> Iterator[None]:
-        context, scaler = self._context, wrapped_scaler(self._context)
-        amp = MixedPrecision.of(context)
-        before = scaler.state_dict()
-        # `MixedPrecision` also counts steps and advances the learning rate with them: stop both.
-        still = (
-            without_steps(scaler, context.optimizers, what_steps(context))
-            if amp is None
-            else amp.without_steps()
-        )
-        with still:
-            scaler.load_state_dict({**before, "scale": scale})
-            try:
-                yield
-            finally:
-                scaler.load_state_dict(before)
+    def _without_steps(self, scale: float) -> AbstractContextManager[None]:
+        amp, context = MixedPrecision.of(self._context), self._context
+        if amp is not None:  # which also counts steps and moves the learning rate
+            return amp.without_steps(scale)
+        scaler, others = wrapped_scaler(context), what_steps(context)
+        return without_steps(scaler, context.optimizers, others, scale=scale)
 
 
 def in_training(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,93 +21,60 @@ from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
-from determined_amp.amp.replay import own_copy
-from determined_amp.amp.settings import AmpSettings, OnOverflow
-from determined_amp.amp.tensors import tensors_of
+from determined_amp.amp.settings import AmpSettings
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.fields import read_section
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
-from determined_amp.trial.checkpoint import PortableCheckpoint, plain_groups, settle_groups
+from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_0_38 import (
-    aggregation_frequency,
     averages_gradients,
     current_batch,
     hyperparameters,
     scaler_of,
-    schedulers,
     searcher,
     use_safe_loop,
     what_steps,
 )
 from determined_amp.trial.guard import TrialGuard
-from determined_amp.trial.notes import note_on_master
+from determined_amp.trial.newest_batch import NewestBatch
 from determined_amp.trial.reported import ReportedMetrics, timed
+from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
 
 logger = logging.getLogger(__name__)
-
-# The key of its state in a checkpoint. No trial has a callback of such a name.
-CALLBACK = "determined_amp.mixed_precision"
-
-# What a training that follows the finder need not be told.
-_NEEDLESS = ("starting at", "verdict:")
 
 # The attribute of a context that holds the `MixedPrecision` of its trial.
 _ATTRIBUTE = "_determined_amp"
 
 
-class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
+class MixedPrecision(ResumedTraining):
     """Autocast, scaler, schedules, counts, metrics, guard and audit of one trial.
 
     Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
-    `build_callbacks`.
+    `build_callbacks`. Its attributes are those of `AmpCore`.
 
-    It sets torch's switches for TF32, which are global to the process, unless `set_backends` is
-    false, and replaces nothing. The loop that trains with its `callbacks` becomes a
-    `SafeController`: checkpoints are loaded without running code, and a run that the guard ends
-    leaves one. A `UserError` ends a program with one line and exit status 2.
+    Of what is global to the process it sets torch's switches for TF32, as `AmpCore` says, and
+    replaces nothing. The loop that trains with its `callbacks` becomes a `SafeController`:
+    checkpoints are loaded without running code, and a run that the guard ends leaves one. A
+    `UserError` ends a program with one line and exit status 2.
 
     Args:
         context: The trial's context.
         settings: By default the `amp` section of the context's hyperparameters.
-
-    Attributes:
-        device: Where the trial computes.
-        settings: The `amp` section.
-        scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
-            passes through.
-        fused: Pass this to the optimizer as `fused`. On CUDA a fused optimizer takes scale and
-            overflow flag as device tensors; any other makes `scaler.step` wait for the device.
-        metrics: What is reported.
-        guard: Ends a run that no longer trains.
-        models: All models that the trial has wrapped.
-        finds_scale: Whether the loss scale is still to be found, on the first batch.
 
     Raises:
         ConfigError: if the settings are wrong, or the context already has what must come later.
         PrecisionError: if the device only emulates the precision.
     """
 
-    remedies = IN_A_TRIAL
-
     @ending_the_program()
     def __init__(
         self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
     ) -> None:
         _check_order(context)
-        self._context = context
-        self.finds_scale = False  # until the settings are checked
-        self._aggregation_frequency = aggregation_frequency(context)
-        super().__init__(
-            settings or _settings_of(context),
-            context.device,
-            slots=context.distributed,
-            models=context.models,
-            optimizers=context.optimizers,
-        )
+        super().__init__(context, settings or _settings_of(context))
         if self.settings.compile.replays_graphs and self._aggregation_frequency > 1:
             raise self._wrong(
                 "compile",
@@ -116,22 +82,16 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 f"{self._aggregation_frequency}: torch's CUDA graphs write the gradients of a "
                 "batch over those of the one before (pytorch issue 96693); allowed: default",
             )
-        self.finds_scale = self.settings.finds_scale
         # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         context.wrap_reducer(ReportedMetrics(self.metrics), for_validation=False)
         self._audit_metrics = AuditMetrics(context) if self.settings.audit else None
         self.guard.batches_per_step = self._aggregation_frequency
-        self._constructed: list[list[dict[str, Any]]] | None = None
         self._trial: pytorch.PyTorchTrial | None = None
-        self._train_batch: Callable[..., Any] | None = None
-        self._newest_batch: Any = None
-        self._changes_batches: bool | None = None  # not known before the first one
-        self._newest_indices = 0, 0  # of its epoch and of the batch
+        self._newest: NewestBatch | None = None
         self._model_hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
-        self._warm_start = False
         self._counted_batch: int | None = None
         setattr(context, _ATTRIBUTE, self)
 
@@ -214,7 +174,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         Raises:
             ConfigError: if `build_callbacks` of the trial does not return `callbacks`.
         """
-        if self._replays:
+        if self.is_replaying:
             return {}
         self.finish_steps()
         if not self._started:
@@ -225,7 +185,9 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         batch_idx, counted = current_batch(self._context), self._counted_batch
         self._counted_batch = batch_idx
         again = batch_idx is not None and batch_idx == counted
-        return self._count(loss, self._batch_length() if samples is None else samples, again=again)
+        if samples is None and self._newest is not None:
+            samples = self._newest.length
+        return self._count(loss, samples, again=again)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
         """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
@@ -254,68 +216,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
     # What Determined's loop calls.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counts and schedules; Determined saves the loss scale itself."""
-        moved = [steps.is_scheduled for steps in self.metrics.all()]
-        state = self.metrics.each.state_dict()
-        return {**state, "constructed": self._constructed, "scheduled": moved}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Called by Determined after weights, optimizers and scaler have been restored."""
-        if not self._warm_start:
-            self.metrics.each.load_state_dict(state_dict)
-
-    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
-
-    def on_checkpoint_of(self, *, same_trial: bool) -> None:
-        """Called by `SafeController` before a checkpoint is loaded.
-
-        Args:
-            same_trial: Whether Determined goes on with the trial that saved it.
-        """
-        self._warm_start = not same_trial
-
-    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        batch_idx = current_batch(self._context)
-        if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
-            logger.warning(
-                "this checkpoint is in the middle of a window of %d batches, and does not hold the "
-                "gradients so far: checkpoint and validate at multiples of aggregation_frequency",
-                self._aggregation_frequency,
-            )
-
-    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Let only what this trial's YAML changed win over the checkpoint.
-
-        A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
-        the trial itself has moved. A warm start (weights from another trial) begins with this
-        trial's `init_scale`, which a search relies on. The scaler's factors and interval always
-        come from this trial, and so does every setting of an optimizer whose constructor got
-        another value.
-        """
-        self._remember_constructed()
-        assert self._constructed is not None
-        states = checkpoint.get("callbacks", {})
-        if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
-            states[CALLBACK] = states.pop("mixed_precision")  # its first name
-        before = {} if self._warm_start else states.get(CALLBACK)
-        optimizers, moved = self._context.optimizers, _scheduled(self._context)
-        settle_groups(checkpoint, optimizers, moved, self._constructed, before or {})
-        state = checkpoint.pop("scaler_state_dict", None)
-        if not self.scaler.is_enabled():
-            if state:
-                precision = self.settings.precision.value
-                logger.info("the checkpoint has a loss scale; %s needs none", precision)
-            return
-        ours = self.scaler.state_dict()
-        if not state:
-            logger.info("the checkpoint has no loss scale; %s", self._instead())
-        elif not self._warm_start:
-            self.finds_scale = False
-            ours |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
-        checkpoint["scaler_state_dict"] = ours
-
     def on_training_start(self) -> None:
         _refuse_scaler(self._context, self.scaler)
         self._check_schedules()
@@ -330,7 +230,9 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             average_at_once(self._context)
             self._model_hooks += share_gradients_once(self._context, self._is_update_batch)
         if self.scaler.is_enabled():
-            self.metrics.drifting = _drifting(self._context)
+            modes = pytorch.LRScheduler.StepMode
+            by_step = modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP
+            self.metrics.drifting = scheduled(self._context, *by_step)
         self._note_clips()
         for optimizer in self._context.optimizers:
             self._meet(optimizer)
@@ -343,7 +245,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
                 self._find_first(self._trial, train_batch)
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        plateaus = self.metrics.each.plateaus()
+        plateaus = self.metrics.plateaus()
         if plateaus:
             name = str(searcher(self._context).get("metric"))
             if name not in metrics:
@@ -361,7 +263,7 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
         self._hooks.clear()
         self._model_hooks.clear()
         self._patches.close()
-        self._train_batch = self._newest_batch = None
+        self._newest = None
 
     # How it does that.
 
@@ -373,11 +275,8 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
     def _others_that_step(self) -> list[tuple[object, str]]:
         return what_steps(self._context)
 
-    def _wrong(self, place: str, problem: str) -> ConfigError:
-        return _wrong(place, problem)
-
     def _is_update_batch(self, batch_idx: int) -> bool:
-        return not self._replays and (batch_idx + 1) % self._aggregation_frequency == 0
+        return not self.is_replaying and (batch_idx + 1) % self._aggregation_frequency == 0
 
     def _note_clips(self) -> None:
         """Let `context.step_optimizer` tell the scaler whether the trial clips."""
@@ -390,15 +289,10 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
         self._patches.enter_context(patched(self._context, "step_optimizer", step))
 
-    def _remember_constructed(self) -> None:
-        """Keep what the optimizers were made with, before a checkpoint or a step changes it."""
-        if self._constructed is None:
-            self._constructed = [plain_groups(optimizer) for optimizer in self._context.optimizers]
-
     def _check_schedules(self) -> None:
         optimizers = self._context.optimizers
         ours = {o for o in optimizers if self.metrics.of(o).schedule is not None}
-        if not ours.isdisjoint(_scheduled(self._context)):
+        if not ours.isdisjoint(scheduled(self._context)):
             raise self._wrong(
                 "wrap_lr_scheduler",
                 "an optimizer has a schedule of amp.wrap_lr_scheduler and one of "
@@ -422,15 +316,6 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
         self._patches.enter_context(patched(trial, "build_training_data_loader", build_and_time))
 
-    def _instead(self) -> str:
-        """What happens without a saved loss scale."""
-        if self.finds_scale:
-            return "it is found on the first batch"
-        return (
-            f"starting with {self.settings.first_scale:g}, which may cost the first steps; "
-            "amp.init_scale: find finds it on the first batch instead"
-        )
-
     def _find_first(self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]) -> None:
         """Find the loss scale before the next batch is trained, or audited.
 
@@ -442,58 +327,21 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
 
         def find_and_train(batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             trial.train_batch = following  # type: ignore[method-assign]
+            # The finder makes its passes through this object, and takes a while to import.
+            from determined_amp.trial.frozen import set_found_scale  # noqa: PLC0415
 
             def train(own: Any) -> object:
                 return train_batch(batch=own, epoch_idx=epoch_idx, batch_idx=batch_idx)
 
-            self._find_scale(trial, batch, train)
+            self.finds_scale = False
+            set_found_scale(self, trial, batch, train)
             return following(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
 
         trial.train_batch = find_and_train  # type: ignore[method-assign]
 
-    def _find_scale(
-        self, trial: pytorch.PyTorchTrial, batch: Any, train: Callable[[Any], object]
-    ) -> None:
-        # The finder makes its passes through this object, and takes a while to import.
-        from determined_amp.finder.advice import sentences  # noqa: PLC0415
-        from determined_amp.finder.frozen import LossScaleError  # noqa: PLC0415
-        from determined_amp.trial.frozen import find_on_first_batch  # noqa: PLC0415
-
-        self.finds_scale, begun = False, time.perf_counter()
-        try:
-            found = find_on_first_batch(trial, self._context, batch, train)
-        except LossScaleError as error:
-            first = self.settings.first_scale
-            logger.warning("init_scale: find found none: %s; starting with %g", error, first)
-            return
-        scale, said = found.init_scale, [*sentences(found)]
-        if scale is None:
-            problem = f"got find, and {said[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
-            if self.settings.on_overflow is OnOverflow.ABORT:
-                raise self._wrong("init_scale", problem)
-            logger.warning("init_scale: %s", problem)
-            return
-        floor = self.settings.min_scale
-        if floor > 2.0**found.finding.top_log2:
-            raise self._wrong(
-                "init_scale",
-                f"got find, which found {scale:g}, and gradients overflow at min_scale {floor:g}; "
-                f"allowed: min_scale: {scale * 2.0**-8:g}",
-            )
-        scale = max(scale, floor)
-        self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale})
-        note_on_master(self._context, init_scale=scale)
-        if self._context.distributed.rank == 0:
-            needless = ("starting at",) if found.finding.answer_log2 is None else _NEEDLESS
-            logger.info(
-                "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
-                *(repr(scale), time.perf_counter() - begun, found.passed_samples),
-                "; ".join(text for text in said if not text.startswith(needless)),
-            )
-
     def _watch(self, trial: pytorch.PyTorchTrial) -> None:
         """Keep the newest batch for the guard, and audit the first one."""
-        self._train_batch = trial.train_batch
+        self._newest = NewestBatch(trial)
         self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
         if self._audit_metrics is not None:
             has_tf32 = DeviceSupport.of(self.device).tf32
@@ -501,43 +349,24 @@ class MixedPrecision(AmpCore, pytorch.PyTorchCallback):
             audited(trial, precision, on_done, has_tf32=has_tf32)
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        assert self._train_batch is not None
-        # A trial may take its batch apart, and change tensors in place. Copying tensors costs time,
-        # so it is done for the first batch, and from then on if the trial has changed one.
-        self._newest_batch = own_copy(batch, shared=self._changes_batches is False)
-        self._newest_indices = epoch_idx, batch_idx
-        versions = _versions(batch)
-        result = self._train_batch(batch=batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
-        has_changed = any(tensor._version != before for tensor, before in versions)
-        self._changes_batches = has_changed or bool(self._changes_batches)
-        if not self._replays:
+        assert self._newest is not None
+        result = self._newest.train(batch, epoch_idx, batch_idx)
+        if not self.is_replaying:
             self.scaler.check_end()
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
             self.metrics.trial_reports_loss = True
         return result
 
     def _replay(self) -> Any:
-        batch, train_batch = self._newest_batch, self._train_batch
-        if batch is None or train_batch is None:
+        newest = self._newest
+        if newest is None or newest.batch is None:
             return None
-
-        epoch_idx, batch_idx = self._newest_indices
 
         def train(scale: float) -> None:
-            with self.without_steps(), self.scaler.at(scale):
-                train_batch(batch=own_copy(batch), epoch_idx=epoch_idx, batch_idx=batch_idx)
+            with self.without_steps(scale):
+                newest.train_again()
 
-        return batch, train
-
-    def _batch_length(self) -> int | None:
-        if self._trial is None or self._newest_batch is None:
-            return None
-        return int(self._trial.get_batch_length(self._newest_batch))
-
-
-def _versions(batch: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors of a batch, and how often each has been changed."""
-    return [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
+        return newest.batch, train
 
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:
@@ -582,20 +411,6 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
         precision = settings.precision.value
         logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored))
     return settings
-
-
-def _drifting(context: pytorch.PyTorchTrialContext) -> frozenset[Optimizer]:
-    """The optimizers whose scheduler Determined moves after every step, skipped or not."""
-    modes = pytorch.LRScheduler.StepMode
-    by_step = (modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP)
-    moved = (scheduler for scheduler, mode in schedulers(context) if mode in by_step)
-    return frozenset(s.optimizer for s in moved if hasattr(s, "optimizer"))
-
-
-def _scheduled(context: pytorch.PyTorchTrialContext) -> frozenset[Optimizer]:
-    """The optimizers with a scheduler of `context.wrap_lr_scheduler`."""
-    each = (scheduler for scheduler, _ in schedulers(context))
-    return frozenset(s.optimizer for s in each if hasattr(s, "optimizer"))
 
 
 def _wrong(place: str, problem: str) -> ConfigError:

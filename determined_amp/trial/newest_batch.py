@@ -1,0 +1,50 @@
+"""The newest batch of a trial, kept so that the guard can train it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from determined import pytorch
+
+from determined_amp.amp.replay import own_copy
+from determined_amp.amp.tensors import tensors_of
+
+
+class NewestBatch:
+    """Trains the batches of a trial by its own `train_batch`, and keeps the newest of them.
+
+    A trial may take its batch apart, and change tensors in place. Copying tensors costs time, so it
+    is done for the first batch, and from then on if the trial has changed one.
+
+    Args:
+        trial: The trial, whose `train_batch` nobody has replaced yet.
+
+    Attributes:
+        batch: The newest batch as the trial got it; None before the first.
+    """
+
+    def __init__(self, trial: pytorch.PyTorchTrial) -> None:
+        self.batch: Any = None
+        self._trial = trial
+        self._train_batch: Any = trial.train_batch
+        self._indices: dict[str, int] = {}
+        self._changes_batches: bool | None = None  # not known before the first one
+
+    @property
+    def length(self) -> int:
+        """Its samples, as the trial counts them."""
+        return int(self._trial.get_batch_length(self.batch))
+
+    def train(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        """Train a batch; returns what the trial returns."""
+        self.batch = own_copy(batch, shared=self._changes_batches is False)
+        self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
+        versions = [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
+        result = self._train_batch(batch=batch, **self._indices)
+        has_changed = any(tensor._version != before for tensor, before in versions)
+        self._changes_batches = has_changed or bool(self._changes_batches)
+        return result
+
+    def train_again(self) -> None:
+        """Train a copy of it as it was trained."""
+        self._train_batch(batch=own_copy(self.batch), **self._indices)

@@ -1,0 +1,134 @@
+"""What a checkpoint holds of a training in mixed precision, and what a resumed run takes of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from determined import pytorch
+from torch.optim import Optimizer
+
+from determined_amp.amp.core import AmpCore
+from determined_amp.amp.mistakes import IN_A_TRIAL
+from determined_amp.amp.settings import AmpSettings
+from determined_amp.trial.checkpoint import plain_groups, settle_groups
+from determined_amp.trial.determined_0_38 import aggregation_frequency, current_batch, schedulers
+
+logger = logging.getLogger(__name__)
+
+# The key of its state in a checkpoint. No trial has a callback of such a name.
+CALLBACK = "determined_amp.mixed_precision"
+
+
+class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
+    """The training of a context, in whose checkpoints Determined saves models and loss scale.
+
+    Args:
+        context: The trial's context.
+        settings: The `amp` section.
+
+    Attributes:
+        finds_scale: Whether the loss scale is still to be found, on the first batch.
+    """
+
+    source = "the trial"
+    remedies = IN_A_TRIAL
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
+        super().__init__(
+            settings,
+            context.device,
+            slots=context.distributed,
+            models=context.models,
+            optimizers=context.optimizers,
+        )
+        self.finds_scale = settings.finds_scale
+        self._context = context
+        self._aggregation_frequency = aggregation_frequency(context)
+        self._constructed: list[list[dict[str, Any]]] | None = None
+        self._warm_start = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts and schedules; Determined saves the loss scale itself."""
+        moved = [steps.is_scheduled for steps in self.metrics.all()]
+        state = self.metrics.state_dict()
+        return {**state, "constructed": self._constructed, "scheduled": moved}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Called by Determined after weights, optimizers and scaler have been restored."""
+        if not self._warm_start:
+            self.metrics.load_state_dict(state_dict)
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
+
+    def on_checkpoint_of(self, *, same_trial: bool) -> None:
+        """Called by `SafeController` before a checkpoint is loaded.
+
+        Args:
+            same_trial: Whether Determined goes on with the trial that saved it.
+        """
+        self._warm_start = not same_trial
+
+    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+        batch_idx = current_batch(self._context)
+        if batch_idx is not None and (batch_idx + 1) % self._aggregation_frequency:
+            logger.warning(
+                "this checkpoint is in the middle of a window of %d batches, and does not hold the "
+                "gradients so far: checkpoint and validate at multiples of aggregation_frequency",
+                self._aggregation_frequency,
+            )
+
+    def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
+        """Let only what this trial's YAML changed win over the checkpoint.
+
+        A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
+        the trial itself has moved. A warm start (weights from another trial) begins with this
+        trial's `init_scale`, which a search relies on. The scaler's factors and interval always
+        come from this trial, and so does every setting of an optimizer whose constructor got
+        another value.
+        """
+        constructed = self._remember_constructed()
+        states = checkpoint.get("callbacks", {})
+        if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
+            states[CALLBACK] = states.pop("mixed_precision")  # its first name
+        before = {} if self._warm_start else states.get(CALLBACK)
+        moved = scheduled(self._context)
+        settle_groups(checkpoint, self.optimizers, moved, constructed, before or {})
+        state = checkpoint.pop("scaler_state_dict", None)
+        if not self.scaler.is_enabled():
+            if state:
+                precision = self.settings.precision.value
+                logger.info("the checkpoint has a loss scale; %s needs none", precision)
+            return
+        ours = self.scaler.state_dict()
+        if not state:
+            logger.info("the checkpoint has no loss scale; %s", self._instead())
+        elif not self._warm_start:
+            self.finds_scale = False
+            ours |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
+        checkpoint["scaler_state_dict"] = ours
+
+    def _remember_constructed(self) -> list[list[dict[str, Any]]]:
+        """What the optimizers were made with, before a checkpoint or a step changes it."""
+        if self._constructed is None:
+            self._constructed = [plain_groups(optimizer) for optimizer in self.optimizers]
+        return self._constructed
+
+    def _instead(self) -> str:
+        """What happens without a saved loss scale."""
+        if self.finds_scale:
+            return "it is found on the first batch"
+        return (
+            f"starting with {self.settings.first_scale:g}, which may cost the first steps; "
+            "amp.init_scale: find finds it on the first batch instead"
+        )
+
+
+def scheduled(
+    context: pytorch.PyTorchTrialContext, *modes: pytorch.LRScheduler.StepMode
+) -> frozenset[Optimizer]:
+    """The optimizers with a scheduler of `context.wrap_lr_scheduler`, of these modes or any."""
+    moved = (scheduler for scheduler, mode in schedulers(context) if not modes or mode in modes)
+    return frozenset(s.optimizer for s in moved if hasattr(s, "optimizer"))
