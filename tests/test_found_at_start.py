@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
-from determined_amp.amp.restored import restored
 from determined_amp.amp.settings import FindScale
 from determined_amp.experiment.fields import plain, read_section
 from determined_amp.finder.frozen import LossScaleError
+from determined_amp.finder.restored import restored
 from determined_amp.trial import frozen
 from tests import loops, searching, test_unmodified, training
 from tests.test_unmodified import CLASSES, FEATURES, Converted, Plain

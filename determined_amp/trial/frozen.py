@@ -21,11 +21,11 @@ from determined import core, pytorch
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import own_copy, without_steps
-from determined_amp.amp.restored import restored
 from determined_amp.amp.settings import OnOverflow
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.advice import FoundScale, run_now, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder.restored import restored
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
 from determined_amp.trial.determined_0_38 import (

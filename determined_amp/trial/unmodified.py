@@ -83,11 +83,10 @@ def make_with_amp(
         ConfigError: if the trial cannot be trained that way, saying why and what to write. Some
             reasons show in the first batch only.
     """
-    adapter = _Unmodified(settings)
-    view = AmpContext(context, adapter)
+    view = AmpContext(context, settings)
     trial = make_trial(view)
-    if adapter.amp is not None:
-        adapter.attach(trial)
+    if view.outside is not None:
+        view.outside.attach(trial)
     else:
         view.hand_over()
     if MixedPrecision.of(context) is None:
@@ -123,21 +122,27 @@ class AmpContext(pytorch.PyTorchTrialContext):
 
     Args:
         context: That one.
-        adapter: What the three methods do more.
+        settings: The `amp` section.
+
+    Attributes:
+        outside: What the three methods do more, from the first model on that the trial wraps
+            without a `MixedPrecision` of its own.
     """
 
-    _adapter: _Unmodified
-
-    def __init__(self, context: pytorch.PyTorchTrialContext, adapter: _Unmodified) -> None:
+    def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
         self.__dict__ = context.__dict__
-        self._adapter = adapter
+        self.outside: _Unmodified | None = None
+        self._amp_settings = settings
 
     def hand_over(self) -> None:
         """Be the context and no more, for a trial with a `MixedPrecision` of its own."""
         self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        self._adapter.prepare(self, model)
+        if self.outside is None and MixedPrecision.of(self) is None:
+            self.outside = _Unmodified(self, self._amp_settings)
+        if self.outside is not None:
+            self.outside.prepare(model)
         return super().wrap_model(model)
 
     def backward(
@@ -150,7 +155,10 @@ class AmpContext(pytorch.PyTorchTrialContext):
         def run(scaled: torch.Tensor) -> None:
             super(AmpContext, self).backward(scaled, gradient, retain_graph, create_graph)
 
-        self._adapter.backward(loss, run, create_graph=create_graph)
+        if self.outside is None or not self.outside.is_attached:
+            run(loss)
+        else:
+            self.outside.backward(loss, run, create_graph=create_graph)
 
     def step_optimizer(
         self,
@@ -162,7 +170,10 @@ class AmpContext(pytorch.PyTorchTrialContext):
         def run(clip: Callable[[Any], Any] | None, scaler: Any) -> None:
             super(AmpContext, self).step_optimizer(optimizer, clip, auto_zero_grads, scaler)
 
-        self._adapter.step(optimizer, run, clip_grads, scaler, zero_grad=auto_zero_grads)
+        if self.outside is None or not self.outside.is_attached:
+            run(clip_grads, scaler)
+        else:
+            self.outside.step(optimizer, run, clip_grads, scaler, zero_grad=auto_zero_grads)
 
 
 class _FromOutside(MixedPrecision):
@@ -176,16 +187,24 @@ class _Unmodified(pytorch.PyTorchCallback):
     """What happens between a trial and its context.
 
     Args:
+        context: The context as the trial sees it.
         settings: The `amp` section.
 
     Attributes:
-        amp: Made when the trial wraps its first model without one of its own.
+        is_attached: Whether the trial is made, and what it asks of its context comes through here.
     """
 
-    def __init__(self, settings: AmpSettings) -> None:
-        self.amp: MixedPrecision | None = None
-        self._settings = settings
-        self._is_attached = False
+    def __init__(self, context: AmpContext, settings: AmpSettings) -> None:
+        theirs = scaler_of(context)
+        if theirs is not None and not theirs.is_enabled():
+            forget_scaler(context)  # a trial whose own AMP is switched off
+            theirs = None
+        if theirs is not None or has_amp_of_its_own(context):
+            raise refusal("it has a GradScaler of its own", NO_AMP)
+        self.is_attached = False
+        self._context = context
+        self._amp = _FromOutside(context, settings)
+        self._autocast = OuterAutocast(self._amp)
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
         # Of optimizers that may keep weights aside: norms of their weights where a window began.
@@ -198,45 +217,27 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     # What the trial's constructor calls.
 
-    def prepare(self, context: pytorch.PyTorchTrialContext, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
-        if self.amp is None and MixedPrecision.of(context) is None:
-            theirs = scaler_of(context)
-            if theirs is not None and not theirs.is_enabled():
-                forget_scaler(context)  # a trial whose own AMP is switched off
-                theirs = None
-            if theirs is not None or has_amp_of_its_own(context):
-                raise refusal("it has a GradScaler of its own", NO_AMP)
-            self.amp = _FromOutside(context, self._settings)
-            self._context = context
-            self._autocast = OuterAutocast(self.amp)
-        if self.amp is not None:
-            self.amp.prepare(model)
-            # On the instance: names, state_dict keys and types stay.
-            model.forward = partial(self._autocast, model.forward)
+        self._amp.prepare(model)
+        # On the instance: names, state_dict keys and types stay.
+        model.forward = partial(self._autocast, model.forward)
 
-    def attach(self, trial: pytorch.PyTorchTrial) -> None:
+    def attach(self, trial: Any) -> None:
         """From now on what `trial` asks of its context, and its batches, come through here."""
-        assert self.amp is not None
-        self._is_attached = True
-        amp, build_callbacks = self.amp, trial.build_callbacks
+        self.is_attached = True
         self._train_batch = trial.train_batch
+        build_callbacks = trial.build_callbacks
 
         def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
             first = {"determined_amp.unmodified": self}
-            return {**first, **build_callbacks(), **amp.callbacks(trial)}
+            return {**first, **build_callbacks(), **self._amp.callbacks(trial)}
 
-        replacements: dict[str, object] = {
-            "build_callbacks": build_all_callbacks,
-            "train_batch": self.train_batch,
-        }
-        for name, replacement in replacements.items():
-            setattr(trial, name, replacement)
+        trial.build_callbacks, trial.train_batch = build_all_callbacks, self.train_batch
 
     # What the trial's `train_batch` calls, and it itself.
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.amp is not None
         self._losses.clear()
         if self._gradients is not None:
             self._gradients.begin_batch()
@@ -246,7 +247,7 @@ class _Unmodified(pytorch.PyTorchCallback):
         finally:
             self._autocast.training = False
         losses = self._losses
-        metrics = self.amp.update(sum(losses[1:], losses[0]) if losses else None)
+        metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
         if not metrics:
             return result
         named = {"loss": result} if isinstance(result, torch.Tensor) else result
@@ -262,10 +263,7 @@ class _Unmodified(pytorch.PyTorchCallback):
             backward: That of the context.
             create_graph: Whether the trial wants gradients of gradients.
         """
-        amp, gradients = self.amp, self._gradients
-        if amp is None or not self._is_attached:
-            backward(loss)
-            return
+        amp, gradients = self._amp, self._gradients
         if create_graph and amp.scaler.is_enabled():
             raise refusal(
                 "it calls context.backward(create_graph=True), whose gradients would be scaled",
@@ -313,10 +311,7 @@ class _Unmodified(pytorch.PyTorchCallback):
             scaler: The trial's.
             zero_grad: Whether the gradients are zeroed afterwards.
         """
-        amp = self.amp
-        if amp is None or not self._is_attached:
-            step(clip_grads, scaler)
-            return
+        amp = self._amp
         if scaler is not None and scaler.is_enabled():
             raise refusal("it has a GradScaler of its own", NO_AMP)
         measure = amp.clip(optimizer)
@@ -346,10 +341,9 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """End its window; returns `found_inf` of it if there is a loss scale."""
-        assert self.amp is not None
-        scaler = self.amp.scaler
+        scaler = self._amp.scaler
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
-            self.amp.finish_steps()
+            self._amp.finish_steps()
         scaler.has_scaled = True
         return None if self._gradients is None else self._gradients.close(optimizer)
 
@@ -368,14 +362,13 @@ class _Unmodified(pytorch.PyTorchCallback):
         norms = torch.stack(torch._foreach_norm([p.detach() for p in parameters]))
         if torch.equal(norms, self._weights[optimizer]):
             return
-        assert self.amp is not None
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        self._drops_gradients = self.amp.scaler.stepping = True
+        self._drops_gradients = self._amp.scaler.stepping = True
         try:
             optimizer.step()
         finally:
-            self._drops_gradients = self.amp.scaler.stepping = False
+            self._drops_gradients = self._amp.scaler.stepping = False
         if zero_grad:
             optimizer.zero_grad()
 
@@ -383,8 +376,7 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
         """Before each step of any optimizer, through the context or not."""
-        amp = self.amp
-        assert amp is not None
+        amp = self._amp
         if not self._autocast.training:
             return
         drops = self._drops_gradients and optimizer not in self._weights
@@ -407,8 +399,7 @@ class _Unmodified(pytorch.PyTorchCallback):
     def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         if optimizer is self._own:
             self._own = None
-            assert self.amp is not None
-            scaler = self.amp.scaler
+            scaler = self._amp.scaler
             counted = self._counted_as(optimizer)
             scaler.stepping = False
             scaler.has_stepped(counted, self._own_skipped)
@@ -423,7 +414,6 @@ class _Unmodified(pytorch.PyTorchCallback):
         return next(same, optimizer)
 
     def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        assert self.amp is not None
         scaled = self._gradients is not None
         if (scaled and has_closure) or (
             isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
@@ -457,20 +447,18 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         """Make optimizers fused, now that all models and hooks are there, and no state yet."""
-        assert self.amp is not None
-        for optimizer in self._context.optimizers if self.amp.fused else ():
-            if not fuse(optimizer, self._context.models) and self.amp.scaler.is_enabled():
+        for optimizer in self._context.optimizers if self._amp.fused else ():
+            if not fuse(optimizer, self._context.models) and self._amp.scaler.is_enabled():
                 name = type(optimizer).__name__
                 logger.info("%s cannot be fused, so each step waits for the device", name)
 
     def on_training_start(self) -> None:
-        assert self.amp is not None
         _refuse_16_bit_weights(self._context)
-        if self.amp.scaler.is_enabled():
+        if self._amp.scaler.is_enabled():
             self._gradients = TrueGradients(
                 self._context.models,
                 self._context.optimizers,
-                self.amp.scaler,
+                self._amp.scaler,
                 device=self._context.device,
                 slots=self._context.distributed.size,
             )
