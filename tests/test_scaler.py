@@ -119,6 +119,49 @@ class TestStep:
         assert made.scaler.outcomes == {}
         made.scaler.check_end()
 
+    def test_without_any_gradient_is_applied_and_moves_nothing(self) -> None:
+        """Torch itself refuses it."""
+        met: list[Any] = []
+        made = Stepped()
+        settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=1)
+        made.scaler = LossScaler(settings, "cpu", met.append)
+        made.scaler.scale(torch.ones(()))
+        made.scaler.step(made.optimizer)
+        assert met == [made.optimizer]
+        assert made.scaler.finish() == {made.optimizer: False}
+        assert made.scaler.get_scale() == 8
+
+    def test_before_any_loss_was_scaled_is_a_mistake(self) -> None:
+        made = Stepped()
+        made.optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+        with pytest.raises(ConfigError, match="does not scale the loss"):
+            made.scaler.step(made.optimizer)
+        assert made.scaler.finish() == {}
+
+    @pytest.mark.parametrize("overflows", [False, True])
+    def test_of_gradients_that_others_have_unscaled_takes_them_as_they_are(
+        self, *, overflows: bool
+    ) -> None:
+        made = Stepped()
+        weight = made.optimizer.param_groups[0]["params"][0]
+        weight.grad = torch.full((1,), 0.25)
+        made.scaler.scale(torch.ones(()))
+        made.scaler.has_unscaled(made.optimizer, torch.tensor(float(overflows)))
+        assert made.scaler.is_unscaled(made.optimizer)
+        made.scaler.step(made.optimizer)
+        assert weight.item() == (1 if overflows else 0.75)
+        assert made.scaler.finish() == {made.optimizer: overflows}
+        assert made.scaler.get_scale() == (2 if overflows else 4)
+
+    def test_of_unscaled_gradients_needs_no_loss_scale(self) -> None:
+        made = Stepped()
+        made.scaler = LossScaler(AmpSettings(Precision.FP32), "cpu")
+        made.backward(0.25)
+        made.scaler.has_unscaled(made.optimizer, None)
+        assert made.scaler.is_unscaled(made.optimizer)
+        made.scaler.step(made.optimizer)
+        assert made.scaler.finish() == {made.optimizer: False}
+
 
 def reach(made: Stepped, stage: Stage) -> None:
     """Bring the optimizer there by what a training calls."""
@@ -251,6 +294,13 @@ class TestUpdate:
                 (float(made.scaler.scale_of_newest_step(one)), float(made.scaler.times(one)))
             )
         assert used == [(4, 8), (8, 4), (4, 8)]
+
+    def test_counts_an_overflow_that_no_optimizer_has(self) -> None:
+        made = Stepped()
+        made.scaler.scale(torch.ones(()))
+        made.scaler.note(made, torch.ones(()))
+        made.scaler.update()
+        assert made.scaler.get_scale() == 2
 
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
     def test_leaves_each_of_several_optimizers_what_it_found(self, optimizer_class: Any) -> None:

@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from determined_amp.amp.compiled import compile_forward
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.fp32_modules import keep_in_float32, matching
 from determined_amp.amp.guard import Guard
 from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.mistakes import Mistake
 from determined_amp.amp.precision import ReusedAutocast, autocast, prepare_backend
-from determined_amp.amp.prepare import Preparation
 from determined_amp.amp.replay import without_steps
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.schedules import schedule_of
-from determined_amp.amp.settings import AmpSettings, EvalPrecision
+from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.steps import give_hooks
 
@@ -101,7 +103,8 @@ class AmpCore:
             slots=slots,
             replay=self._replay,
         )
-        self._preparation = Preparation(settings, self.device.type)
+        self._prepared: list[nn.Module] = []
+        self._unmatched = list(settings.fp32_modules)
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._started = False
 
@@ -117,7 +120,13 @@ class AmpCore:
         Raises:
             IslandError: if a pattern is no regular expression, or the patterns match all of it.
         """
-        self._preparation.prepare(model)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        patterns, compiled = self.settings.fp32_modules, self.settings.compile
+        here = matching(inner, patterns)
+        keep_in_float32(inner, here, self.device.type, compiled=compiled is not Compile.OFF)
+        compile_forward(inner, compiled)
+        self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
+        self._prepared.append(inner)
         return model
 
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
@@ -150,7 +159,10 @@ class AmpCore:
     def _begin(self) -> None:
         """Check the settings against the models, and make the scale on the device."""
         self._started = True
-        if needs_model := self._preparation.check():
+        if self._prepared:  # it names what is near an unmatched pattern
+            keep_in_float32(self._prepared[0], self._unmatched, self.device.type)
+        elif self._unmatched or self.settings.compile is not Compile.OFF:
+            needs_model = "fp32_modules" if self._unmatched else "compile"
             problem = "given, but no model was given to amp.prepare(model)"
             raise self._wrong(needs_model, problem)
         self.loss_scale()

@@ -10,19 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from determined_amp.amp.origin import (
-    OUTSIDE,
-    WHOLE_MODEL,
-)
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.amp.passes import Pass, Replays, Train, plain_name
 from determined_amp.amp.slots import OneSlot, Slots
-from determined_amp.amp.tensors import (
-    has_nan,
-    is_finite,
-    is_plain,
-    named_parameters,
-    tensors_of,
-)
+from determined_amp.amp.tensors import has_nan, is_finite, is_plain, named_parameters, tensors_of
 from determined_amp.amp.watch import Place, Seen
 
 # Activations and a loss from here on, or weights that have grown so many times since the training

@@ -90,14 +90,7 @@ def _is_compiled(model: nn.Module) -> bool:
 def matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The patterns that match a module of this model, or are no regular expressions."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
-    for pattern in patterns:
-        try:
-            if any(True for _ in _matching(modules, pattern)):
-                found.append(pattern)
-        except re.error:
-            found.append(pattern)
-    return found
+    return [pattern for pattern in patterns if _matching(modules, pattern)]
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -105,14 +98,13 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     islands: set[str] = set()
     problems = []
     for pattern in patterns:
-        try:
-            found = set(_matching(modules, pattern))
-        except re.error as error:
-            problems.append(f"got {pattern!r}, which is not a regular expression: {error}")
-            continue
-        islands |= found
-        if not found:
+        found = _matching(modules, pattern)
+        if isinstance(found, re.error):
+            problems.append(f"got {pattern!r}, which is not a regular expression: {found}")
+        elif not found:
             problems.append(f"got {pattern!r}, which matches no module; {_near(pattern, modules)}")
+        else:
+            islands.update(found)
     if islands and not _parameters_outside(model, islands):
         problems.append(
             f"got {list(patterns)}, which leave no parameter outside; "
@@ -123,14 +115,20 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in modules if name in islands]
 
 
-def _matching(modules: dict[str, nn.Module], pattern: str) -> Iterator[str]:
-    containers = set()
+def _matching(modules: dict[str, nn.Module], pattern: str) -> list[str] | re.error:
+    """The names that a pattern means, or what is wrong with it."""
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        return error
+    names, containers = [], set()
     for name, module in modules.items():  # parents come before their children
-        if re.search(pattern, name) or (name and name.rpartition(".")[0] in containers):
+        if search(name) or (name and name.rpartition(".")[0] in containers):
             if type(module).forward is nn.Module.forward:
                 containers.add(name)
             else:
-                yield name
+                names.append(name)
+    return names
 
 
 def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
-from determined_amp.amp.origin import (
-    module_names,
-)
+from determined_amp.amp.origin import module_names
 from determined_amp.amp.replay import float16_as, undisturbed
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.watch import Place, Seen, Watch
