@@ -334,6 +334,14 @@ class TestDisk:
             raise error
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000004"]
 
+    def test_that_is_full_from_the_start_promises_no_checkpoint(self, tmp_path: Path) -> None:
+        told = "batch-00000004: could not be saved: .*; there is no checkpoint before it$"
+        with (
+            pytest.raises(CheckpointError, match=told),
+            saving_in(tmp_path).store_path({"steps_completed": 4}),
+        ):
+            raise OSError(28, "No space left on device")
+
     @pytest.mark.parametrize("error", [RuntimeError("of the trial"), KeyboardInterrupt()])
     def test_is_not_blamed_for_any_other_error(self, tmp_path: Path, error: BaseException) -> None:
         checkpoints = saving_in(tmp_path)

@@ -236,6 +236,15 @@ def test_odd_number_of_a_master_is_a_report_or_a_sentence(
         loss_scale_figure.draw(None, over_loss_scale(read_experiment(7)))
 
 
+@pytest.mark.parametrize("value", ["[]", "5", "null", '"text"'])
+def test_hyperparameters_of_a_master_that_are_no_section_are_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setattr(master, "config", {**master.config, "hyperparameters": json.loads(value)})
+    with pytest.raises(ReportError, match="its answer is not that of Determined 0.38: TypeError"):
+        read_experiment(7)
+
+
 SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
 FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"

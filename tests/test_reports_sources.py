@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
 from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_text import over_loss_scale, sentences
+from determined_amp.runs.folder import RunError
 from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
 
@@ -96,6 +98,30 @@ def test_trial_with_a_damaged_record_is_left_out_and_named(tmp_path: Path, recor
     (note,) = search.notes
     assert note.startswith(f"left out: {tmp_path}/trials/0001: is not a run folder")
     assert note in list(sentences(None, search))
+
+
+@pytest.mark.parametrize(
+    "remarks",
+    [
+        *("{]", "[]", "{}", "5", '{"left_out": 5, "notes": []}', "[" * 100_000),
+        *('{"left_out": [], "notes": [5]}', "\udcff"),
+    ],
+)
+def test_damaged_remarks_of_a_comparison_are_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], remarks: str
+) -> None:
+    folder = write_study(tmp_path, [(2.0**4, scored(4))])
+    (folder / "compare.json").write_bytes(remarks.encode(errors="surrogateescape"))
+    assert door.main(["report", str(folder)]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"{folder}/compare.json: is damaged; allowed: ")
+    assert said.count("\n") == 1
+
+
+def test_folder_in_place_of_the_remarks_is_damage(tmp_path: Path) -> None:
+    (write_study(tmp_path, []) / "compare.json").mkdir()
+    with pytest.raises(RunError, match=r"compare\.json: is damaged"):
+        read_search(tmp_path)
 
 
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:

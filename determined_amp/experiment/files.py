@@ -23,8 +23,7 @@ def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             if path.exists() and not path.is_file():  # a device or a pipe
                 partials[path] = path
-            with partials[path].open("wb") as file:
-                file.writelines(content)
+            _write(partials[path], content)
         for path, partial in partials.items():
             if partial != path:
                 os.replace(partial, path)
@@ -32,3 +31,12 @@ def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
         for path, partial in partials.items():
             if partial != path:
                 partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: Iterable[bytes]) -> None:
+    try:
+        with path.open("wb") as file:
+            file.writelines(content)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a file that is open names none
+        raise

@@ -116,9 +116,11 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if _is_of_the_disk(error):
+                kept = "the checkpoints before it are intact"
+                if not complete_checkpoints(self._folder):
+                    kept = "there is no checkpoint before it"
                 raise DiskError(
-                    f"{self._folder / name}: could not be saved: {error}; "
-                    "the checkpoints before it are intact"
+                    f"{self._folder / name}: could not be saved: {error}; {kept}"
                 ) from error
             raise
         final, replaced = self._folder / name, self._folder / f".{name}.replaced"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.dotted import flat, nested, value_at
 from determined_amp.experiment.experiment import TRIAL_SEED
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.score import worth_of_best
@@ -71,8 +71,10 @@ def _experiment(search: Search) -> dict[str, Any]:
     """The experiment of a search, with the default scale instead of a searched one."""
     sample = search.runs[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
-    frequency = (search.config.get("optimizations") or {}).get("aggregation_frequency", 1)
-    if frequency > 1:  # in Determined's own form; ours has a hyperparameter for it
+    frequency = value_at(search.config, "optimizations.aggregation_frequency")
+    if (
+        isinstance(frequency, int) and frequency > 1
+    ):  # in Determined's own form; ours has a hyperparameter for it
         plain["optimizations"] = {"aggregation_frequency": frequency}
     constants = flat(search.config["hyperparameters"])
     values = {n: v for n, v in {**constants, **sample}.items() if not isinstance(v, Mapping)}

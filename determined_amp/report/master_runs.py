@@ -71,7 +71,10 @@ def read_experiment(number: int) -> Search:
         ReportError: if there is no such experiment, or its configuration cannot be read here.
     """
     with _on_master(number) as (session, experiment, origin):
-        config, trials = experiment.config or {}, experiment.list_trials()
+        config: dict[str, Any] = {"hyperparameters": {}, **(experiment.config or {})}
+        if not isinstance(config["hyperparameters"], Mapping):
+            raise TypeError(f"its hyperparameters are {config['hyperparameters']!r}")
+        trials = experiment.list_trials()
         reports, noted = _reports(session, trials), _noted(session, number)
         has_settings = Topic.of(config) not in _WITHOUT_SETTINGS and not is_compare_command(config)
         runs = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,13 +140,31 @@ def read_search(folder: Path) -> Search:
     """The search in a folder, as far as it has come.
 
     Raises:
-        RunError: if the folder is not that of a search, or the record of a trial is damaged.
+        RunError: if the folder is not that of a search, or its remarks are damaged.
         ConfigError: if its configuration cannot be read.
     """
-    config, file, notes = read_config(folder), folder / _REMARKS, list[str]()
+    config, remarks, damaged = read_config(folder), _read_remarks(folder), list[str]()
     shared = workers_of(config) > 1
-    runs = [dataclasses.replace(run, shares_device=shared) for run in read_trials(folder, notes)]
-    remarks = json.loads(file.read_text()) if file.is_file() else {}
-    remarks = {key: tuple(sentences) for key, sentences in remarks.items()}
-    remarks["notes"] = (*notes, *remarks.get("notes", ()))
-    return Search(str(folder), tuple(runs), config, **remarks)
+    runs = [dataclasses.replace(run, shares_device=shared) for run in read_trials(folder, damaged)]
+    notes = (*damaged, *remarks["notes"])
+    return Search(str(folder), tuple(runs), config, tuple(remarks["left_out"]), notes)
+
+
+def _read_remarks(folder: Path) -> dict[str, list[str]]:
+    """What `write_remarks` wrote; nothing for a search that is no comparison."""
+    file = folder / _REMARKS
+    remarks: dict[str, list[str]] = {"left_out": [], "notes": []}
+    if not os.path.lexists(file):
+        return remarks
+    try:
+        written = json.loads(file.read_bytes())
+        remarks = {name: list(written[name]) for name in remarks}
+        is_damaged = not all(isinstance(text, str) for texts in remarks.values() for text in texts)
+    except (OSError, LookupError, TypeError, ValueError, RecursionError):
+        is_damaged = True
+    if is_damaged:
+        raise RunError(
+            f"{file}: is damaged; allowed: what `python -m determined_amp compare` writes, or the "
+            "search without this file, which only has notes for its report"
+        )
+    return remarks
