@@ -241,7 +241,7 @@ def test_hyperparameters_of_a_master_that_are_no_section_are_a_sentence(
     master: Master, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setattr(master, "config", {**master.config, "hyperparameters": json.loads(value)})
-    with pytest.raises(ReportError, match="its answer is not that of Determined 0.38: TypeError"):
+    with pytest.raises(ReportError, match=r"its answer is not that of Determined 0\.38: TypeError"):
         read_experiment(7)
 
 

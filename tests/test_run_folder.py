@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +91,10 @@ class TestDamagedCheckpoint:
         older = newest.with_name("batch-00000004")
         shutil.copytree(newest, older)
         metadata = json.loads((older / "metadata.json").read_text())
-        (older / "metadata.json").write_text(json.dumps({**metadata, "steps_completed": 4}))
+        counts = pickle.dumps({"trial_id": 0, "batches_trained": 4})
+        (older / "trial_state.pkl").write_bytes(counts)
+        of_four = {"steps_completed": 4, "trial_state_crc32": zlib.crc32(counts)}
+        (older / "metadata.json").write_text(json.dumps({**metadata, **of_four}))
         flip_a_bit(newest / "state_dict.pth")
         assert Resume.latest(run) == Resume(older.name, 4)
         assert "has changed; trying the checkpoint before it" in caplog.text
@@ -160,6 +164,14 @@ class TestDamagedState:
             ("state_dict.pth", [1], "state_dict.pth holds a list"),
             ("state_dict.pth", {"models_state_dict": 5}, "cannot be restored into this trial"),
             ("trial_state.pkl", [1], "trial_state.pkl holds a list"),
+            *(
+                (
+                    "trial_state.pkl",
+                    {"trial_id": 0, "batches_trained": n},
+                    "is not of these batches",
+                )
+                for n in (8, 10**30, "12", None)
+            ),
         ],
     )
     def test_of_another_type_is_refused(
@@ -176,6 +188,23 @@ class TestDamagedState:
             (checkpoint / "metadata.json").write_text(json.dumps(metadata))
         assert door.main(["train", "--resume", str(run)]) == 2
         assert said in capsys.readouterr().err
+
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+    def test_of_another_kind_of_optimizer_is_refused(
+        self,
+        run: Path,
+        kind: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Torch loads it; some kinds then fail in their first step."""
+        monkeypatch.setattr(torch.optim, "Adam", lambda groups, **_: kind(groups, lr=0.1))
+        before = content(run)
+        assert door.main(["train", "--resume", str(run)]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be restored into this trial: its optimizer has amsgrad, betas, " in said
+        assert f"and {kind.__name__} has " in said
+        assert content(run) == before
 
     def test_of_an_older_checkpoint_stays_when_others_are_deleted(self, tmp_path: Path) -> None:
         """Nobody knows what it was, and the run goes on."""

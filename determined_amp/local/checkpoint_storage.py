@@ -21,7 +21,7 @@ from determined import core
 from determined.common import storage
 
 from determined_amp.local.run_listener import LocalReports
-from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.checkpoint import CheckpointError, read_without_code, restoring
 
 # Packages that write into a run folder. An error of a file that is open does not name the file.
 _WRITERS = ("determined_amp", "determined", "tensorboard")
@@ -179,10 +179,10 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
-    """Check the loop's counts against the checksum in the metadata; old checkpoints have none.
+    """Check the loop's counts against the metadata; old checkpoints have no checksum there.
 
     Raises:
-        CheckpointError: if a byte has changed, or the file is not there.
+        CheckpointError: if a byte has changed, the file is not there, or it is of other batches.
     """
     file = checkpoint / _STATE
     try:
@@ -191,6 +191,10 @@ def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{checkpoint}: {_STATE} cannot be read: {error}") from error
     if checksum != metadata.get(_CHECKSUM, checksum):
         raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: a byte has changed")
+    with restoring(checkpoint):
+        batches = read_without_code(file).get("batches_trained")
+    if batches != metadata["steps_completed"]:
+        raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: it is not of these batches")
 
 
 def _metadata_or_none(checkpoint: Path) -> dict[str, Any] | None:

@@ -145,6 +145,9 @@ def settle_groups(
         constructed: `plain_groups` of every optimizer as this trial made it.
         before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
             which only takes over what such a scheduler moves.
+
+    Raises:
+        ValueError: if the saved run had another kind of optimizer.
     """
     saved_optimizers = checkpoint.get("optimizers_state_dict", [])
     for index, (saved, optimizer) in enumerate(zip(saved_optimizers, optimizers, strict=False)):
@@ -154,6 +157,8 @@ def settle_groups(
         groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
         for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
             was, now = _at(then, number, {}), constructed[index][number]
+            if before:
+                _check_kind(saved_group, group, optimizer)
             for key in group.keys() & saved_group.keys() - {"params"}:
                 schedulable = key in _MOVED_BY_SCHEDULERS
                 # A scheduler of the context continues from the checkpoint, and so does what it
@@ -165,6 +170,22 @@ def settle_groups(
                 if not unchanged or (schedulable and scheduled):
                     saved_group[key] = group[key]
             saved_group.update({key: group[key] for key in group.keys() - saved_group.keys()})
+
+
+def _check_kind(
+    saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    """Torch would load it, and a step fails or begins with moments of another kind.
+
+    A newer torch adds settings, schedulers and users do so, too; another kind lacks some as well.
+    """
+    lacks, has = optimizer.defaults.keys() - saved.keys(), saved.keys() - group.keys()
+    has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
+    if lacks and has:
+        raise ValueError(
+            f"its optimizer has {', '.join(sorted(has))}, and {type(optimizer).__name__} has "
+            f"{', '.join(sorted(lacks))}"
+        )
 
 
 def _without_code(state: Any) -> Any:
