@@ -89,24 +89,17 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The dtypes that one batch was computed in, on one slot.
+    """The dtypes that one batch was computed in, on one slot."""
 
-    Args:
-        precision: The precision that the YAML asks for.
-        flops: FLOPs by operation and dtype, forward and backward.
-        casts: Tensors converted from one floating dtype to another.
-        cast_bytes: Bytes that these conversions read and wrote.
-        tf32: State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they
-            disagree. TF32 products are counted as float32.
-        device_has_tf32: Whether the device has TF32 at all.
-    """
-
-    precision: Precision
+    precision: Precision  # the precision that the YAML asks for
+    # FLOPs by operation and dtype, forward and backward.
     flops: Mapping[tuple[str, torch.dtype], int]
-    casts: int
-    cast_bytes: int
+    casts: int  # tensors converted from one floating dtype to another
+    cast_bytes: int  # bytes that these conversions read and wrote
+    # State of torch's TF32 switches for float32 products: `on`, `off`, or `mixed` if they disagree.
+    # TF32 products are counted as float32.
     tf32: str
-    device_has_tf32: bool
+    device_has_tf32: bool  # whether the device has TF32 at all
 
     @property
     def dtype(self) -> torch.dtype:

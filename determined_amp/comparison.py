@@ -216,19 +216,12 @@ def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, flo
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned runs.
+    """The planned runs."""
 
-    Args:
-        batches: Length of each run, in batches.
-        reporting_period: Interval of its reports, in batches.
-        seconds: Estimated time of all runs.
-        allowed: Seconds that the user allows the runs.
-    """
-
-    batches: int
-    reporting_period: int
-    seconds: float
-    allowed: float
+    batches: int  # length of each run, in batches
+    reporting_period: int  # interval of its reports, in batches
+    seconds: float  # estimated time of all runs
+    allowed: float  # seconds that the user allows the runs
 
     @property
     def time_limit(self) -> float:
@@ -243,17 +236,12 @@ class Plan:
 
 @dataclass
 class PilotResults:
-    """The results of the pilots.
+    """The results of the pilots."""
 
-    Args:
-        pilots: The pilot of each precision that can be compared, in the order of their runs.
-        left_out: Why the others cannot, by precision.
-        scale: The finder's answer; None if it has none.
-    """
-
+    # The pilot of each precision that can be compared, in the order of their runs.
     pilots: dict[Precision, Pilot] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    scale: FoundScale | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # why the others cannot, by precision
+    scale: FoundScale | None = None  # the finder's answer; None if it has none
 
     def add(self, pilot: Pilot) -> None:
         """Keep a pilot, or leave its precision out and record why.

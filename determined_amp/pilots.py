@@ -41,21 +41,15 @@ _SLOW_START = 10.0, 60.0
 
 @dataclass(frozen=True)
 class Pilot:
-    """A short training in one precision.
-
-    Args:
-        precision: The precision.
-        seconds_per_batch: Time of a batch, excluding the first batches of the process.
-        overhead: Seconds for everything else: the start of the process, the data, the audit, one
-            validation, one checkpoint.
-        epoch_batches: Batches of an epoch; None if it is not known.
-        failure: Why it cannot be trained; the times then mean nothing. None if it can.
-    """
+    """A short training in one precision."""
 
     precision: Precision
-    seconds_per_batch: float = 0.0
+    seconds_per_batch: float = 0.0  # time of a batch, excluding the first batches of the process
+    # Seconds for everything else: the start of the process, the data, the audit, one validation,
+    # one checkpoint.
     overhead: float = 0.0
-    epoch_batches: int | None = None
+    epoch_batches: int | None = None  # batches of an epoch; None if it is not known
+    # Why it cannot be trained; the times then mean nothing. None if it can.
     failure: str | None = None
 
 

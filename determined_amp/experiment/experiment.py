@@ -143,32 +143,23 @@ _REQUIRED = (
 
 @dataclass(frozen=True)
 class Experiment(Generic[H_co]):
-    """An experiment configuration, parsed.
+    """An experiment configuration, parsed."""
 
-    Args:
-        config: The configuration before parsing, with trial and seed filled in.
-        trial: Import path of the factory, `module:name`.
-        factory: The trial class, or a function that makes the trial; None before it is imported.
-        platform: Determined's own sections.
-        hyperparameters: The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
-        plan: How the trial is trained.
-        amp: The `amp` section of the hyperparameters; None if there is none.
-        global_batch_size: Number of samples in a batch, over all slots; None if the YAML has none.
-        data: The `data` section: an instance of the trial's class `Data` if it has one, else a
-            dict.
-        hparams: An instance of the trial's class `Hparams`; None if it has none.
-    """
-
+    # The configuration before parsing, with trial and seed filled in.
     config: Mapping[str, Any] = dataclasses.field(repr=False)
-    trial: str
+    trial: str  # import path of the factory, `module:name`
+    # The trial class, or a function that makes the trial; None before it is imported.
     factory: Factory | None = dataclasses.field(repr=False)
-    platform: Platform
+    platform: Platform  # Determined's own sections
+    # The hyperparameters that the trial gets; `{type: const, val: x}` becomes x.
     hyperparameters: Mapping[str, Any] = dataclasses.field(repr=False)
-    plan: Plan
-    amp: AmpSettings | None
+    plan: Plan  # how the trial is trained
+    amp: AmpSettings | None  # the `amp` section of the hyperparameters; None if there is none
+    # Number of samples in a batch, over all slots; None if the YAML has none.
     global_batch_size: int | None
+    # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
     data: Any
-    hparams: H_co
+    hparams: H_co  # an instance of the trial's class `Hparams`; None if it has none
 
     @property
     def name(self) -> str:

@@ -42,19 +42,13 @@ WITHOUT_EFFECT: tuple[tuple[str, object, str], ...] = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How a trial is trained.
+    """How a trial is trained."""
 
-    Args:
-        training: Lengths and periods.
-        aggregation_frequency: Batches per optimizer step.
-        average_aggregated_gradients: Whether Determined averages gradients over these batches.
-        initial_validation: Whether to validate before the first batch.
-    """
-
-    training: TrainingSettings
-    aggregation_frequency: int = 1
+    training: TrainingSettings  # lengths and periods
+    aggregation_frequency: int = 1  # batches per optimizer step
+    # Whether Determined averages gradients over these batches.
     average_aggregated_gradients: bool = True
-    initial_validation: bool = False
+    initial_validation: bool = False  # whether to validate before the first batch
 
 
 def has_our_form(hyperparameters: object) -> bool:

@@ -20,14 +20,10 @@ class Length:
 
     It may also be text: `100 batches`. A cluster merges `--config` into the YAML. A section could
     then have both units, but text replaces the whole section.
-
-    Args:
-        batches: Calls of `train_batch`.
-        epochs: Passes over the training data.
     """
 
-    batches: int | None = setting(None, at_least=1)
-    epochs: int | None = setting(None, at_least=1)
+    batches: int | None = setting(None, at_least=1)  # calls of `train_batch`
+    epochs: int | None = setting(None, at_least=1)  # passes over the training data
 
     @staticmethod
     def section_of(text: str) -> Mapping[str, int] | None:
@@ -59,23 +55,20 @@ class Length:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Length and periods of a run; script entrypoints pass them to `Trainer.fit`.
+    """Length and periods of a run; script entrypoints pass them to `Trainer.fit`."""
 
-    Args:
-        max_length: Length of the whole run. The section `hyperparameters.training` requires it.
-            Without a length a trial can be audited, but not trained.
-        validation_period: Interval of validations. One always follows the last batch; without a
-            period it is the only one.
-        checkpoint_period: Interval of checkpoints. The same rule applies.
-        reporting_period: Interval of reports of training metrics.
-        cudnn_benchmark: Whether cuDNN times its convolution algorithms once, for inputs of fixed
-            shape. None leaves torch's switch unchanged.
-    """
-
+    # Length of the whole run. The section `hyperparameters.training` requires it. Without a length
+    # a trial can be audited, but not trained.
     max_length: Length | None = setting(None)
+    # Interval of validations. One always follows the last batch; without a period it is the only
+    # one.
     validation_period: Length | None = setting(None)
+    # Interval of checkpoints. The same rule applies.
     checkpoint_period: Length | None = setting(None)
+    # Interval of reports of training metrics.
     reporting_period: Length = setting(Length(batches=100))
+    # Whether cuDNN times its convolution algorithms once, for inputs of fixed shape. None leaves
+    # torch's switch unchanged.
     cudnn_benchmark: bool | None = setting(None)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:

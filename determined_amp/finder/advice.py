@@ -49,35 +49,20 @@ _MODULES_PER_SIDE = 4
 
 @dataclass(frozen=True)
 class FinderRun:
-    """The experiment and the machine that a finding is about.
-
-    Args:
-        name: Name of the experiment.
-        device: The device, in words.
-        torch: Version of torch.
-        date: UTC date of the finding, ISO 8601.
-        batches: Number of training batches that the finder used.
-        samples: Number of samples in these batches, over all slots.
-        init_scale: Initial loss scale of the YAML.
-        growth_interval: Applied steps before the scale doubles.
-        is_ours: Whether the trial has a `MixedPrecision`, which reads the section `amp`.
-        min_scale: Lower limit of the scale.
-        fp32_modules: Patterns of the modules that already compute in float32.
-        steps: Optimizer steps of the whole run; None if they are not known.
-    """
+    """The experiment and the machine that a finding is about."""
 
     name: str
-    device: str
+    device: str  # the device, in words
     torch: str
-    date: str
-    batches: int
-    samples: int
-    init_scale: float
-    growth_interval: int
-    is_ours: bool
-    min_scale: float = 0.0
-    fp32_modules: tuple[str, ...] = ()
-    steps: int | None = None
+    date: str  # UTC date of the finding, ISO 8601
+    batches: int  # number of training batches that the finder used
+    samples: int  # number of samples in these batches, over all slots
+    init_scale: float  # initial loss scale of the YAML
+    growth_interval: int  # applied steps before the scale doubles
+    is_ours: bool  # whether the trial has a `MixedPrecision`, which reads the section `amp`
+    min_scale: float = 0.0  # lower limit of the scale
+    fp32_modules: tuple[str, ...] = ()  # patterns of the modules that already compute in float32
+    steps: int | None = None  # optimizer steps of the whole run; None if they are not known
 
 
 def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
@@ -94,15 +79,10 @@ def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
 
 @dataclass(frozen=True)
 class FoundScale:
-    """A finding and the run it is about; `str()` gives the text that the command line prints.
+    """A finding and the run it is about; `str()` gives the text that the command line prints."""
 
-    Args:
-        finding: Verdict, window and choice.
-        run: Experiment and machine.
-    """
-
-    finding: Finding
-    run: FinderRun
+    finding: Finding  # verdict, window and choice
+    run: FinderRun  # experiment and machine
 
     @property
     def init_scale(self) -> float | None:

@@ -30,14 +30,10 @@ class LossScaleError(UserError):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The result of one backward.
+    """The result of one backward."""
 
-    Args:
-        loss_is_finite: Whether the scaled loss, the argument of `context.backward`, was finite.
-        parameters: The gradients of all parameters that got one, still scaled.
-    """
-
-    loss_is_finite: bool
+    loss_is_finite: bool  # whether the scaled loss, the argument of `context.backward`, was finite
+    # The gradients of all parameters that got one, still scaled.
     parameters: tuple[torch.Tensor, ...]
 
     @property

@@ -129,19 +129,14 @@ def _counts(patterns: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The magnitudes of a set of values.
+    """The magnitudes of a set of values."""
 
-    Args:
-        counts: (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the
-            next bin those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and
-            NaNs.
-        squares: (512,), float64. The sum of the squares of the values in each bin.
-        largest: The largest finite magnitude.
-    """
-
+    # (512,), int64. Bin `2 * (q + 127)` counts the values that are exactly +-2^q, and the next bin
+    # those between 2^q and 2^(q+1). Bin 0 counts zeros, the last two infinities and NaNs.
     counts: npt.NDArray[np.int64]
+    # (512,), float64. The sum of the squares of the values in each bin.
     squares: npt.NDArray[np.float64]
-    largest: float
+    largest: float  # the largest finite magnitude
 
     @staticmethod
     def of_row(row: npt.NDArray[np.float64]) -> Histogram:

@@ -40,20 +40,14 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The 16-bit values of a few backwards without a loss scale.
+    """The 16-bit values of a few backwards without a loss scale."""
 
-    Args:
-        tensors: Histograms by source, in the order of the backward.
-        largest: The largest magnitude of all.
-        recorded_log2: None if recorded in bfloat16. If recorded in float16, log2 of the loss scale;
-            the values that were flushed at that scale are missing.
-        reason: Why it was not recorded in bfloat16.
-    """
-
-    tensors: dict[Source, Histogram]
-    largest: float
+    tensors: dict[Source, Histogram]  # histograms by source, in the order of the backward
+    largest: float  # the largest magnitude of all
+    # None if recorded in bfloat16. If recorded in float16, log2 of the loss scale; the values that
+    # were flushed at that scale are missing.
     recorded_log2: int | None = None
-    reason: str = ""
+    reason: str = ""  # why it was not recorded in bfloat16
 
     @cached_property
     def modules(self) -> dict[str, Histogram]:
@@ -121,25 +115,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Observation:
-    """What float16 did to the backwards of a few batches at one loss scale.
-
-    Args:
-        scale_log2: log2 of the loss scale.
-        loss_is_finite: Whether all losses were finite.
-        overflow: Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
-        flushed_share: `Prediction.flushed_share`, measured. If n more values of a tensor are 0 in
-            float16 than in the prediction, its n smallest predicted values count as flushed.
-        backward_headroom_bits: log2(65520 / largest 16-bit value of the backward); -inf if a
-            parameter's gradient is not finite, or all are 0. (The metric `headroom_bits` is about
-            parameters' gradients.)
-        values_left: Share, by count, of the nonzero predicted values that are nonzero in float16.
-    """
+    """What float16 did to the backwards of a few batches at one loss scale."""
 
     scale_log2: float
-    loss_is_finite: bool
+    loss_is_finite: bool  # whether all losses were finite
+    # Whether any parameter's gradient was not finite: `GradScaler` skips such a step.
     overflow: bool
+    # `Prediction.flushed_share`, measured. If n more values of a tensor are 0 in float16 than in
+    # the prediction, its n smallest predicted values count as flushed.
     flushed_share: float
+    # log2(65520 / largest 16-bit value of the backward); -inf if a parameter's gradient is not
+    # finite, or all are 0. (The metric `headroom_bits` is about parameters' gradients.)
     backward_headroom_bits: float
+    # Share, by count, of the nonzero predicted values that are nonzero in float16.
     values_left: float = 1.0
 
 

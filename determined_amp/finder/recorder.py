@@ -48,19 +48,12 @@ _NEW = {
 
 
 class Source(NamedTuple):
-    """The origin of a tensor in a backward, the same for all steps of a recurrent network.
-
-    Args:
-        module: Name of the module.
-        operation: Name of torch's operation.
-        output: Index of the tensor among the operation's outputs.
-        shape: Shape of the tensor, which tells activations from weights.
-    """
+    """The origin of a tensor in a backward, the same for all steps of a recurrent network."""
 
     module: str
-    operation: str
-    output: int
-    shape: tuple[int, ...]
+    operation: str  # name of torch's operation
+    output: int  # index of the tensor among the operation's outputs
+    shape: tuple[int, ...]  # shape of the tensor, which tells activations from weights
 
 
 class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

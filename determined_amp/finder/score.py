@@ -39,30 +39,24 @@ _LEAST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class Score:
-    """The metrics of one loss scale; every value is finite.
-
-    Args:
-        init_scale_log2: log2 of the loss scale.
-        loss_scale_score: log2(1 + `steps_lost`); smaller is better, and 0 is best.
-        steps_lost: Steps skipped until nothing overflows, plus `flushed_share` times the scaler's
-            `growth_interval` if that share is above `FLUSHED_LIMIT`.
-        gradient_error: Mean over parameter tensors and batches of min(1, relative 2-norm of the
-            difference from the float32 gradient); 1 if something overflows.
-        backward_headroom_bits: log2(65520 / largest 16-bit gradient). If a gradient overflows, that
-            of the scale after the skipped steps, less the bits between the two. If all gradients
-            are flushed to 0, the value that bfloat16 predicts.
-        flushed_share: 2-norm of the 16-bit gradients that float16 flushed to 0, divided by the
-            2-norm of all, in the tensor that loses most, at the scale after the skipped steps.
-        overflow: 1 if a step with this scale is skipped, otherwise 0.
-    """
+    """The metrics of one loss scale; every value is finite."""
 
     init_scale_log2: float
-    loss_scale_score: float
+    loss_scale_score: float  # log2(1 + `steps_lost`); smaller is better, and 0 is best
+    # Steps skipped until nothing overflows, plus `flushed_share` times the scaler's
+    # `growth_interval` if that share is above `FLUSHED_LIMIT`.
     steps_lost: float
+    # Mean over parameter tensors and batches of min(1, relative 2-norm of the difference from the
+    # float32 gradient); 1 if something overflows.
     gradient_error: float
+    # log2(65520 / largest 16-bit gradient). If a gradient overflows, that of the scale after the
+    # skipped steps, less the bits between the two. If all gradients are flushed to 0, the value
+    # that bfloat16 predicts.
     backward_headroom_bits: float
+    # 2-norm of the 16-bit gradients that float16 flushed to 0, divided by the 2-norm of all, in the
+    # tensor that loses most, at the scale after the skipped steps.
     flushed_share: float
-    overflow: float
+    overflow: float  # 1 if a step with this scale is skipped, otherwise 0
 
 
 def steps_lost(skipped: int, flushed_share: float, growth_interval: int) -> float:

@@ -54,19 +54,16 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """The safe loss scales, and the one to start with.
+    """The safe loss scales, and the one to start with."""
 
-    Args:
-        low_log2: log2 of the smallest power of two at which no tensor loses more than
-            `FLUSHED_LIMIT`, see `Prediction.flushed_share`.
-        top_log2: log2 of the largest power of two at which nothing overflows, verified in float16.
-            It is below `low_log2` if no scale is safe.
-        choice_log2: log2 of the loss scale to start with. If the verdict is not to use a scale, it
-            is the scale that loses least; None if no scale helps.
-    """
-
+    # log2 of the smallest power of two at which no tensor loses more than `FLUSHED_LIMIT`, see
+    # `Prediction.flushed_share`.
     low_log2: int
+    # log2 of the largest power of two at which nothing overflows, verified in float16. It is below
+    # `low_log2` if no scale is safe.
     top_log2: int
+    # log2 of the loss scale to start with. If the verdict is not to use a scale, it is the scale
+    # that loses least; None if no scale helps.
     choice_log2: int | None
 
     def __contains__(self, scale_log2: float) -> bool:
@@ -84,39 +81,24 @@ class Window:
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss scale.
-
-    Args:
-        scale_log2: log2 of the loss scale.
-        overflow_share: Share of the nonzero values that overflow, by count.
-        flushed_share: Largest share of any tensor's norm that is flushed to 0.
-    """
+    """The shares of the 16-bit gradients that float16 is predicted to lose at one loss scale."""
 
     scale_log2: int
-    overflow_share: float
-    flushed_share: float
+    overflow_share: float  # share of the nonzero values that overflow, by count
+    flushed_share: float  # largest share of any tensor's norm that is flushed to 0
 
 
 @dataclass(frozen=True)
 class ModuleGradients:
-    """The 16-bit gradients of one module without a loss scale.
-
-    Args:
-        name: Name of the module.
-        in_model: Whether the model has a module of that name.
-        zeros: Number of values that are 0.
-        values_by_log2: Number of values in [2^q, 2^(q+1)), by q.
-        first_overflow_log2: log2 of the smallest power of two at which a value overflows; None if
-            all are 0.
-        low_log2: `Finding.low_log2` of this module alone; None if all are 0.
-    """
+    """The 16-bit gradients of one module without a loss scale."""
 
     name: str
-    in_model: bool
-    zeros: int
-    values_by_log2: Mapping[int, int]
+    in_model: bool  # whether the model has a module of that name
+    zeros: int  # number of values that are 0
+    values_by_log2: Mapping[int, int]  # number of values in [2^q, 2^(q+1)), by q
+    # log2 of the smallest power of two at which a value overflows; None if all are 0.
     first_overflow_log2: int | None
-    low_log2: int | None
+    low_log2: int | None  # `Finding.low_log2` of this module alone; None if all are 0
 
     @property
     def largest_log2(self) -> int | None:
@@ -126,29 +108,18 @@ class ModuleGradients:
 
 @dataclass(frozen=True)
 class Finding(Window):
-    """The answer for one trial; `determined_amp.finder.advice` writes and reads it as JSON.
+    """The answer for one trial; `determined_amp.finder.advice` writes and reads it as JSON."""
 
-    Args:
-        verdict: What to do.
-        predicted: Predictions for consecutive powers of two, ascending.
-        verified: Measurements in float16; the one at `choice_log2` is the last.
-        modules: Gradients by module, in the order of the backward.
-        headroom_log2: `Prediction.headroom_log2`.
-        recorded_log2: `Prediction.recorded_log2`.
-        reason: Why the prediction was not recorded in bfloat16.
-        islands: Modules to keep in float32.
-        cause: Why no scale helps.
-    """
-
-    verdict: Verdict
-    predicted: tuple[Shares, ...]
+    verdict: Verdict  # what to do
+    predicted: tuple[Shares, ...]  # predictions for consecutive powers of two, ascending
+    # Measurements in float16; the one at `choice_log2` is the last.
     verified: tuple[Observation, ...]
-    modules: tuple[ModuleGradients, ...]
-    headroom_log2: float
-    recorded_log2: int | None = None
-    reason: str = ""
-    islands: tuple[str, ...] = ()
-    cause: str = ""
+    modules: tuple[ModuleGradients, ...]  # gradients by module, in the order of the backward
+    headroom_log2: float  # `Prediction.headroom_log2`
+    recorded_log2: int | None = None  # `Prediction.recorded_log2`
+    reason: str = ""  # why the prediction was not recorded in bfloat16
+    islands: tuple[str, ...] = ()  # modules to keep in float32
+    cause: str = ""  # why no scale helps
 
     @property
     def answer_log2(self) -> int | None:

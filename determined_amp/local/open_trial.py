@@ -22,18 +22,11 @@ from determined_amp.trial.unmodified import trial_of
 
 @dataclass(frozen=True)
 class OpenTrial:
-    """A trial that has not trained yet.
-
-    Args:
-        trial: The trial.
-        context: Its context.
-        latest_checkpoint: The argument for `Trainer.fit`; None without a checkpoint.
-        experiment: The experiment of the trial.
-    """
+    """A trial that has not trained yet."""
 
     trial: pytorch.PyTorchTrial
     context: pytorch.PyTorchTrialContext
-    latest_checkpoint: str | None
+    latest_checkpoint: str | None  # the argument for `Trainer.fit`; None without a checkpoint
     experiment: Experiment[Any]
 
 

@@ -49,15 +49,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from.
+    """The checkpoint that a run continues from."""
 
-    Args:
-        checkpoint: Name of the checkpoint in the run folder.
-        batches: Number of batches trained before it.
-    """
-
-    checkpoint: str
-    batches: int
+    checkpoint: str  # name of the checkpoint in the run folder
+    batches: int  # number of batches trained before it
 
     @staticmethod
     def latest(folder: Path) -> Resume:

@@ -29,17 +29,11 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim and its judgement.
+    """One claim and its judgement."""
 
-    Args:
-        text: The claim.
-        judgement: Whether it holds.
-        measured: The range of the measurement; None if it was not measured.
-    """
-
-    text: str
-    judgement: Judgement
-    measured: Range | None
+    text: str  # the claim
+    judgement: Judgement  # whether it holds
+    measured: Range | None  # the range of the measurement; None if it was not measured
 
 
 def judge_all(**measured: Range | None) -> list[Claim]:

@@ -43,19 +43,13 @@ _HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(B
 
 @dataclass(frozen=True)
 class Point:
-    """One number measured in one training.
+    """One number measured in one training."""
 
-    Args:
-        scale_log2: log2 of the training's initial loss scale.
-        value: The number.
-        seed: A line joins the points with the same seed; a point without a seed stands alone.
-        whole: Whether the training ran to its end.
-    """
-
-    scale_log2: float
+    scale_log2: float  # log2 of the training's initial loss scale
     value: float
+    # A line joins the points with the same seed; a point without a seed stands alone.
     seed: int | None = None
-    whole: bool = True
+    whole: bool = True  # whether the training ran to its end
 
 
 def power(log2: float) -> str:

@@ -43,23 +43,14 @@ class Equivalence(enum.Enum):
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean difference and its 95 % confidence interval.
-
-    Args:
-        mean: The mean difference.
-        seeds: Number of pairs if paired, else the smaller of the two numbers of seeds.
-        std: Standard deviation of the difference for one seed; None with a single seed.
-        low: Lower end of the interval; -inf with a single seed.
-        high: Upper end of the interval; inf with a single seed.
-        paired: Whether the differences are between runs with the same seed.
-    """
+    """A mean difference and its 95 % confidence interval."""
 
     mean: float
-    seeds: int
-    std: float | None
-    low: float
-    high: float
-    paired: bool
+    seeds: int  # number of pairs if paired, else the smaller of the two numbers of seeds
+    std: float | None  # standard deviation of the difference for one seed; None with a single seed
+    low: float  # lower end of the interval; -inf with a single seed
+    high: float  # upper end of the interval; inf with a single seed
+    paired: bool  # whether the differences are between runs with the same seed
 
     @property
     def half_width(self) -> float | None:
@@ -140,19 +131,12 @@ def _ends(
 
 @dataclass(frozen=True)
 class Summary:
-    """The runs of one precision.
-
-    Args:
-        precision: The precision.
-        runs: The completed runs, by seed.
-        failed: The failed runs.
-        metric: The compared metric.
-    """
+    """The runs of one precision."""
 
     precision: Precision
-    runs: Sequence[Run]
-    failed: Sequence[Run]
-    metric: str
+    runs: Sequence[Run]  # the completed runs, by seed
+    failed: Sequence[Run]  # the failed runs
+    metric: str  # the compared metric
 
     @property
     def name(self) -> str:
@@ -227,21 +211,14 @@ def summaries(runs: Sequence[Run], metric: str) -> list[Summary]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of one precision to another over pairs of runs.
+    """The ratio of one precision to another over pairs of runs."""
 
-    Args:
-        median: Median over the pairs.
-        low: Minimum over the pairs; for a single pair the smallest ratio of its reports.
-        high: Maximum over the pairs; for a single pair the largest ratio of its reports.
-        pairs: Number of pairs.
-        by_seed: Whether runs with the same seed are paired; otherwise each run of one precision is
-            paired with each run of the other.
-    """
-
-    median: float
-    low: float
-    high: float
+    median: float  # median over the pairs
+    low: float  # minimum over the pairs; for a single pair the smallest ratio of its reports
+    high: float  # maximum over the pairs; for a single pair the largest ratio of its reports
     pairs: int
+    # Whether runs with the same seed are paired; otherwise each run of one precision is paired with
+    # each run of the other.
     by_seed: bool
 
     @property
@@ -256,30 +233,18 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One precision compared with another.
+    """One precision compared with another."""
 
-    Args:
-        precision: The precision to judge.
-        against: The precision to compare with.
-        smaller_is_better: Direction of the metric.
-        margin: Difference of the metric that does not matter.
-        speed: Ratio of samples per second; None if not measured.
-        memory: Ratio of allocated memory; None if not measured, as on a CPU.
-        difference: Difference of the metric, candidate minus base.
-        verdict: The verdict on the metric.
-        lost_runs: Number of failed runs of the precision to judge.
-        claims: The claims of the literature, judged; empty if they were not asked for.
-    """
-
-    precision: Precision
-    against: Precision
-    smaller_is_better: bool
-    margin: float
-    speed: Ratio | None
-    memory: Ratio | None
-    difference: Interval
+    precision: Precision  # the precision to judge
+    against: Precision  # the precision to compare with
+    smaller_is_better: bool  # direction of the metric
+    margin: float  # difference of the metric that does not matter
+    speed: Ratio | None  # ratio of samples per second; None if not measured
+    memory: Ratio | None  # ratio of allocated memory; None if not measured, as on a CPU
+    difference: Interval  # difference of the metric, candidate minus base
     verdict: Equivalence
-    lost_runs: int
+    lost_runs: int  # number of failed runs of the precision to judge
+    # The claims of the literature, judged; empty if they were not asked for.
     claims: Sequence[Claim] = ()
 
     @property

@@ -51,33 +51,21 @@ RULE = (
 
 @dataclass(frozen=True)
 class Findings:
-    """The comparison of some runs, in plain values.
+    """The comparison of some runs, in plain values."""
 
-    Args:
-        metric: The compared metric.
-        smaller_is_better: Direction of the metric.
-        margin: Difference of the metric that does not matter.
-        baseline: The precision that the others are compared with.
-        settings: The settings that all compared runs have in common, by dotted name.
-        machine: The machine of all completed runs.
-        dates: The first and the last day on which a run began, or one day; empty if unknown.
-        summaries: A summary per precision, in the order of `Precision`.
-        comparisons: Comparisons, those with the baseline first.
-        left_out: A sentence for each run that does not count.
-        notes: Further sentences from the sources.
-    """
-
-    metric: str
-    smaller_is_better: bool
-    margin: float
-    baseline: Precision
+    metric: str  # the compared metric
+    smaller_is_better: bool  # direction of the metric
+    margin: float  # difference of the metric that does not matter
+    baseline: Precision  # the precision that the others are compared with
+    # The settings that all compared runs have in common, by dotted name.
     settings: Mapping[str, Any]
-    machine: Machine
+    machine: Machine  # the machine of all completed runs
+    # The first and the last day on which a run began, or one day; empty if unknown.
     dates: Sequence[str]
-    summaries: Sequence[Summary]
-    comparisons: Sequence[Comparison]
-    left_out: Sequence[str]
-    notes: Sequence[str] = ()
+    summaries: Sequence[Summary]  # a summary per precision, in the order of `Precision`
+    comparisons: Sequence[Comparison]  # comparisons, those with the baseline first
+    left_out: Sequence[str]  # a sentence for each run that does not count
+    notes: Sequence[str] = ()  # further sentences from the sources
 
     @property
     def runs(self) -> list[Run]:
@@ -322,15 +310,10 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Advice:
-    """The precision to use.
+    """The precision to use."""
 
-    Args:
-        precision: The precision to use.
-        why: The reason, in words.
-    """
-
-    precision: Precision
-    why: str
+    precision: Precision  # the precision to use
+    why: str  # the reason, in words
 
 
 def advise(findings: Findings) -> Advice:

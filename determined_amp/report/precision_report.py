@@ -29,21 +29,13 @@ _FACTS = (
 
 @dataclass(frozen=True)
 class Written:
-    """A report that was written.
+    """A report that was written."""
 
-    Args:
-        short: The answer, the lines to paste and the sentences that bear on them.
-        markdown: The whole report in Markdown.
-        files: The PNG, HTML, Markdown and JSON files.
-        findings: The comparison.
-        advice: The precision to use.
-    """
-
-    short: str
-    markdown: str
-    files: Sequence[Path]
-    findings: Findings
-    advice: Advice
+    short: str  # the answer, the lines to paste and the sentences that bear on them
+    markdown: str  # the whole report in Markdown
+    files: Sequence[Path]  # the PNG, HTML, Markdown and JSON files
+    findings: Findings  # the comparison
+    advice: Advice  # the precision to use
 
 
 def write_report(sources: Sequence[Search], folder: Path, **options: Any) -> Written:

@@ -54,23 +54,14 @@ class RunState(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run, as far as it is known.
+    """The machine of a run, as far as it is known."""
 
-    Args:
-        device: The device in words; runs are compared only if these words are equal.
-        slots: Number of processes, each with such a device.
-        on_gpu: Whether the device is a GPU.
-        has_tf32: Whether the device has TF32; if not, `tf32` is the same as `fp32`.
-        torch: Version of torch.
-        versions: Other versions, by name.
-    """
-
-    device: str = _UNKNOWN
-    slots: int = 1
-    on_gpu: bool = False
-    has_tf32: bool = False
-    torch: str = _UNKNOWN
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    device: str = _UNKNOWN  # the device in words; runs are compared only if these words are equal
+    slots: int = 1  # number of processes, each with such a device
+    on_gpu: bool = False  # whether the device is a GPU
+    has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
+    torch: str = _UNKNOWN  # version of torch
+    versions: Mapping[str, Any] = field(default_factory=dict)  # other versions, by name
 
     @staticmethod
     def of_this_process(slots: int = 1) -> Machine:
@@ -109,34 +100,22 @@ def _commit() -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """The batches that one process trained: from the start of the run, or from a resume.
+    """The batches that one process trained: from the start of the run, or from a resume."""
 
-    Args:
-        first_batch: Number of batches trained before it.
-        settings: The whole configuration, defaults included, by dotted name; empty if unknown.
-        machine: The machine it trained on.
-        date: When it began, ISO 8601; None if unknown.
-        command: The command line; empty if unknown.
-    """
-
-    first_batch: int = 0
+    first_batch: int = 0  # number of batches trained before it
+    # The whole configuration, defaults included, by dotted name; empty if unknown.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    machine: Machine = Machine()
-    date: str | None = None
-    command: Sequence[str] = ()
+    machine: Machine = Machine()  # the machine it trained on
+    date: str | None = None  # when it began, ISO 8601; None if unknown
+    command: Sequence[str] = ()  # the command line; empty if unknown
 
 
 @dataclass(frozen=True)
 class Report:
-    """One report of a run.
+    """One report of a run."""
 
-    Args:
-        batches: Number of batches trained before it.
-        metrics: Its numbers by name, which may be infinite or NaN.
-    """
-
-    batches: int
-    metrics: Mapping[str, float]
+    batches: int  # number of batches trained before it
+    metrics: Mapping[str, float]  # its numbers by name, which may be infinite or NaN
 
     @staticmethod
     def read(batches: int, metrics: Mapping[str, Any]) -> Report:
@@ -253,27 +232,17 @@ class Reports:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, or a trial of a search that was scored and not trained.
+    """A training run, or a trial of a search that was scored and not trained."""
 
-    Args:
-        name: Its folder, or its trial and master.
-        state: How far it has come.
-        reason: Why it failed or was stopped; empty if it completed.
-        parts: The parts that were trained, in order; empty if unknown.
-        reports: Its reports.
-        number: Its number in the search; on a cluster the id of the trial.
-        hparams: The hyperparameters from its search, by dotted name.
-        shares_device: Whether other runs used the device at the same time; then speeds do not
-            count.
-    """
-
-    name: str
-    state: RunState
-    reason: str = ""
-    parts: tuple[Part, ...] = ()
+    name: str  # its folder, or its trial and master
+    state: RunState  # how far it has come
+    reason: str = ""  # why it failed or was stopped; empty if it completed
+    parts: tuple[Part, ...] = ()  # the parts that were trained, in order; empty if unknown
     reports: Reports = field(default_factory=Reports)
-    number: int = 0
+    number: int = 0  # its number in the search; on a cluster the id of the trial
+    # The hyperparameters from its search, by dotted name.
     hparams: Mapping[str, Any] = field(default_factory=dict)
+    # Whether other runs used the device at the same time; then speeds do not count.
     shares_device: bool = False
 
     @property

@@ -41,30 +41,19 @@ from determined_amp.trial.frozen import find_in_trial, score
 
 @dataclass(frozen=True)
 class Job:
-    """One trial to run.
+    """One trial to run."""
 
-    Args:
-        task: Whether to train, score or find.
-        config: Its experiment configuration.
-        folder: Its run folder; a trial with a checkpoint there continues from it.
-    """
-
-    task: Task
-    config: Mapping[str, Any]
-    folder: Path
+    task: Task  # whether to train, score or find
+    config: Mapping[str, Any]  # its experiment configuration
+    folder: Path  # its run folder; a trial with a checkpoint there continues from it
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation of a running trial.
+    """A validation of a running trial."""
 
-    Args:
-        batches: Number of batches trained before it.
-        metrics: Its finite metrics, by name.
-    """
-
-    batches: int
-    metrics: Mapping[str, float]
+    batches: int  # number of batches trained before it
+    metrics: Mapping[str, float]  # its finite metrics, by name
 
 
 @dataclass(frozen=True)
@@ -74,19 +63,15 @@ class FirstBatch:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Args:
-        state: How it ended. `STOPPED` means that it was interrupted, and can continue.
-        reason: Why it is invalid or failed, or which machine problem interrupted it; else None.
-        epoch_batches: Batches of an epoch; None if it did not train.
-        seconds_per_batch: Time of a batch between the first one and the last training report; None
-            if there is no such report.
-    """
-
+    # How it ended. `STOPPED` means that it was interrupted, and can continue.
     state: RunState
+    # Why it is invalid or failed, or which machine problem interrupted it; else None.
     reason: str | None = None
-    epoch_batches: int | None = None
+    epoch_batches: int | None = None  # batches of an epoch; None if it did not train
+    # Time of a batch between the first one and the last training report; None if there is no such
+    # report.
     seconds_per_batch: float | None = None
 
 

@@ -32,21 +32,14 @@ _REMARKS = "compare.json"
 
 @dataclass(frozen=True)
 class Search:
-    """A search and its trials: a local one, or an experiment on a cluster; or a single run.
+    """A search and its trials: a local one, or an experiment on a cluster; or a single run."""
 
-    Args:
-        origin: The folder, or the experiment and its master.
-        runs: The trials that have started, in the order of their numbers.
-        config: The configuration; empty for a run folder.
-        left_out: A sentence for each precision that was not trained at all.
-        notes: Further sentences for the report.
-    """
-
-    origin: str
-    runs: tuple[Run, ...]
+    origin: str  # the folder, or the experiment and its master
+    runs: tuple[Run, ...]  # the trials that have started, in the order of their numbers
+    # The configuration; empty for a run folder.
     config: Mapping[str, Any] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # a sentence for each precision that was not trained at all
+    notes: tuple[str, ...] = ()  # further sentences for the report
 
     @property
     def name(self) -> str:

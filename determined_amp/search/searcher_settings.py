@@ -48,31 +48,20 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class SearcherSettings:
-    """The `searcher` section; the names are Determined's.
-
-    Args:
-        name: The method.
-        metric: Validation metric that ranks trials.
-        smaller_is_better: Direction of the metric.
-        max_trials: Number of trials.
-        max_concurrent_trials: Used on a cluster only; elsewhere `--workers` sets it.
-        time_metric: Unit of `max_time`: `batches` or `epochs`.
-        max_time: Length of a trial that is not stopped early.
-        mode: Used on a cluster only; elsewhere all trials are compared with each other.
-        divisor: One in this many trials continues at a rung.
-        max_rungs: Largest number of rungs, the end of a trial included.
-    """
+    """The `searcher` section; the names are Determined's."""
 
     name: Method = setting()
-    metric: str = setting()
-    smaller_is_better: bool = setting(True)
+    metric: str = setting()  # validation metric that ranks trials
+    smaller_is_better: bool = setting(True)  # direction of the metric
     max_trials: int | None = setting(None, at_least=1)
+    # Used on a cluster only; elsewhere `--workers` sets it.
     max_concurrent_trials: int = setting(16, at_least=0)
-    time_metric: str | None = setting(None)
-    max_time: int | None = setting(None, at_least=1)
+    time_metric: str | None = setting(None)  # unit of `max_time`: `batches` or `epochs`
+    max_time: int | None = setting(None, at_least=1)  # length of a trial that is not stopped early
+    # Used on a cluster only; elsewhere all trials are compared with each other.
     mode: Mode = setting(Mode.STANDARD)
-    divisor: int = setting(4, at_least=2)
-    max_rungs: int = setting(5, at_least=1)
+    divisor: int = setting(4, at_least=2)  # one in this many trials continues at a rung
+    max_rungs: int = setting(5, at_least=1)  # largest number of rungs, the end of a trial included
 
     def first_rung(self) -> int:
         """The length, in `time_metric`, at which `adaptive_asha` first compares trials.

@@ -30,18 +30,13 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Axis:
-    """One hyperparameter that is searched.
+    """One hyperparameter that is searched."""
 
-    Args:
-        path: Its keys under `hyperparameters`.
-        distribution: Optuna's distribution: uniform, or uniform in the exponent for `log`.
-        grid: Its points in a grid; empty without a `count`.
-        values: The values that the choices of a categorical distribution stand for.
-    """
-
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # its keys under `hyperparameters`
+    # Optuna's distribution: uniform, or uniform in the exponent for `log`.
     distribution: distributions.BaseDistribution
-    grid: tuple[Scalar, ...]
+    grid: tuple[Scalar, ...]  # its points in a grid; empty without a `count`
+    # The values that the choices of a categorical distribution stand for.
     values: Mapping[Scalar, Any] | None = None
 
     @property
@@ -59,15 +54,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """All hyperparameters of a search.
+    """All hyperparameters of a search."""
 
-    Args:
-        axes: The searched hyperparameters, sorted by name, level by level.
-        constants: The hyperparameters that are not searched, nested as in the YAML.
-    """
-
-    axes: tuple[Axis, ...]
-    constants: Mapping[str, Any]
+    axes: tuple[Axis, ...]  # the searched hyperparameters, sorted by name, level by level
+    constants: Mapping[str, Any]  # the hyperparameters that are not searched, nested as in the YAML
 
     @property
     def grid_size(self) -> int:

@@ -33,17 +33,12 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """The entrypoint of an experiment.
+    """The entrypoint of an experiment."""
 
-    Args:
-        verb: The command. Determined's own entrypoint of a trial class trains, too.
-        trial: The option `--trial`; None if the configuration names the trial.
-        batches: The option `--batches` of `score` and `find`.
-    """
-
+    # The command. Determined's own entrypoint of a trial class trains, too.
     verb: Verb
-    trial: str | None = None
-    batches: int = BATCHES
+    trial: str | None = None  # the option `--trial`; None if the configuration names the trial
+    batches: int = BATCHES  # the option `--batches` of `score` and `find`
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Task | None:
