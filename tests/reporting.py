@@ -14,8 +14,7 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
 from determined_amp.runs.folder import RunFolder, trial_folder
-from determined_amp.runs.run import Part, Report, Reports, Run, RunState
-from determined_amp.runs.settings import SEED
+from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState
 from determined_amp.search.search_folder import Search, write_config
 from determined_amp.search.study import create_study
 from tests.precisions import CPU, made_on

@@ -25,8 +25,7 @@ from determined_amp.report.precision_comparison import (
 from determined_amp.report.precision_findings import Findings, advise, find
 from determined_amp.report.precision_text import sentences
 from determined_amp.runs.folder import read_run
-from determined_amp.runs.run import Run
-from determined_amp.runs.settings import SEED
+from determined_amp.runs.run import SEED, Run
 from determined_amp.search.search_folder import Search
 from tests.precisions import CPU, LOST, found, write_run, write_seeds
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import AmpSettings, setting
-from determined_amp.experiment.dotted import value_at
+from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.plan import (
     ONE_BATCH,
@@ -216,6 +216,20 @@ class Experiment(Generic[H_co]):
             "data": plain(self.data),
         }
         return {**_merged(in_our_form(self.config), changes), "hyperparameters": own}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration in our form, defaults included, by dotted name."""
+        resolved = self.resolved()
+        hyperparameters = {
+            "trial": resolved.get("entrypoint"),
+            "global_batch_size": None,
+            **resolved["hyperparameters"],
+            "aggregation_frequency": self.aggregation_frequency,
+            "training": plain(self.training),
+        }
+        sections = {"data": resolved["data"], "hyperparameters": hyperparameters}
+        return flat({**plain(self.platform), **sections})
 
     def make(self, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
         """Make the trial in a context of this experiment."""

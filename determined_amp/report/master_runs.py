@@ -20,8 +20,7 @@ from determined_amp.experiment.experiment import parse
 from determined_amp.report import ReportError
 from determined_amp.report.page import write_files
 from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
-from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
-from determined_amp.runs.settings import SEED, of_experiment
+from determined_amp.runs.run import SEED, Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Task, Topic, Verb
 
@@ -210,8 +209,7 @@ def _settings(
     try:
         task = Task.of(config)
         trial = task.trial if task else None
-        experiment = parse(config, origin, trial=trial, hyperparameters=hyperparameters)
-        return of_experiment(experiment)
+        return parse(config, origin, trial=trial, hyperparameters=hyperparameters).settings
     except ConfigError as error:
         raise ReportError(
             f"{error}\nallowed: an experiment of determined_amp train, read where its code is"

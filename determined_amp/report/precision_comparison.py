@@ -20,8 +20,7 @@ from scipy import stats  # type: ignore[import-untyped]
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.report.claims import Claim, judge_all
-from determined_amp.runs.run import Run, Spread
-from determined_amp.runs.settings import ACCURACY
+from determined_amp.runs.run import ACCURACY, Run, Spread
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
 WAITS_FOR_DATA = 0.2

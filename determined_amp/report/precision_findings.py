@@ -19,8 +19,7 @@ from determined_amp.report.precision_comparison import (
     speed_ratio,
     summaries,
 )
-from determined_amp.runs.run import Machine, Run, RunState
-from determined_amp.runs.settings import (
+from determined_amp.runs.run import (
     ACCURACY,
     AMP,
     METRIC,
@@ -28,6 +27,9 @@ from determined_amp.runs.settings import (
     SEED,
     SMALLER_IS_BETTER,
     TRIAL,
+    Machine,
+    Run,
+    RunState,
 )
 from determined_amp.search.search_folder import Search
 

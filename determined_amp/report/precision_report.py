@@ -14,8 +14,7 @@ from determined_amp.report import precision_text as text
 from determined_amp.report.precision_comparison import Summary
 from determined_amp.report.precision_figure import draw
 from determined_amp.report.precision_findings import Advice, Findings, advise, find
-from determined_amp.runs.run import Run
-from determined_amp.runs.settings import AMP, TRIAL
+from determined_amp.runs.run import AMP, TRIAL, Run
 from determined_amp.search.search_folder import Search
 
 NAME = "precision"

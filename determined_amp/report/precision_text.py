@@ -20,8 +20,7 @@ from determined_amp.report.precision_comparison import (
     Summary,
 )
 from determined_amp.report.precision_findings import RULE, Advice, Findings
-from determined_amp.runs.run import Run, Spread
-from determined_amp.runs.settings import AMP, BATCH_SIZE
+from determined_amp.runs.run import AMP, BATCH_SIZE, Run, Spread
 
 _CAPTION = (
     "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "

@@ -39,7 +39,6 @@ from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.files import write_whole
 from determined_amp.experiment.yaml_text import dump_yaml
 from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
-from determined_amp.runs.settings import of_experiment
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ class RunFolder:
         write_whole(self.path / "resolved.yaml", dump_yaml(experiment.resolved()))
         part = Part(
             first_batch,
-            of_experiment(experiment),
+            experiment.settings,
             Machine.of_this_process(slots),
             datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             sys.argv,

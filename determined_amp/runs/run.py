@@ -20,10 +20,20 @@ from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.training import LENGTH_UNITS
-from determined_amp.runs.settings import BATCH_SIZE, LENGTH, METRIC, PRECISION, SEED, TRAINING
 
 T = TypeVar("T")
 
+# Settings by their dotted names, see `Experiment.settings`.
+AMP = "hyperparameters.amp"
+PRECISION = f"{AMP}.precision"
+BATCH_SIZE = "hyperparameters.global_batch_size"
+TRAINING = "hyperparameters.training"
+LENGTH = f"{TRAINING}.max_length"
+SEED = "reproducibility.experiment_seed"
+METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
+TRIAL = "hyperparameters.trial"
+
+ACCURACY = "validation_accuracy"
 SCALE = "init_scale"
 
 _UNKNOWN = "unknown"
