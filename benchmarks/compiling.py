@@ -27,8 +27,7 @@ from benchmarks.measured import ROOT, add_folder, cpu_name
 from benchmarks.turns import Turns, by_turns
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.context import trial_context
-from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.local.open_trial import throwaway_core_context, trial_context
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of

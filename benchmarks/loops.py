@@ -16,8 +16,7 @@ from torch.nn import functional
 from benchmarks.turns import BATCHES_PER_TURN, Turns
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.context import trial_context
-from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.local.open_trial import throwaway_core_context, trial_context
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
 from trials.data import images as data

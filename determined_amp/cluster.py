@@ -66,10 +66,6 @@ def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]
 
     If it is wrong, the metadata of the run say so.
 
-    Args:
-        info: Determined's information on the task.
-        trial: `module:Class`, if the configuration does not name it.
-
     Raises:
         ConfigError: naming every mistake.
     """
@@ -148,14 +144,10 @@ def check_task(trial: str | None, *, as_json: bool) -> None:
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
-    """In a task of several slots, replace this process by the launcher.
+    """In a task of several slots, replace this process by the launcher, which runs a command.
 
     Call it after the configuration was checked, so that mistakes are reported once and without the
     launcher's traceback. In a process that a launcher has started, it returns.
-
-    Args:
-        info: Determined's information on the task.
-        command: The command that every rank runs, and its arguments.
     """
     single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
     if single or "RANK" in os.environ:

@@ -16,9 +16,8 @@ from determined_amp.amp.settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
 from determined_amp.runs.run import RunState
-from determined_amp.search.run_trial import FirstBatch, Job, TrialResult, Validation
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.workers import Worker
+from determined_amp.search.workers import FirstBatch, Job, TrialResult, Validation, Worker
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 4

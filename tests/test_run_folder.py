@@ -19,10 +19,11 @@ from determined_amp import __main__ as door
 from determined_amp.experiment.files import write_together
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
+    Resume,
     complete_checkpoints,
     is_of_the_machine,
 )
-from determined_amp.local.run import Resume, _are_finite
+from determined_amp.local.run import _are_finite
 from determined_amp.runs.folder import (
     FolderError,
     FolderInUseError,

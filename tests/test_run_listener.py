@@ -15,8 +15,7 @@ from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
-from determined_amp.search.run_trial import _SearchListener
-from determined_amp.search.workers import SearchGoneError
+from determined_amp.search.workers import SearchGoneError, _SearchListener
 from tests import training
 
 
@@ -31,7 +30,7 @@ class Recorder(RunListener):
         self._stop = stop
         self.told.append(("start", folder.path))
 
-    def on_training(self, first_batch: int, total_batches: int) -> None:
+    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         self.told.append(("training", first_batch, total_batches))
 
     def on_report(self, line: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from determined_amp.cli import search as command
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
 from determined_amp.runs.run import RunState
-from determined_amp.search.run_trial import check_trial
 from determined_amp.search.search_folder import read_search
 from determined_amp.search.search_plan import SearchPlan
 from tests import searching
@@ -87,12 +86,11 @@ def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
     asha = {"searcher.name": "adaptive_asha", "searcher.max_trials": 4}
     asha |= {"searcher.time_metric": "batches", "searcher.max_time": 8}
     asha |= {"searcher.max_length.batches": 8, "min_validation_period.batches": 2}
-    search = plan(*(f"{key}={value}" for key, value in asha.items()))
-    check_trial(search.experiment(0, {"lr": 0.1}), search.task)
+    plan(*(f"{key}={value}" for key, value in asha.items())).check()
     asha["searcher.max_time"] = 16
     longer = plan(*(f"{key}={value}" for key, value in asha.items()))
     with pytest.raises(ConfigError, match=r"max_length: is not searcher\.max_time"):
-        check_trial(longer.experiment(0, {"lr": 0.1}), longer.task)
+        longer.check()
 
 
 def test_trial_is_named_in_the_entrypoint() -> None:

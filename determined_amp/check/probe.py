@@ -26,7 +26,7 @@ from determined_amp.check.record import Record, is_users
 from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
-from determined_amp.local.context import trial_context
+from determined_amp.local.open_trial import trial_context
 from determined_amp.trial.determined_0_38 import (
     SafeController,
     aggregation_frequency,

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.cli.options import configuration_of, is_task, parser_of
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import check, parse, ranges
@@ -55,14 +55,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
     # These import torch, which takes seconds.
-    import determined as det  # noqa: PLC0415
-
     from determined_amp.local import run  # noqa: PLC0415
-    from determined_amp.local.checkpoint_storage import complete_checkpoints  # noqa: PLC0415
+    from determined_amp.local.checkpoint_storage import (  # noqa: PLC0415
+        Resume,
+        complete_checkpoints,
+    )
     from determined_amp.runs.folder import RunFolder  # noqa: PLC0415
 
     config = parse(raw, options.config, trial=options.trial)
-    resume = run.Resume.latest(Path(options.resume)) if options.resume else None
+    resume = Resume.latest(Path(options.resume)) if options.resume else None
 
     def choose_folder() -> RunFolder:
         folder = named_folder()
@@ -86,12 +87,7 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
         return folder
 
     with ExitStack() as held:
-        try:
-            run.train(config, choose_folder, resume)
-        except SystemExit as left:  # InvalidHP exits with 0, so that a search goes on
-            if not isinstance(left.__context__, det.InvalidHP):
-                raise
-            raise UserError(str(left.__context__)) from left
+        run.train(config, choose_folder, resume)
     return 0
 
 

@@ -92,12 +92,7 @@ def faults_of_the_trial() -> Iterator[None]:
 
 
 def exit_status(run: Callable[[], int], before: str) -> int:
-    """The result of `run`, or 2 after a `UserError`, which is printed without a traceback.
-
-    Args:
-        run: The program; returns its exit status.
-        before: Text before the error's message.
-    """
+    """The result of `run`, or 2 after a `UserError`, which is printed after the text `before`."""
     try:
         return run()
     except UserError as error:

@@ -291,11 +291,6 @@ def check(config: Mapping[str, Any], source: str, *, trial: str | None = None) -
     A command calls it before it imports torch, so that a mistake is named at once. `parse` checks
     the rest.
 
-    Args:
-        config: The experiment configuration.
-        source: Where it comes from, for the error message.
-        trial: See `parse`.
-
     Raises:
         ConfigError: naming every mistake.
     """
@@ -481,13 +476,7 @@ def _read_known(hyperparameters: Mapping[str, Any], problems: list[str]) -> _Kno
 
 
 def _with_trial(experiment: Experiment[Any], key: str, source: str) -> Experiment[Any]:
-    """Import the trial, and check the sections that only it knows.
-
-    Args:
-        experiment: What is known without the trial.
-        key: The key that names the trial.
-        source: Where the configuration comes from, for the error message.
-    """
+    """Import the trial, and check the sections that only it knows."""
     from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 
     try:

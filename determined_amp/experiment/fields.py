@@ -105,11 +105,6 @@ def read(
 def read_section(cls: type[T], raw: object, path: str) -> T:
     """Build `cls` from one section of a configuration.
 
-    Args:
-        cls: See `read`.
-        raw: The section.
-        path: Dotted name of the section, for messages.
-
     Raises:
         ConfigError: naming every mistake.
     """

@@ -40,11 +40,7 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 
 
 def in_precision(config: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
-    """An experiment configuration with another precision.
-
-    Args:
-        config: The configuration, with or without a section `hyperparameters.amp`.
-        precision: The value of a `Precision`; None changes nothing.
+    """A configuration with the value of a `Precision`; None changes nothing.
 
     Raises:
         ConfigError: if `hyperparameters.amp` is something else than a section.

@@ -60,13 +60,7 @@ def has_our_form(hyperparameters: object) -> bool:
 def read_plan(
     config: Mapping[str, Any], hyperparameters: Mapping[str, Any], problems: list[str]
 ) -> Plan | None:
-    """The plan of an experiment, or None if it has a mistake.
-
-    Args:
-        config: The experiment configuration.
-        hyperparameters: The hyperparameters of the trial.
-        problems: The mistakes are appended.
-    """
+    """The plan of an experiment, or None if it has a mistake."""
     if has_our_form(hyperparameters):
         return _read_ours(config, hyperparameters, problems)
     return _read_determineds(config, hyperparameters, problems)

@@ -29,10 +29,6 @@ def load_yaml(text: str, source: str) -> Any:
     Determined reads YAML 1.2: `1e-4` is a number, `032` is 32, `yes` and `1:30` are text, and a key
     that occurs twice is an error. PyYAML reads YAML 1.1, which differs in each of these.
 
-    Args:
-        text: The YAML.
-        source: Its file or key, for the error message.
-
     Raises:
         ConfigError: if it is not YAML, or contains something that a configuration cannot: a date,
             a key that is not text, a section within itself.

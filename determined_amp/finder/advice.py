@@ -66,13 +66,7 @@ class FinderRun:
 
 
 def run_now(name: str, device: torch.device, **others: Any) -> FinderRun:
-    """A `FinderRun` on `device`, with today's date and this version of torch.
-
-    Args:
-        name: Name of the experiment.
-        device: The device of the passes.
-        others: The fields of `FinderRun` that follow `date`.
-    """
+    """A `FinderRun` on `device`, with today's date, this version of torch, and `others`."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return FinderRun(name, DeviceSupport.of(device).name, torch.__version__, today, **others)
 
@@ -119,10 +113,6 @@ class FoundScale:
     @staticmethod
     def from_json(document: Any, source: str) -> FoundScale:
         """Build a `FoundScale` from the JSON that `as_json` returned.
-
-        Args:
-            document: A parsed JSON document.
-            source: Where it was read from, for the error message.
 
         Raises:
             LossScaleError: if the document is not a finding.

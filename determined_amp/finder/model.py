@@ -69,14 +69,7 @@ def find_loss_scale(
 
 
 class LossBatch(FrozenBatch):
-    """One batch for a loss function.
-
-    Args:
-        model: The model whose parameters get the gradients.
-        loss_fn: Runs the forward of a batch and returns the loss.
-        batch: The batch, on the device.
-        device: The device for autocast and the scaler.
-    """
+    """One batch for a loss function."""
 
     def __init__(
         self,

@@ -187,11 +187,7 @@ def observe(
 ) -> Observation:
     """Run each batch forward and backward once in float16; the result covers all slots.
 
-    Args:
-        context: The trial's context.
-        batches: The batches of `prediction`.
-        scale_log2: log2 of the loss scale.
-        prediction: Tells which values are 0 without a flush.
+    The prediction tells which values are 0 without a flush.
 
     Raises:
         LossScaleError: if the backward made no float16 tensor.

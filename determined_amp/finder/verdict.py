@@ -162,10 +162,7 @@ def choice_of(low: int, top: int) -> int:
 def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
     """Find the loss scale to start with, see `choice_of`, and verify it in float16.
 
-    Args:
-        context: The models and processes of the passes.
-        batches: Training batches.
-        sweep: Also measure every shown scale in float16.
+    With `sweep` also measure every shown scale in float16.
 
     Raises:
         LossScaleError: if there is nothing to scale.

@@ -20,11 +20,6 @@ def audit_here(
 ) -> tuple[Audit, Precision | None]:
     """Train one batch here, in Determined's loop and without writing files.
 
-    Args:
-        config: The experiment configuration.
-        source: Where it comes from, for the error message.
-        trial: `module:Class`, if the configuration does not name it.
-
     Returns:
         The audit of the batch, and the precision that the trial asks for. The precision is None
         for a trial without a `MixedPrecision`; then nothing is judged.

@@ -6,6 +6,7 @@ The newest, the best and the newest one with finite weights are kept.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import traceback
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ from determined import core
 from determined.common import storage
 
 from determined_amp.local.run_listener import LocalReports
-from determined_amp.trial.checkpoint import CheckpointError, read_without_code, restoring
+from determined_amp.trial.checkpoint import (
+    CheckpointError,
+    check_bytes,
+    read_without_code,
+    restoring,
+)
+
+logger = logging.getLogger(__name__)
 
 # Packages that write into a run folder. An error of a file that is open does not name the file.
 _WRITERS = ("determined_amp", "determined", "tensorboard")
@@ -195,6 +204,41 @@ def check_state(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
         batches = read_without_code(file).get("batches_trained")
     if batches != metadata["steps_completed"]:
         raise CheckpointError(f"{checkpoint}: {_STATE} is damaged: it is not of these batches")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run continues from."""
+
+    checkpoint: str  # name of the checkpoint in the run folder
+    batches: int  # number of batches trained before it
+
+    @staticmethod
+    def latest(folder: Path) -> Resume:
+        """The newest checkpoint of a run folder that is whole and has finite weights.
+
+        Warns of each newer checkpoint that it passes over.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        passed_over = []
+        for checkpoint in sorted((folder / "checkpoints").glob("batch-*"), reverse=True):
+            try:
+                metadata = read_metadata(checkpoint)
+                check_bytes(checkpoint)
+                check_state(checkpoint, metadata)
+                if metadata.get("finite", True):
+                    return Resume(checkpoint.name, metadata["steps_completed"])
+                reason = f"{checkpoint}: its weights are not finite"
+            except CheckpointError as error:
+                reason = str(error)
+            logger.warning("%s; trying the checkpoint before it", reason)
+            passed_over.append(reason)
+        reasons = f": {'; '.join(passed_over)}" if passed_over else ""
+        raise CheckpointError(
+            f"{folder}: no checkpoint to resume from{reasons}; start a new run instead"
+        )
 
 
 def _metadata_or_none(checkpoint: Path) -> dict[str, Any] | None:

@@ -67,13 +67,7 @@ def progress_bar(console: Console, unit: str) -> Progress:
 
 
 class Display(RunListener):
-    """Shows one run.
-
-    Args:
-        title: Name of the run.
-        console: Where to print.
-        metric: The searcher's metric, which is always shown.
-    """
+    """Shows one run."""
 
     def __init__(self, title: str, console: Console, metric: str | None = None) -> None:
         self._title = title
@@ -91,7 +85,7 @@ class Display(RunListener):
                 "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"
             )
 
-    def on_training(self, first_batch: int, total_batches: int) -> None:
+    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Show a bar until the run ends."""
         self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()

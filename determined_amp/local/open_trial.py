@@ -1,7 +1,9 @@
-"""Makes a trial for an audit or a measurement: in one process, without a run folder."""
+"""Makes a trial on this machine, and for a measurement the context of a run without a folder."""
 
 from __future__ import annotations
 
+import copy
+import random
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,15 +11,73 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import determined as det
+import numpy as np
+import torch
 from determined import core, pytorch
 
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.experiment.errors import faults_of_the_trial
-from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.local.checkpoint_storage import LocalCheckpoints
-from determined_amp.local.context import trial_context
-from determined_amp.local.run import Resume
+from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
+from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
+from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
+from determined_amp.trial.determined_0_38 import average_by_default
 from determined_amp.trial.unmodified import trial_of
+
+
+class InvalidTrialError(UserError):
+    """The hyperparameters of a trial cannot train: a result of its search, and no failure."""
+
+
+@contextmanager
+def invalid_told() -> Iterator[None]:
+    """Raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an InvalidHP."""
+    try:
+        yield
+    except SystemExit as left:
+        if not isinstance(left.__context__, det.InvalidHP):
+            raise
+        raise InvalidTrialError(str(left.__context__)) from left
+
+
+def outcome(error: BaseException) -> tuple[RunState, str]:
+    """How a run ends that an error ends, and why."""
+    if isinstance(error, (det.InvalidHP, InvalidTrialError)):
+        return RunState.INVALID, str(error)
+    if isinstance(error, UserError):
+        return RunState.FAILED, str(error)
+    return RunState.FAILED, ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def trial_context(
+    core_context: core.Context, experiment: Experiment[Any], first_batch: int = 0
+) -> pytorch.PyTorchTrialContext:
+    """Set the seeds, and make the context of a run that has trained `first_batch` batches.
+
+    Raises:
+        ConfigError: if the batch does not divide among the processes.
+    """
+    processes = core_context.distributed
+    wrong = list(indivisible_batch(experiment.global_batch_size, processes.size))
+    if wrong:
+        raise ConfigError(experiment.name, wrong)
+    for set_seed in (random.seed, np.random.seed, torch.random.manual_seed):
+        set_seed(experiment.seed)
+    context = pytorch.PyTorchTrialContext(
+        core_context=core_context,
+        hparams=copy.deepcopy(dict(experiment.hyperparameters)),
+        exp_conf=copy.deepcopy(dict(experiment.config)),
+        trial_seed=experiment.seed,
+        aggregation_frequency=experiment.aggregation_frequency,
+        slots_per_trial=processes.size,
+        num_gpus=torch.cuda.device_count(),  # Determined would count all GPUs of nvidia-smi
+        steps_completed=first_batch,
+        managed_training=True,
+        debug_enabled=False,
+    )
+    average_by_default(context, experiment.plan.average_aggregated_gradients)
+    return context
 
 
 @dataclass(frozen=True)
@@ -49,7 +109,7 @@ def open_trial(
     experiment = parse(config, source, trial=trial)
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
-    with throwaway_core_context(parent) as core_context:
+    with invalid_told(), throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
         with faults_of_the_trial():
             yield OpenTrial(trial_of(experiment, context), context, name, experiment)

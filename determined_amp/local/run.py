@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import determined as det
 import torch
 from determined import core, util
 from determined.common import detignore
@@ -27,19 +25,17 @@ from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
-    check_state,
+    Resume,
     disk_errors_told,
     is_of_the_machine,
-    read_metadata,
 )
-from determined_amp.local.context import trial_context
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
+from determined_amp.local.open_trial import invalid_told, outcome, trial_context
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import Run, RunState
-from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by, epoch_length
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
@@ -47,52 +43,11 @@ from determined_amp.trial.unmodified import trial_of
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Resume:
-    """The checkpoint that a run continues from."""
-
-    checkpoint: str  # name of the checkpoint in the run folder
-    batches: int  # number of batches trained before it
-
-    @staticmethod
-    def latest(folder: Path) -> Resume:
-        """The newest checkpoint of a run folder that is whole and has finite weights.
-
-        Warns of each newer checkpoint that it passes over.
-
-        Raises:
-            CheckpointError: if there is none.
-        """
-        passed_over = []
-        for checkpoint in sorted((folder / "checkpoints").glob("batch-*"), reverse=True):
-            try:
-                metadata = read_metadata(checkpoint)
-                check_bytes(checkpoint)
-                check_state(checkpoint, metadata)
-                if metadata.get("finite", True):
-                    return Resume(checkpoint.name, metadata["steps_completed"])
-                reason = f"{checkpoint}: its weights are not finite"
-            except CheckpointError as error:
-                reason = str(error)
-            logger.warning("%s; trying the checkpoint before it", reason)
-            passed_over.append(reason)
-        said = f": {'; '.join(passed_over)}" if passed_over else ""
-        raise CheckpointError(
-            f"{folder}: no checkpoint to resume from{said}; start a new run instead"
-        )
-
-
 class RunRecorder(RunListener):
-    """Records in the run folder what is trained and, unless it is killed, how the run ended.
+    """Writes the record and the reports of a run into its folder.
 
-    A resume changes nothing in the folder before its training starts, so a refused resume
-    leaves the run as it was.
-
-    Args:
-        experiment: What the run trains.
-        resumed: Whether it continues an earlier process.
-        batches: Number of batches that earlier processes trained.
-        slots: Number of processes.
+    A resume changes nothing there before its training starts, so a refused resume leaves the run as
+    it was.
     """
 
     def __init__(
@@ -110,7 +65,7 @@ class RunRecorder(RunListener):
             folder.forget_metrics_after(0)
             folder.describe(self._experiment, slots=self._slots)
 
-    def on_training(self, first_batch: int, total_batches: int) -> None:
+    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         self._total = total_batches
         if self._resumed:
             self._folder.forget_metrics_after(first_batch)
@@ -120,46 +75,33 @@ class RunRecorder(RunListener):
             _warn_of_changes(run)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
+        self._folder.append_metrics(line)
         self._batches = line["batches"]
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record how this block ends, before the other listeners are notified: they may fail."""
-        try:
-            yield
-        except BaseException as error:
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        if error is not None and self._total is None:
             folder = self._folder.path
-            told = isinstance(error, UserError) or is_of_the_machine(error, folder)
-            if self._total is None and told:
+            if isinstance(error, UserError) or is_of_the_machine(error, folder):
                 self._folder.discard()  # nothing has been trained: there is no run
-                if not folder.exists():
-                    raise
             # A resume that fails before it trains does not change how the run ended.
-            if self._total is not None or not self._resumed:
-                self._record(*self._after(error))
-            raise
-        if self._stop.obeyed:
-            self._record(RunState.STOPPED, self._stop.reason)
-        elif self._total is not None and self._batches < self._total:
-            self._record(RunState.STOPPED, "the trial asked to stop")
-        else:
-            self._record(RunState.COMPLETED, "")
+            if self._resumed or not folder.exists():
+                return
+        try:
+            self._folder.end(*self._ended(error))
+        except OSError as lost:  # a full disk may have ended the run itself
+            logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
 
-    def _after(self, error: BaseException) -> tuple[RunState, str]:
+    def _ended(self, error: BaseException | None) -> tuple[RunState, str]:
         left = isinstance(error, SystemExit) and self._stop.requested
         if left or isinstance(error, KeyboardInterrupt):
             return RunState.STOPPED, self._stop.reason
-        if isinstance(error, UserError):
-            return RunState.FAILED, str(error)
-        if isinstance(error, det.InvalidHP):
-            return RunState.INVALID, str(error)
-        return RunState.FAILED, ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-    def _record(self, state: RunState, reason: str) -> None:
-        try:
-            self._folder.end(state, reason)
-        except OSError as lost:  # a full disk may have ended the run itself
-            logger.warning("%s: how the run ended is not recorded: %s", self._folder.path, lost)
+        if error is not None:
+            return outcome(error)
+        if self._stop.obeyed:
+            return RunState.STOPPED, self._stop.reason
+        if self._total is not None and self._batches < self._total:
+            return RunState.STOPPED, "the trial asked to stop"
+        return RunState.COMPLETED, ""
 
 
 def _warn_of_changes(run: Run) -> None:
@@ -170,9 +112,9 @@ def _warn_of_changes(run: Run) -> None:
         for name, values in run.changed.items()
         if values[-2][1] != values[-1][1]
     )
-    said = "; ".join(changes)
-    if said:
-        logger.warning("the resume after %d batches changed %s", first, said)
+    changed = "; ".join(changes)
+    if changed:
+        logger.warning("the resume after %d batches changed %s", first, changed)
 
 
 class LocalController(SafeController):
@@ -226,8 +168,7 @@ class LocalController(SafeController):
                 f"{self.start_from_batch} are trained; allowed: at least as many"
             )
         for listener in self._listeners:
-            listener.on_epoch_length(epoch)
-            listener.on_training(self.start_from_batch, total)
+            listener.on_training(self.start_from_batch, total, epoch)
         after_first_batch(self.trial, self._notify_of_first_batch)
         super()._run()
 
@@ -247,8 +188,8 @@ def train(
     experiment: Experiment[Any],
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
-    *,
     listeners: Sequence[RunListener] = (),
+    *,
     show: bool = True,
 ) -> RunFolder:
     """Train to the end, or until a signal stops the run.
@@ -268,11 +209,13 @@ def train(
         ConfigError: if the batch does not divide among the processes, or the experiment has no
             length.
         DiskError: if a file of the run cannot be read or written.
+        InvalidTrialError: if the hyperparameters cannot train.
         PrecisionError: if the device only emulates the precision.
     """
     first_batch = resume.batches if resume else 0
     length = experiment.max_length
     with (
+        invalid_told(),
         process_group() as processes,
         StopOnSignal(processes).listening() as stop,
     ):
@@ -297,13 +240,11 @@ def train(
                 train=reports or core.DummyTrainContext(folder.tensorboard),
             )
             logged = logging_to(folder.log if chief else None, console)
-            recorded = recorder.recording() if chief else nullcontext()
             loop = partial(LocalController, experiment, length, notified, first_batch)
             with (
                 logged,
                 core_context,
                 _notifying(notified, folder, stop),
-                recorded,
                 faults_of_the_trial(),
                 controlled_by(loop),
             ):
@@ -320,18 +261,18 @@ def train(
 def _notifying(
     listeners: Sequence[RunListener], folder: RunFolder, stop: StopOnSignal
 ) -> Iterator[None]:
-    """Notify listeners that the run starts and ends; the first to start is the last to end."""
-
-    def end(
-        listener: RunListener, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        listener.on_end(error, stopped=stop.obeyed)
-
-    with ExitStack() as started:
+    """Notify listeners that the run starts and ends; the end, too, of the first one first."""
+    started: list[RunListener] = []
+    try:
         for listener in listeners:
             listener.on_start(folder, stop)
-            started.push(partial(end, listener))
+            started.append(listener)
         yield
+    finally:
+        error = sys.exc_info()[1]
+        with ExitStack() as ends:
+            for listener in reversed(started):
+                ends.callback(listener.on_end, error, stopped=stop.obeyed)
 
 
 def _are_finite(models: Sequence[nn.Module]) -> bool:

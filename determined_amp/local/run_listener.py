@@ -1,4 +1,4 @@
-"""Receives the reports of a local run instead of a master: stores them and tells listeners."""
+"""The events of a local run, and the reports among them, which Determined gives to a master."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RunListener:
             stop: Set its `requested` to stop the run at its next report, with a checkpoint.
         """
 
-    def on_training(self, first_batch: int, total_batches: int) -> None:
-        """The loop starts; `first_batch` of `total_batches` batches are trained already."""
+    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
+        """The loop starts; `first_batch` of `total_batches` batches are trained already.
 
-    def on_epoch_length(self, batches: int) -> None:
-        """Called before `on_training`, with the batches of one epoch on one slot."""
+        An epoch has `epoch_batches` batches on one slot.
+        """
 
     def on_first_batch(self) -> None:
         """The first batch of this process was trained: data, model and kernels are there."""
@@ -40,7 +40,7 @@ class RunListener:
         """The trial has set its status, a text."""
 
     def on_report(self, line: Mapping[str, Any]) -> None:
-        """A line was added to `metrics.jsonl`: the metrics, their `group`, and `batches`."""
+        """The loop has reported: a line has the metrics, their `group`, and `batches`."""
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         """The run has ended.
@@ -67,12 +67,12 @@ def after_first_batch(trial: pytorch.PyTorchTrial, notify: Callable[[], None]) -
 
 
 class LocalReports(core.DummyTrainContext):
-    """Determined's train context, which writes reports into a run folder and tells listeners.
+    """Determined's train context, which notifies the listeners and knows the best validation.
 
     Only the chief reports; the other ranks get a plain `core.DummyTrainContext`.
 
     Args:
-        folder: Folder for `metrics.jsonl` and the event files.
+        folder: The run folder; Determined writes its event files there.
         experiment: Has the metric that ranks checkpoints, and whether smaller is better.
         listeners: Receive every event.
         first_batch: Number of batches that earlier processes trained. Later reports in the folder
@@ -87,7 +87,6 @@ class LocalReports(core.DummyTrainContext):
         first_batch: int,
     ) -> None:
         super().__init__(tensorboard_path=folder.tensorboard)
-        self._folder = folder
         self._listeners = listeners
         self._metric = experiment.platform.searcher.metric
         self._smaller_is_better = experiment.platform.searcher.smaller_is_better
@@ -120,7 +119,6 @@ class LocalReports(core.DummyTrainContext):
     ) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
         line = {"group": "", **numbers} | {"group": group, "batches": steps_completed}
-        self._folder.append_metrics(line)
         for listener in self._listeners:
             listener.on_report(line)
         if group == "validation":

@@ -96,10 +96,7 @@ class RunError(UserError):
 
 
 class RunFolder:
-    """Paths and files of one run.
-
-    Args:
-        path: The folder; it is made if it does not exist.
+    """Paths and files of one run; the folder is made if it does not exist.
 
     Raises:
         FolderError: if it cannot be made.
@@ -190,10 +187,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
-        """Keep other processes from writing here inside this block.
-
-        Args:
-            wait: Whether to wait for another process to finish.
+        """Keep other processes from writing here inside this block, see `lock`.
 
         Raises:
             FolderInUseError: if another process writes here.
@@ -256,9 +250,7 @@ def trial_folder(search: Path, number: int) -> Path:
 def read_trials(search: Path, left_out: list[str]) -> Iterator[Run]:
     """The trials of the search in a folder, in the order of their numbers.
 
-    Args:
-        search: The folder.
-        left_out: Gets a sentence for each trial whose record is damaged.
+    `left_out` gets a sentence for each trial whose record is damaged.
     """
     for folder in sorted((search / "trials").glob("[0-9]*")):
         if (folder / _RECORD).exists():

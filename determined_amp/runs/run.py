@@ -154,11 +154,7 @@ class Spread:
 
 
 class Thinned(Generic[T]):
-    """Items of a stream, evenly spaced, and always the last one.
-
-    Args:
-        most: Keep at most this many besides the last; all of a shorter stream are kept.
-    """
+    """At most so many items of a stream, evenly spaced, and its last one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -405,12 +401,6 @@ def judged(
     A run that has validated after its last batch has completed, even if it was killed before it
     recorded that. One whose last validation is not finite has failed: the searcher's metric decides
     where it was reported, any metric elsewhere.
-
-    Args:
-        state: Its recorded state.
-        reason: The recorded reason.
-        settings: Its settings; empty if unknown.
-        reports: Its reports.
     """
     unit = next((u for u in LENGTH_UNITS if settings.get(f"{LENGTH}.{u}") is not None), "batches")
     length = settings.get(f"{LENGTH}.{unit}", math.inf)

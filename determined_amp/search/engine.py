@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import optuna
 from rich.console import Console
 
 from determined_amp.amp.errors import ConfigError, UserError
@@ -21,7 +20,6 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import FolderError, fresh_folder, lock
 from determined_amp.runs.run import RunState
-from determined_amp.search.run_trial import FirstBatch, Validation, check_trial
 from determined_amp.search.search_display import SearchDisplay
 from determined_amp.search.search_folder import (
     read_config,
@@ -31,11 +29,10 @@ from determined_amp.search.search_folder import (
 )
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
-from determined_amp.search.workers import Worker
+from determined_amp.search.workers import FirstBatch, Validation, Worker
 
 # After this many failures in a row for the same reason, the other trials would fail, too.
 SAME_FAILURES = 3
-
 
 # Seconds that a trial gets to save a checkpoint when the time is up; then it is killed.
 GRACE = 15.0
@@ -63,62 +60,8 @@ def run_search(
     Raises:
         UserError: if it cannot start, cannot continue, or no trial has a result.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = resume or _new_folder(str(search), overrides, workers)
     plan = SearchPlan(read_config(folder))
-    with lock(folder, "this search"), storing(folder):
-        return _run(folder, plan, workers)
-
-
-def _new_folder(search: str, overrides: Sequence[str], workers: int) -> Path:
-    """The folder of a new search, after checking the YAML."""
-    config = with_overrides(read_yaml(search), overrides)
-    _check(config, search)
-    folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
-    try:
-        with storing(folder):
-            write_config(folder, config, workers)
-            create_study(folder, config)
-    except (OSError, StudyError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise FolderError(f"{folder}: cannot be written: {error}") from error
-    return folder
-
-
-def _check(config: Mapping[str, Any], source: str) -> None:
-    """Raise for mistakes that many trials would share, before the first trial starts."""
-    try:
-        plan = SearchPlan(config)
-        for probe in plan.space.probes():
-            check_trial(plan.experiment(0, plan.space.nested(probe)), plan.task)
-    except ConfigError as error:
-        raise ConfigError(source, error.problems) from error
-
-
-def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> bool:
-    """Run the trials of a new comparison, one at a time.
-
-    Args:
-        folder: The folder of the comparison.
-        search: Its configuration.
-        time_limit: Seconds after which it stops as if by a signal.
-
-    Returns:
-        Whether it was stopped.
-    """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    plan = SearchPlan(write_config(folder, search, workers=1))
-    create_study(folder, search)
-    display = SearchDisplay(Console(), plan, folder)
-    engine = Engine(SearchStudy(plan, folder), display, 1, time_limit)
-    stored = storing(folder)
-    with lock(folder, "this search"), stored, display.bar(), on_stop_signals(engine.on_signal):
-        engine.run()
-    _check_machine(engine, folder)
-    return engine.stopping
-
-
-def _run(folder: Path, plan: SearchPlan, workers: int) -> int:
     display = SearchDisplay(Console(), plan, folder)
     before = workers_of(plan.search)
     if plan.compares and workers != before:
@@ -128,12 +71,7 @@ def _run(folder: Path, plan: SearchPlan, workers: int) -> int:
         )
     if plan.compares and workers > 1:
         display.warn_of_sharing(workers)
-    if workers > before:  # from now on the speeds of its trials do not count
-        write_config(folder, plan.search, workers)
-    engine = Engine(SearchStudy(plan, folder), display, workers)
-    with display.bar(), on_stop_signals(engine.on_signal):
-        engine.run()
-    _check_machine(engine, folder)
+    engine = _run(folder, plan, display, workers)
     failure = engine.common_failure
     ended = read_search(folder)
     empty = not engine.stopping and not ended.ranked()
@@ -146,12 +84,57 @@ def _run(folder: Path, plan: SearchPlan, workers: int) -> int:
     return 1 if ended.failed() else 0
 
 
-def _check_machine(engine: Engine, folder: Path) -> None:
+def _new_folder(search: str, overrides: Sequence[str], workers: int) -> Path:
+    """The folder of a new search, after checking the YAML."""
+    config = with_overrides(read_yaml(search), overrides)
+    try:
+        SearchPlan(config).check()
+    except ConfigError as error:
+        raise ConfigError(search, error.problems) from error
+    folder = fresh_folder(Path("runs"), str(config.get("name", "search")))
+    try:
+        with storing(folder):
+            create_study(folder, write_config(folder, config, workers))
+    except (OSError, StudyError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise FolderError(f"{folder}: cannot be written: {error}") from error
+    return folder
+
+
+def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> bool:
+    """Run the trials of a new comparison, one at a time; whether a signal or the time stopped it.
+
+    Args:
+        folder: The folder of the comparison.
+        search: Its configuration.
+        time_limit: Seconds after which it stops as if by a signal.
+    """
+    plan = SearchPlan(write_config(folder, search, workers=1))
+    create_study(folder, search)
+    display = SearchDisplay(Console(), plan, folder)
+    return _run(folder, plan, display, 1, time_limit).stopping
+
+
+def _run(
+    folder: Path,
+    plan: SearchPlan,
+    display: SearchDisplay,
+    workers: int,
+    time_limit: float | None = None,
+) -> Engine:
+    """Run all trials of the search in a folder."""
+    with lock(folder, "this search"), storing(folder):
+        if workers > workers_of(plan.search):  # from now on the speeds of its trials do not count
+            write_config(folder, plan.search, workers)
+        engine = Engine(SearchStudy(plan, folder), display, workers, time_limit)
+        with display.bar(), on_stop_signals(engine.on_signal):
+            engine.run()
     if engine.blocked is not None:
         raise SearchError(
             f"{engine.blocked}; the search stopped, and its open trials continue with: python -m "
             f"determined_amp search --resume {folder}"
         )
+    return engine
 
 
 class Engine:

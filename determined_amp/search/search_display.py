@@ -36,13 +36,7 @@ _MOST_ROWS = 30
 
 
 class SearchDisplay:
-    """Shows one search.
-
-    Args:
-        console: Where to print.
-        plan: The search.
-        folder: The search folder.
-    """
+    """Shows one search."""
 
     def __init__(self, console: Console, plan: SearchPlan, folder: Path) -> None:
         self._console = console

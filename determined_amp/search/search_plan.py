@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,18 +13,101 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from determined_amp.amp.errors import ConfigError, Problem
+from determined_amp.amp.settings import setting
 from determined_amp.experiment.dotted import value_at
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
-from determined_amp.search.searcher_settings import Method, SearcherSettings, read_searcher
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, Searcher, parse
+from determined_amp.experiment.fields import read
+from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task, Topic, Verb
+from determined_amp.search.task import Task, Topic, Verb, check_score
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would log every study and trial
+
+
+class Method(str, enum.Enum):
+    """How the points of a search are chosen."""
+
+    SINGLE = "single"
+    RANDOM = "random"
+    GRID = "grid"
+    ADAPTIVE_ASHA = "adaptive_asha"
+
+
+class Mode(enum.Enum):
+    """How many brackets `adaptive_asha` has on a cluster: one, half of them, or all."""
+
+    AGGRESSIVE = "aggressive"
+    STANDARD = "standard"
+    CONSERVATIVE = "conservative"
+
+
+_COMMON = {"name", "metric", "smaller_is_better"}
+_TAKES = {
+    Method.SINGLE: _COMMON,
+    Method.GRID: _COMMON | {"max_concurrent_trials"},
+    Method.RANDOM: _COMMON | {"max_concurrent_trials", "max_trials"},
+    Method.ADAPTIVE_ASHA: _COMMON
+    | {"max_concurrent_trials", "max_trials", "time_metric", "max_time"}
+    | {"mode", "divisor", "max_rungs"},
+}
+_NEEDS = {
+    Method.RANDOM: ("max_trials",),
+    Method.ADAPTIVE_ASHA: ("max_trials", "time_metric", "max_time"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearcherSettings(Searcher):
+    """The `searcher` section of a search; the names are Determined's."""
+
+    name: Method = setting()
+    metric: str = setting()
+    max_trials: int | None = setting(None, at_least=1)
+    # Used on a cluster only; elsewhere `--workers` sets it.
+    max_concurrent_trials: int = setting(16, at_least=0)
+    time_metric: str | None = setting(None)  # unit of `max_time`: `batches` or `epochs`
+    max_time: int | None = setting(None, at_least=1)  # length of a trial that is not stopped early
+    # Used on a cluster only; elsewhere all trials are compared with each other.
+    mode: Mode = setting(Mode.STANDARD)
+    divisor: int = setting(4, at_least=2)  # one in this many trials continues at a rung
+    max_rungs: int = setting(5, at_least=1)  # largest number of rungs, the end of a trial included
+
+    def first_rung(self) -> int:
+        """The length, in `time_metric`, at which `adaptive_asha` first compares trials.
+
+        Each following rung is `divisor` times as long. A trial that is not stopped reaches
+        `max_time`. Without early stopping there is one rung, at the end.
+        """
+        if self.max_time is None or self.max_trials is None:
+            return 1
+        rungs, most = 1, min(self.max_time, self.max_trials)
+        while rungs < self.max_rungs and self.divisor**rungs <= most:
+            rungs += 1
+        return max(int(self.max_time // self.divisor ** (rungs - 1)), 1)
+
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+        takes = _TAKES[self.name]
+        for key in sorted(given - takes):
+            yield key, f"given, but {self.name.value} takes only {', '.join(sorted(takes))}"
+        for key in _NEEDS.get(self.name, ()):
+            if getattr(self, key) is None:
+                yield key, f"missing; {self.name.value} needs it"
+        if self.time_metric not in (None, *LENGTH_UNITS):
+            yield "time_metric", f"got {self.time_metric}; allowed: {' or '.join(LENGTH_UNITS)}"
+
+
+def read_searcher(raw: object, problems: list[str]) -> SearcherSettings | None:
+    """The `searcher` section; None after appending its mistakes to `problems`."""
+    if isinstance(raw, Mapping) and raw.get("bracket_rungs"):
+        problems.append(Problem("searcher.bracket_rungs", "is not supported; use max_rungs"))
+        return None
+    if isinstance(raw, Mapping):  # the length of a trial in Determined's own form
+        raw = {key: value for key, value in raw.items() if key != "max_length"}
+    return read(SearcherSettings, raw, "searcher", problems)
 
 
 class SearchPlan:
     """A search, read from its YAML.
-
-    Args:
-        search: The content of the YAML.
 
     Raises:
         ConfigError: naming every mistake in its searcher and its spaces.
@@ -54,6 +139,21 @@ class SearchPlan:
         self.task: Task = task
         self.settings: SearcherSettings = settings
         self._seed: int = int(seed or 0)
+
+    def check(self) -> None:
+        """Check the trials at the ends of all ranges: many others would share their mistakes.
+
+        Raises:
+            ConfigError: naming every mistake of the first trial that has one.
+        """
+        for probe in self.space.probes():
+            experiment = self.experiment(0, self.space.nested(probe))
+            if self.task.verb is Verb.SCORE:
+                check_score(experiment)
+                continue
+            problems = list(unequal_lengths(experiment, self.settings))
+            if problems:
+                raise ConfigError("search", problems)
 
     @property
     def compares(self) -> bool:
@@ -89,14 +189,10 @@ class SearchPlan:
         return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
 
     def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment[Any]:
-        """The experiment of a trial.
+        """The experiment of a trial, with nested values of its hyperparameters.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from `experiment_seed`.
         The platform does the same, but draws other numbers. All scored trials share one seed.
-
-        Args:
-            number: Number of the trial.
-            sampled: A value for every hyperparameter of the search, nested.
 
         Raises:
             ConfigError: naming every mistake.
@@ -115,6 +211,27 @@ class SearchPlan:
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's number."""
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
+
+
+def unequal_lengths(experiment: Experiment[Any], searcher: SearcherSettings) -> Iterator[Problem]:
+    """Problems of a trial that `adaptive_asha` cannot compare with others; the platform only warns.
+
+    Its length must be `max_time`, and its first validation not after the first rung.
+    """
+    place, training = "hyperparameters.training", experiment.training
+    if searcher.time_metric is None:
+        return
+    unit, first = searcher.time_metric, searcher.first_rung()
+    if getattr(experiment.max_length, unit) != searcher.max_time:
+        text = f"is not searcher.max_time; allowed: {{{unit}: {searcher.max_time}}}"
+        yield Problem(f"{place}.max_length", text)
+    period = getattr(training.validation_period, unit, None)
+    if period is None or period > first:
+        text = (
+            f"adaptive_asha first compares trials after {first} {unit}; allowed: "
+            f"{{{unit}: {first}}} or less"
+        )
+        yield Problem(f"{place}.validation_period", text)
 
 
 def _task_here(search: Mapping[str, Any], problems: list[str]) -> Task | None:

@@ -23,10 +23,9 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.runs.folder import RunFolder, read_record, read_run, trial_folder
 from determined_amp.runs.run import Run, RunState
-from determined_amp.search.run_trial import Job, TrialResult, Validation
 from determined_amp.search.search_folder import STUDY_FILE, result
-from determined_amp.search.search_plan import SearchPlan
-from determined_amp.search.searcher_settings import Method
+from determined_amp.search.search_plan import Method, SearchPlan
+from determined_amp.search.workers import Job, TrialResult, Validation
 
 _SCALE = "amp.init_scale"
 
@@ -37,10 +36,6 @@ class StudyError(UserError):
 
 class SearchStudy:
     """The trials of one search.
-
-    Args:
-        plan: The search.
-        folder: Its folder, with the file of the study.
 
     Raises:
         StudyError: if the file is not the study of a search. It is then not changed.

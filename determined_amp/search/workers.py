@@ -1,21 +1,83 @@
-"""The worker processes of a search; each runs trials one after the other."""
+"""The worker processes of a search. Each runs trials: trains them, or scores or finds a loss scale.
+
+On a CPU `peak_memory_mib` is the peak over all trials of a process so far. Only in a comparison
+does each trial have a process of its own.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
-from determined_amp.local.logs import surviving_closed_output
-from determined_amp.search.run_trial import FirstBatch, Job, TrialResult, Validation, run_trial
+from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.finder.advice import FILE_NAME
+from determined_amp.local.checkpoint_storage import (
+    DiskError,
+    Resume,
+    complete_checkpoints,
+    disk_errors_told,
+)
+from determined_amp.local.logs import logging_to, surviving_closed_output
+from determined_amp.local.open_trial import open_trial, outcome
+from determined_amp.local.processes import StopOnSignal
+from determined_amp.local.run import train
+from determined_amp.local.run_listener import RunListener, after_first_batch
+from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import RunState
+from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_0_38 import leave_the_cluster
+from determined_amp.trial.frozen import find_in_trial, score
 
 _processes = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One trial to run."""
+
+    task: Task  # whether to train, score or find
+    config: Mapping[str, Any]  # its experiment configuration
+    folder: Path  # its run folder; a trial with a checkpoint there continues from it
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation of a running trial."""
+
+    batches: int  # number of batches trained before it
+    metrics: Mapping[str, float]  # its finite metrics, by name
+
+
+@dataclass(frozen=True)
+class FirstBatch:
+    """The first batch of a trial was trained; its start is over."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of a trial."""
+
+    # How it ended. `STOPPED` means that it was interrupted, and can continue.
+    state: RunState
+    # Why it is invalid or failed, or which machine problem interrupted it; else None.
+    reason: str | None = None
+    epoch_batches: int | None = None  # batches of an epoch; None if it did not train
+    # Time of a batch between the first one and the last training report; None if there is no such
+    # report.
+    seconds_per_batch: float | None = None
 
 
 class SearchGoneError(SystemExit):
@@ -109,3 +171,117 @@ def _share_machine(slot: int, workers: int) -> None:
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
     if len(gpus) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+
+
+# Called with every validation of a running trial; returns whether the trial continues.
+GoOn = Callable[[Validation], bool]
+
+
+def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> TrialResult:
+    """Run one trial to its end, or until it is stopped; its error is a result, too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    folder = RunFolder(job.folder)
+    listener = _SearchListener(go_on, on_first_batch)
+    with folder.locked(wait=True):  # a worker of a killed search may hold it
+        try:
+            with disk_errors_told(folder.path):
+                experiment = parse(job.config, str(job.config.get("name", "search")))
+                if job.task.verb is Verb.TRAIN:
+                    train(experiment, lambda: folder, _resume(folder), [listener], show=False)
+                else:
+                    _measure(experiment, job.task, folder, listener)
+        except DiskError as error:
+            return TrialResult(RunState.STOPPED, reason=str(error))
+        except Exception as error:  # a failed trial must not end the search
+            return TrialResult(*outcome(error))
+    return TrialResult(
+        listener.state,
+        reason="stopped early by the search" if listener.state is RunState.PRUNED else None,
+        epoch_batches=listener.epoch_batches,
+        seconds_per_batch=listener.seconds_per_batch,
+    )
+
+
+def _resume(folder: RunFolder) -> Resume | None:
+    return Resume.latest(folder.path) if complete_checkpoints(folder.checkpoints) else None
+
+
+def _measure(
+    experiment: Experiment[Any], task: Task, folder: RunFolder, listener: _SearchListener
+) -> None:
+    """Score or find the loss scale of a trial, and write what was measured into its folder."""
+    folder.describe(experiment)
+    logged = logging_to(folder.log, Console(quiet=True))
+    with logged, open_trial(experiment.config, experiment.name) as opened:
+        trial, context = opened.trial, opened.context
+        if task.verb is Verb.FIND:
+            after_first_batch(trial, listener.on_first_batch)
+            answer = find_in_trial(experiment.name, trial, context, task.batches)
+            answer.write(folder.path / FILE_NAME)
+            return
+        metrics = score(trial, context, task.batches)
+    folder.forget_metrics_after(-1)  # a killed process may have left its report
+    line = {"group": "validation", **metrics, "batches": task.batches}
+    folder.append_metrics(line)
+    listener.ask(line)
+
+
+class _SearchListener(RunListener):
+    """After every validation, asks the search whether the trial continues, and stops it if not.
+
+    Attributes:
+        state: How the trial ended.
+        epoch_batches: Batches of an epoch; None before the training.
+        seconds_per_batch: See `TrialResult`.
+    """
+
+    def __init__(self, go_on: GoOn, notify: Callable[[], None]) -> None:
+        self._go_on = go_on
+        self._notify = notify
+        self._first_batch_at = 0.0
+        self.seconds_per_batch: float | None = None
+        self.state = RunState.COMPLETED
+        self.epoch_batches: int | None = None
+
+    def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
+        self.epoch_batches = epoch_batches
+
+    def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
+        self._stop = stop
+
+    def on_first_batch(self) -> None:
+        self._first_batch_at = time.monotonic()
+        self._notify()
+
+    def on_report(self, line: Mapping[str, Any]) -> None:
+        if line["group"] == "training" and line["batches"] > 1:
+            seconds = time.monotonic() - self._first_batch_at
+            self.seconds_per_batch = seconds / (line["batches"] - 1)
+        if line["group"] != "validation":
+            return
+        try:
+            continues = self.ask(line)
+        except SystemExit as search_gone:
+            self._stop.reason, self._stop.requested = str(search_gone), True
+            raise
+        if not continues:
+            self.state = RunState.PRUNED
+            self._stop.requested = True
+
+    def ask(self, validation: Mapping[str, Any]) -> bool:
+        """Whether the trial continues after this validation."""
+        return self._go_on(Validation(validation["batches"], _finite(validation)))
+
+    def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
+        if stopped and self.state is RunState.COMPLETED:
+            self.state = RunState.STOPPED
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a report, which can be compared and stored in a database."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
