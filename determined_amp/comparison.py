@@ -32,8 +32,8 @@ from determined_amp.pilots import (
     find_the_scale,
     train_briefly,
 )
-from determined_amp.report import ReportError, precision_text
-from determined_amp.report.precision_report import Written, write_report
+from determined_amp.report import ReportError
+from determined_amp.report.precision_report import Written, answer, write_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search.engine import GRACE, run_comparison
@@ -158,9 +158,6 @@ def _to_go_on(folder: Path) -> tuple[str, ...]:
 def compare_on_cluster(options: argparse.Namespace) -> None:
     """Run the comparison as a cluster task; log, metrics and checkpoint have the answer.
 
-    Args:
-        options: `trial`, `seeds`, `batches`, `minutes`.
-
     Raises:
         UserError: see `compare`.
     """
@@ -187,10 +184,7 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
 
 
 def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, float]]:
-    """What a task leaves on the master.
-
-    Args:
-        written: The report; None if nothing but fp32 could be trained.
+    """What a task leaves on the master; without a report nothing but fp32 could be trained.
 
     Returns:
         Metadata: the answer, the advised precision, its speed as a ratio, and the verdict on the
@@ -201,7 +195,7 @@ def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, flo
         noted = {"answer": _ONLY_FP32, "precision": Precision.FP32.value, "speed": 1.0}
         return noted, BATCHES, {"speed": 1.0}
     findings, advised = written.findings, written.advice.precision
-    noted = {"answer": precision_text.answer(written.advice), "precision": advised.value}
+    noted = {"answer": answer(written.advice), "precision": advised.value}
     metrics = {"speed": 1.0}
     for comparison in findings.with_baseline:
         for name, ratio in (("speed", comparison.speed), ("memory", comparison.memory)):

@@ -30,8 +30,7 @@ from determined_amp.audit import Audit
 from determined_amp.experiment import experiment
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.report.claims import CLAIMS
-from determined_amp.report.precision_comparison import MIN_EFFECT, WAITS_FOR_DATA
+from determined_amp.report.precision_comparison import CLAIMS, MIN_EFFECT, WAITS_FOR_DATA
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import one_weight

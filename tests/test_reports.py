@@ -18,8 +18,7 @@ from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
 from determined_amp.report.loss_scale_figure import draw
-from determined_amp.report.loss_scale_report import text
-from determined_amp.report.loss_scale_text import sentences
+from determined_amp.report.loss_scale_report import sentences, text
 from determined_amp.report.page import as_html, as_svg
 from tests.reporting import (
     SEARCH,

@@ -18,7 +18,7 @@ from determined_amp.cli import report as any_report
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.report import ReportError, loss_scale_figure, sources
-from determined_amp.report.loss_scale_text import over_loss_scale
+from determined_amp.report.loss_scale_report import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
 from determined_amp.runs.master import _RETRIES, MasterError, log_in
 from determined_amp.runs.run import RunState

@@ -16,10 +16,8 @@ from matplotlib.patches import Rectangle
 from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Window
-from determined_amp.report import loss_scale_panels as panels
 from determined_amp.report import page
-from determined_amp.report.loss_scale_figure import draw
-from determined_amp.report.loss_scale_panels import Point
+from determined_amp.report.loss_scale_figure import Point, draw, power, predicted_score, seed_band
 from determined_amp.report.page import as_svg
 from tests.reporting import Rows, finding, found_scale, observed, scored
 
@@ -131,11 +129,11 @@ class TestMetric:
     def test_band_needs_three_seeds_inside_a_window(self) -> None:
         window = Window(0, 18, 17)
         points = [Point(8.0, 1.0, 1), Point(8.0, 2.0, 2), Point(20.0, 3.0, 3)]
-        assert panels.seed_band(points, window) is None
-        assert panels.seed_band([*points, Point(9.0, 3.0, 4)], window) == (2.0, 1.0)
-        assert panels.seed_band([*points, Point(9.0, 3.0, None)], window) == (2.0, 1.0)
-        assert panels.seed_band([*points, Point(9.0, 3.0, 4, whole=False)], window) is None
-        assert panels.seed_band([*points, Point(9.0, 3.0, 4)], None) is None
+        assert seed_band(points, window) is None
+        assert seed_band([*points, Point(9.0, 3.0, 4)], window) == (2.0, 1.0)
+        assert seed_band([*points, Point(9.0, 3.0, None)], window) == (2.0, 1.0)
+        assert seed_band([*points, Point(9.0, 3.0, 4, whole=False)], window) is None
+        assert seed_band([*points, Point(9.0, 3.0, 4)], None) is None
 
     def test_no_band_where_something_else_was_searched_too(self) -> None:
         rates = [0.1 * i for i in range(len(self.LOSSES))]
@@ -171,7 +169,7 @@ class TestMetric:
     def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
         """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
         found = found_scale(low=20, top=15)
-        assert panels.predicted_score(found, 24) == math.log2(1 + 9 + 1000)
+        assert predicted_score(found, 24) == math.log2(1 + 9 + 1000)
 
     def test_skips_are_counted_and_expected(self) -> None:
         axes = panel(draw(found_scale(top=18), observed(self.LOSSES)), "skipped steps")
@@ -244,7 +242,7 @@ def test_drawing_needs_no_display_and_leaves_no_state() -> None:
 
 
 def test_power_is_written_with_a_superscript() -> None:
-    assert [panels.power(k) for k in (16, -8, 0, 17.5)] == ["2¹⁶", "2⁻⁸", "2⁰", "2¹⁷·⁵"]
+    assert [power(k) for k in (16, -8, 0, 17.5)] == ["2¹⁶", "2⁻⁸", "2⁰", "2¹⁷·⁵"]
 
 
 def test_window_holds_its_ends_and_expects_a_skip_per_bit() -> None:

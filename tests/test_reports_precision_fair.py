@@ -13,7 +13,7 @@ import pytest
 from determined_amp.amp.settings import SCALER_KEYS
 from determined_amp.report import ReportError
 from determined_amp.report.precision_findings import Findings, advise, find
-from determined_amp.report.precision_text import answer, sentences, table
+from determined_amp.report.precision_report import answer, sentences, table
 from determined_amp.report.sources import read_source
 from determined_amp.runs.folder import RunError, RunFolder, read_run
 from determined_amp.runs.run import RunState

@@ -13,17 +13,18 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.settings import Precision
 from determined_amp.report import ReportError
-from determined_amp.report.claims import Judgement, judge
 from determined_amp.report.precision_comparison import (
     Equivalence,
     Interval,
+    Judgement,
     Ratio,
+    judge,
     paired,
     speed_ratio,
     welch,
 )
 from determined_amp.report.precision_findings import Findings, advise, find
-from determined_amp.report.precision_text import sentences
+from determined_amp.report.precision_report import sentences
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import SEED, Run
 from determined_amp.search.search_folder import Search

@@ -13,7 +13,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
 from determined_amp.report import ReportError
-from determined_amp.report.loss_scale_text import over_loss_scale, sentences
+from determined_amp.report.loss_scale_report import over_loss_scale, sentences
 from determined_amp.runs.folder import RunError
 from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, Rows, observed, scored, write_study

@@ -1,25 +1,74 @@
-"""The figure of a loss-scale report: panels one below the other."""
+"""The figure of a loss-scale report: panels one below the other.
+
+In all of them lines are predicted and dots are measured.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from determined_amp.finder.advice import FoundScale
-from determined_amp.finder.verdict import DEFAULT_LOG2, Finding
-from determined_amp.report import loss_scale_panels as panels
-from determined_amp.report.loss_scale_panels import Point
-from determined_amp.report.page import STYLE
+from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
+from determined_amp.finder.score import score_of, steps_lost
+from determined_amp.finder.verdict import (
+    DEFAULT_LOG2,
+    FLUSHED_LIMIT,
+    Finding,
+    ModuleGradients,
+    Window,
+)
+from determined_amp.report.page import (
+    AMBER,
+    BLUE,
+    GREEN,
+    HALO,
+    INK,
+    MUTED,
+    PAPER,
+    STYLE,
+    VERMILION,
+)
 from determined_amp.runs.run import Run
 from determined_amp.search.search_folder import Search
 
 _WIDTH = 9.0
 _MARGIN_BITS = 4
+
+# log2 of the smallest normal number of float16.
+NORMAL_LOG2 = -14
+
+# log2 of a scale beyond the range of float32.
+_FAR = 200
+_SUPERSCRIPT = str.maketrans("0123456789-.", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻·")
+
+# How many module names fit.
+_MOST_NAMES = 28
+
+# One colour, nearly transparent at first: small shares fade into a light or a dark background.
+_HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number measured in one training."""
+
+    scale_log2: float  # log2 of the training's initial loss scale
+    value: float
+    # A line joins the points with the same seed; a point without a seed stands alone.
+    seed: int | None = None
+    whole: bool = True  # whether the training ran to its end
 
 
 class _Panel(NamedTuple):
@@ -48,7 +97,7 @@ def draw(prediction: FoundScale | None, search: Search | None) -> Figure:
             panel.draw(ax)
             if panel.is_over_scales:
                 if finding is not None:
-                    panels.mark_scales(ax, finding, label=ax is axes[0])
+                    _mark_scales(ax, finding, label=ax is axes[0])
                 ax.set_xlim(*limits)
         over_scales = [ax for panel, ax in zip(drawn, axes, strict=True) if panel.is_over_scales]
         if over_scales:
@@ -66,7 +115,7 @@ def _panels(prediction: FoundScale | None, search: Search | None) -> Iterator[_P
     ]
     overflowed = [run.scale_log2 for run in runs if run.overflow]
     if finding is not None or flushed or overflowed:
-        yield _Panel(2.7, lambda axes: panels.shares(axes, finding, flushed, overflowed))
+        yield _Panel(2.7, lambda axes: _draw_shares(axes, finding, flushed, overflowed))
     points = [] if search is None else points_of(search)
     if search is not None and points:
         yield _Panel(2.3, partial(_draw_metric, prediction, search, points))
@@ -74,10 +123,10 @@ def _panels(prediction: FoundScale | None, search: Search | None) -> Iterator[_P
         Point(run.scale_log2, run.skipped_steps) for run in runs if run.skipped_steps is not None
     ]
     if skips:
-        yield _Panel(1.2, lambda axes: panels.skips(axes, skips, finding))
+        yield _Panel(1.2, lambda axes: _draw_skips(axes, skips, finding))
     if finding is not None:
         count = sum(bool(module.values_by_log2) for module in finding.modules)
-        draw_modules = partial(panels.modules, finding=finding)
+        draw_modules = partial(_draw_modules, finding=finding)
         yield _Panel(min(1.1 + 0.2 * count, 5.5), draw_modules, is_over_scales=False)
 
 
@@ -89,13 +138,13 @@ def _draw_metric(
     if search.metric == "loss_scale_score":
         title += ": log₂(1 + optimizer steps lost)"
         if prediction is not None:
-            panels.predicted_scores(axes, prediction, _limits(prediction.finding, search.runs))
+            _draw_predicted_scores(axes, prediction, _limits(prediction.finding, search.runs))
             title += " (line: predicted; dots: measured)"
     # All scored trials have the same seed, so there is no spread over seeds.
     seeds = alone and not any(run.is_scored for run in search.runs)
     window = prediction.finding if prediction else None
-    panels.metric(axes, points, search.metric, window, band=seeds)
-    panels.mark_best(axes, points[0])
+    _draw_points(axes, points, search.metric, window, band=seeds)
+    _mark_best(axes, points[0])
     axes.set_title(
         title if alone else f"{title} (differ also in {', '.join(search.also_searched)})"
     )
@@ -121,3 +170,285 @@ def _limits(finding: Finding | None, rows: Sequence[Run]) -> tuple[float, float]
         scales += [finding.low_log2 - _MARGIN_BITS, finding.top_log2 + _MARGIN_BITS]
         scales += [DEFAULT_LOG2, *(one.scale_log2 for one in finding.verified)]
     return min(scales) - 1, max(scales) + 1
+
+
+def power(log2: float) -> str:
+    """2 to the power `log2`, such as 2¹⁶."""
+    return "2" + f"{log2:g}".translate(_SUPERSCRIPT)
+
+
+def _mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
+    """Mark the window, overflow, choice and PyTorch's default along an axis of log2 scales."""
+    low, top, choice = window.low_log2, window.top_log2, window.choice_log2
+    if low <= top:
+        axes.axvspan(low, top, color=GREEN, alpha=0.10, linewidth=0, zorder=0)
+    axes.axvspan(top + 1, _FAR, color=VERMILION, alpha=0.12, linewidth=0, zorder=0)
+    axes.axvline(DEFAULT_LOG2, color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
+    if choice is not None:
+        axes.axvline(choice, color=GREEN, linewidth=1.8, zorder=1)
+    if not label:
+        return
+    above = axes.get_xaxis_transform()
+    safe = f"safe window {power(low)} to {power(top)}" if low <= top else "no safe window"
+    axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
+    axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
+    if choice == DEFAULT_LOG2:
+        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.87)
+        return
+    if choice is not None:
+        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.87)
+    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.77)
+
+
+def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> None:
+    axes.annotate(
+        text,
+        (scale, height),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        color=color,
+        path_effects=HALO,
+    )
+
+
+def _draw_shares(
+    axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
+) -> None:
+    """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow.
+
+    Args:
+        axes: Where to draw.
+        finding: Gives the predicted lines, and the finder's own measurements.
+        flushed: Measured shares of trials without overflow.
+        overflowed: log2 of the scales of the trials that overflowed.
+    """
+    if finding is not None:
+        scales = [p.scale_log2 for p in finding.predicted]
+        lost = [p.flushed_share for p in finding.predicted]
+        over = [p.overflow_share for p in finding.predicted]
+        axes.plot(scales, lost, color=BLUE, linewidth=1.6, label="flushed to 0, predicted")
+        axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
+        _name_line(axes, scales, lost, "flushed to 0")
+        kept = [m for m in finding.verified if not m.overflow]
+        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in kept)]
+        overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
+        axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
+    _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
+    if overflowed:
+        axes.plot(
+            overflowed,
+            [0.94] * len(overflowed),
+            transform=axes.get_xaxis_transform(),
+            color=VERMILION,
+            marker="x",
+            markersize=5,
+            linestyle="none",
+            label="overflow, measured (a step is skipped)",
+        )
+    axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+    axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(-2e-5, 2.5)
+    axes.set_ylabel("share of gradient values")
+    axes.set_title(
+        "Gradients that float16 loses (lines: predicted; dots, crosses: measured)", pad=18
+    )
+
+
+def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) -> None:
+    """Write the name beside the falling line, at its last point well above the limit."""
+    high = [i for i, value in enumerate(values) if value >= 4 * FLUSHED_LIMIT]
+    if high:
+        i = high[-1]
+        axes.annotate(
+            text, (scales[i], values[i]), xytext=(6, 4), textcoords="offset points", color=BLUE
+        )
+
+
+def _percent(share: float, _: int | None = None) -> str:
+    return f"{share * 100:g} %"
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
+    if points:
+        axes.plot(
+            *zip(*points, strict=True),
+            color=color,
+            marker="o",
+            markersize=4.5,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.6,
+            linestyle="none",
+            label=label,
+        )
+
+
+def _draw_points(
+    axes: Axes, points: Sequence[Point], name: str, window: Window | None, *, band: bool = True
+) -> None:
+    """Draw a validation metric by scale: a thin line per seed, their mean and their spread.
+
+    Args:
+        axes: Where to draw.
+        points: Measured values.
+        name: Name of the metric.
+        window: The scales whose points give the spread over seeds.
+        band: Whether to draw that spread. False if points differ in more than scale and seed.
+    """
+    seeds = _by_seed(points)
+    for points_of_seed in seeds.values():
+        line = sorted(points_of_seed, key=lambda point: point.scale_log2)
+        x, y = [p.scale_log2 for p in line], [p.value for p in line]
+        axes.plot(x, y, color=BLUE, linewidth=0.7, alpha=0.5)
+    for whole in (True, False):
+        ended = [(p.scale_log2, p.value) for p in points if p.whole is whole]
+        if ended:
+            axes.plot(
+                *zip(*ended, strict=True),
+                color=BLUE,
+                marker="o",
+                markersize=3.5,
+                markerfacecolor=BLUE if whole else "none",
+                linestyle="none",
+                alpha=0.7,
+            )
+    if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
+        means = _means(points)
+        axes.plot(list(means), list(means.values()), color=INK, linewidth=1.6)
+    drawn = seed_band(points, window) if band else None
+    if drawn is not None:
+        centre, spread = drawn
+        axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
+        axes.axhline(centre, color=AMBER, linewidth=0.8)
+    values = [point.value for point in points]
+    if min(values) > 0 and max(values) > 10 * min(values) and name != "loss_scale_score":
+        axes.set_yscale("log")
+    axes.set_ylabel(name.replace("_", " "))
+
+
+def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
+    """The score of a scale as the finder predicts it, see `finder.score`."""
+    skipped = prediction.finding.expected_skips(scale_log2)
+    share = prediction.finding.at(scale_log2 - skipped).flushed_share
+    return score_of(steps_lost(skipped, share, prediction.run.growth_interval))
+
+
+def _draw_predicted_scores(axes: Axes, prediction: FoundScale, limits: tuple[float, float]) -> None:
+    """Draw the predicted score of every power of two between the limits, log2 of scales."""
+    scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
+    scores = [predicted_score(prediction, scale) for scale in scales]
+    axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
+
+
+def _mark_best(axes: Axes, best: Point) -> None:
+    """Draw a ring around the best point, and label it with its scale."""
+    axes.plot(
+        [best.scale_log2],
+        [best.value],
+        color=INK,
+        marker="o",
+        markersize=9,
+        markerfacecolor="none",
+        linestyle="none",
+    )
+    axes.annotate(
+        f"best {power(best.scale_log2)}",
+        (best.scale_log2, best.value),
+        xytext=(0, 13),
+        textcoords="offset points",
+        ha="center",
+        color=INK,
+        path_effects=HALO,
+    )
+
+
+def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
+    lines: dict[object, list[Point]] = {}
+    for i, point in enumerate(points):
+        lines.setdefault(("alone", i) if point.seed is None else point.seed, []).append(point)
+    return lines
+
+
+def _means(points: Sequence[Point]) -> dict[float, float]:
+    scales = sorted({point.scale_log2 for point in points})
+    return {s: mean(p.value for p in points if p.scale_log2 == s) for s in scales}
+
+
+def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
+    """Mean and standard deviation of the seeds' means inside the safe window.
+
+    None without a window, or with fewer than three seeds in it.
+    """
+    if window is None:
+        return None
+    inside = [p for p in points if p.whole and p.scale_log2 in window]
+    of_seeds = [mean(p.value for p in line) for line in _by_seed(inside).values()]
+    return (mean(of_seeds), stdev(of_seeds)) if len(of_seeds) >= 3 else None
+
+
+def _draw_skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
+    """Draw skipped optimizer steps by scale: those expected at the start, and those counted."""
+    if window is not None and points:
+        ends = [p.scale_log2 for p in points]
+        scales = np.arange(math.floor(min(ends)), math.ceil(max(ends)) + 1)
+        expected = [window.expected_skips(float(scale)) for scale in scales]
+        axes.plot(scales, expected, color=VERMILION, linewidth=1.4)
+    _dots(axes, [(p.scale_log2, p.value) for p in points], VERMILION, "skipped steps")
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_ylim(bottom=-0.6)
+    axes.set_ylabel("skipped steps")
+
+
+def _draw_modules(axes: Axes, finding: Finding) -> None:
+    """Draw where each module's gradients lie in float16, at the chosen scale.
+
+    Each row is a module, in the order of the forward. A dark cell holds many of its values.
+    """
+    scale = finding.choice_log2 or 0
+    rows = [m for m in reversed(finding.modules) if m.values_by_log2]
+    powers = [q + scale for m in rows for q in m.values_by_log2]
+    left, right = min([*powers, FLUSH_LOG2 - 6]), max([*powers, OVERFLOW_LOG2 + 5]) + 1
+    heat = np.ma.masked_equal(np.array([_density(m, scale, left, right) for m in rows]), 0.0)
+    axes.pcolormesh(
+        np.arange(left, right + 1),
+        np.arange(len(rows) + 1) - 0.5,
+        heat,
+        cmap=_HEAT,
+        vmin=0.0,
+        rasterized=len(rows) > _MOST_NAMES,
+    )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(left, right)
+    _name_rows(axes, rows)
+    above = axes.get_xaxis_transform()
+    regions = (
+        (left, FLUSH_LOG2, VERMILION, "flushed to 0"),
+        (FLUSH_LOG2, NORMAL_LOG2, AMBER, "loses bits"),
+        (NORMAL_LOG2, OVERFLOW_LOG2, "none", "full precision"),
+        (OVERFLOW_LOG2, right, VERMILION, "overflow"),
+    )
+    for start, end, color, text in regions:
+        axes.axvspan(start, end, color=color, alpha=0.10, linewidth=0, zorder=0)
+        centre = (start + end) / 2
+        ink = GREEN if color == "none" else color
+        axes.text(centre, 1.02, text, transform=above, color=ink, ha="center", va="bottom")
+    for border in (FLUSH_LOG2, NORMAL_LOG2, OVERFLOW_LOG2):
+        axes.axvline(border, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"log₂ of |gradient| · {power(scale)}, 16-bit values of the backward")
+    axes.set_title("Gradients of each module in float16", pad=18)
+
+
+def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list[float]:
+    most = max(module.values_by_log2.values())
+    return [module.values_by_log2.get(power - scale, 0) / most for power in range(left, right)]
+
+
+def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
+    """Label the rows; if not all names fit, label only every n-th row."""
+    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
+    axes.set_yticks(list(shown), [rows[i].name for i in shown])
+    axes.tick_params(axis="y", length=0)

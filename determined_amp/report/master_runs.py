@@ -62,9 +62,6 @@ def read_experiment(number: int) -> Search:
     The configuration of every trial is read where precisions may be compared; it must then be one
     for `determined_amp train`.
 
-    Args:
-        number: The id of the experiment.
-
     Raises:
         MasterError: if there is no such master, or the login fails.
         ReportError: if there is no such experiment, or its configuration cannot be read here.
@@ -120,10 +117,6 @@ def read_finding(number: int) -> FoundScale:
 def fetch_comparison(number: int, folder: Path) -> str:
     """Download the report of an experiment that ran `compare`, from its checkpoint.
 
-    Args:
-        number: The id of the experiment.
-        folder: Folder for its files.
-
     Returns:
         The text of the report.
 
@@ -140,11 +133,7 @@ def fetch_comparison(number: int, folder: Path) -> str:
 
 @contextmanager
 def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
-    """Download the checkpoint of an experiment that has a file, and delete it after the block.
-
-    Args:
-        number: The id of the experiment.
-        name: Name of the file.
+    """Download the checkpoint that has the file `name`, and delete it after the block.
 
     Yields:
         The folder of the checkpoint, and a name for the experiment.

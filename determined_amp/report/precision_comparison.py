@@ -19,7 +19,6 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.report.claims import Claim, judge_all
 from determined_amp.runs.run import ACCURACY, Run, Spread
 
 # AMP does not speed up a loop that spends a larger share of its time waiting for data.
@@ -30,6 +29,56 @@ MIN_EFFECT = 1.05
 
 _CONFIDENCE = 0.95
 _MOST_SEEDS = 1000
+
+# A sentence names at most this many seeds.
+_NAMED_SEEDS = 10
+
+
+class Judgement(enum.Enum):
+    """The judgement of a claim."""
+
+    HOLDS = "yes"
+    FAILS = "no"
+    UNKNOWN = "cannot be told"
+    UNMEASURED = "not measured"
+
+
+# By text: what is measured, and the range in which the claim holds. Speed and memory are ratios,
+# the accuracy is a difference of shares.
+CLAIMS = {
+    "2.0x the speed": ("speed", 2.0, math.inf),
+    "half the memory": ("memory", 0.0, 0.5),
+    "within 0.3 points of accuracy": ("accuracy", -0.003, 0.003),
+}
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim and its judgement."""
+
+    text: str  # the claim
+    judgement: Judgement  # whether it holds
+    measured: Range | None  # the range of the measurement; None if it was not measured
+
+
+def judge_all(**measured: Range | None) -> list[Claim]:
+    """Judge every claim by the ranges of `speed`, `memory` and `accuracy`; None is not measured."""
+    return [
+        Claim(text, judge(measured[what], low, high), measured[what])
+        for text, (what, low, high) in CLAIMS.items()
+    ]
+
+
+def judge(measured: Range | None, low: float, high: float) -> Judgement:
+    """Whether a measured range lies inside the range of a claim, outside of it, or across."""
+    if measured is None:
+        return Judgement.UNMEASURED
+    if low <= measured[0] and measured[1] <= high:
+        return Judgement.HOLDS
+    outside = measured[1] < low or measured[0] > high
+    return Judgement.FAILS if outside else Judgement.UNKNOWN
 
 
 class Equivalence(enum.Enum):
@@ -150,6 +199,16 @@ class Summary:
     def seeds(self) -> list[int]:
         """The known seeds of the completed runs."""
         return [run.seed for run in self.runs if run.seed is not None]
+
+    @property
+    def seeds_in_words(self) -> str:
+        """The number of runs, and their seeds."""
+        count = len(self.runs)
+        known = ", ".join(map(str, self.seeds[:_NAMED_SEEDS])) or "unknown"
+        known += ", ..." if len(self.seeds) > _NAMED_SEEDS else ""
+        plural = "s" * (count != 1)
+        failed = f" and {len(self.failed)} failed" if self.failed else ""
+        return f"{count} run{plural}{failed}" + (f", seed{plural} {known}" if count else "")
 
     @property
     def values(self) -> list[float]:

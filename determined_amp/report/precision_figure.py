@@ -25,7 +25,6 @@ from determined_amp.report.precision_comparison import (
     median_speed,
 )
 from determined_amp.report.precision_findings import Findings
-from determined_amp.report.precision_text import seeds, setting
 from determined_amp.runs.run import Run
 
 COLORS = {
@@ -63,8 +62,8 @@ def draw(findings: Findings) -> Figure:
         _speeds(axes[0, 1], findings, {p: c.speed for p, c in ratios.items()})
         _memory(axes[1, 0], findings, {p: c.memory for p, c in ratios.items()})
         _differences(axes[1, 1], findings)
-        of = "; ".join(f"{s.name}: {seeds(s)}" for s in findings.summaries)
-        title = f"{setting(findings)}\n{textwrap.fill(of, _LINE)}"
+        of = "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries)
+        title = f"{findings.setting}\n{textwrap.fill(of, _LINE)}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9.0, color=INK)
         return figure
 

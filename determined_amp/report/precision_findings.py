@@ -22,6 +22,7 @@ from determined_amp.report.precision_comparison import (
 from determined_amp.runs.run import (
     ACCURACY,
     AMP,
+    BATCH_SIZE,
     METRIC,
     PRECISION,
     SEED,
@@ -80,6 +81,14 @@ class Findings:
         base = [s for s in self.summaries if s.precision is Precision.FP32 and s.runs]
         same = [s for s in self.summaries if s.is_only_fp32 and s.runs]
         return speed_ratio(same[0], base[0]) if base and same else None
+
+    @property
+    def setting(self) -> str:
+        """Device, versions, length and date of all runs, in one line."""
+        dates = " to ".join(self.dates) or "date unknown"
+        batches = max(run.trained_batches for run in self.runs)
+        size, machine = self.settings[BATCH_SIZE], self.machine
+        return f"{machine.device}, torch {machine.torch}, {batches} batches of {size}, {dates}"
 
     @property
     def with_baseline(self) -> list[Comparison]:

@@ -1,20 +1,29 @@
-"""Writes the report that compares precisions in speed, memory, accuracy and safety."""
+"""The report that compares precisions: the answer, sentences, tables, the picture, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.metric_names import MetricName
-from determined_amp.amp.settings import SCALER_KEYS
+from determined_amp.amp.settings import SCALER_KEYS, Precision
+from determined_amp.experiment.yaml_text import yaml_lines
 from determined_amp.report import page
-from determined_amp.report import precision_text as text
-from determined_amp.report.precision_comparison import Summary
+from determined_amp.report.precision_comparison import (
+    WAITS_FOR_DATA,
+    Claim,
+    Comparison,
+    Equivalence,
+    Interval,
+    Ratio,
+    Summary,
+)
 from determined_amp.report.precision_figure import draw
-from determined_amp.report.precision_findings import Advice, Findings, advise, find
-from determined_amp.runs.run import AMP, TRIAL, Run
+from determined_amp.report.precision_findings import RULE, Advice, Findings, advise, find
+from determined_amp.runs.run import AMP, TRIAL, Run, Spread
 from determined_amp.search.search_folder import Search
 
 NAME = "precision"
@@ -23,6 +32,29 @@ NAME = "precision"
 _FACTS = (
     *("name", "precision", "seed", "state", "reason", "machine", "date", "metrics"),
     *("training_seconds", "shares_device"),
+)
+
+_CAPTION = (
+    "One colour per precision. Thin lines and dots are runs, thick lines their mean, columns their "
+    "median. Two precisions are equal if the whole interval is inside the green band. A hollow dot "
+    "has one seed and no interval."
+)
+
+_METHOD = "Speed is that of the steady reports: the first report of every process is left out."
+
+HEADS = (
+    "precision",
+    "runs",
+    "{metric}",
+    "samples/s",
+    "speed",
+    "peak MiB, {memory}",
+    "applied steps",
+    "skipped",
+    "loss scale",
+    "waits for data",
+    "audit",
+    "training s",
 )
 
 
@@ -51,18 +83,18 @@ def write_report(sources: Sequence[Search], folder: Path, **options: Any) -> Wri
     findings = find(sources, **options)
     advice = advise(findings)
     title = f"Precisions: {findings.settings[TRIAL]}"
-    markdown = text.markdown(title, findings, advice)
+    text = markdown(title, findings, advice)
     record = {
-        "answer": text.answer(advice),
+        "answer": answer(advice),
         "use": advice.precision,
         "why": advice.why,
-        "sentences": text.sentences(findings),
+        "sentences": sentences(findings),
         **{name: value for name, value in vars(findings).items() if name != "summaries"},
         "precisions": [_summary(summary) for summary in findings.summaries],
         "runs": [_run(run, findings.metric) for run in findings.runs],
     }
-    files = page.write(folder, NAME, markdown, draw(findings), record)
-    return Written(text.short_answer(findings, advice), markdown, files, findings, advice)
+    files = page.write(folder, NAME, text, draw(findings), record)
+    return Written(short_answer(findings, advice), text, files, findings, advice)
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
@@ -95,3 +127,300 @@ def _run(run: Run, metric: str) -> dict[str, Any]:
         "data_wait_share": run.reports.data_wait_share,
         "audit_share": run.reports.audit_share,
     }
+
+
+def answer(advice: Advice) -> str:
+    """The sentence that names the precision to use, and the reason."""
+    return f"use {advice.precision.value} here: {advice.why}"
+
+
+def lines_to_paste(findings: Findings, advice: Advice) -> str:
+    """Lines to paste into an experiment YAML."""
+    changes: dict[str, Any] = {"precision": advice.precision.value}
+    if advice.precision.autocasts and findings.settings.get(f"{AMP}.fp32_modules"):
+        changes["fp32_modules"] = list(findings.settings[f"{AMP}.fp32_modules"])
+    if advice.precision is Precision.AMP_FP16:
+        run = next(run for run in findings.runs if run.precision is advice.precision)
+        changes["init_scale"] = run.settings[f"{AMP}.init_scale"]
+    return yaml_lines(changes)
+
+
+def sentences(findings: Findings) -> list[str]:
+    """All sentences besides the answer, the comparisons first."""
+    return [
+        *(f"{_title(c)}: {_compared(c, findings.metric)}" for c in findings.comparisons),
+        *findings.notes,
+        *_waiting(findings),
+        *_left_out(findings),
+        *_audited(findings),
+        *_mixed(findings),
+        *_notes(findings),
+        *_measured(findings),
+    ]
+
+
+def short_answer(findings: Findings, advice: Advice) -> str:
+    """The text for a terminal or a log: the answer, lines to paste, and what bears on them.
+
+    The tables, the setting of the measurement and its general limits are in the report's files.
+    """
+    lines = [
+        *(f"{_title(c)}: {_compared(c, findings.metric)}" for c in findings.with_baseline),
+        *findings.notes,
+        *_waiting(findings),
+        *_left_out(findings),
+        *(_audited(findings) if not _all_in_precision(findings) else ()),
+    ]
+    items = "\n".join(f"- {sentence}" for sentence in lines)
+    return "\n\n".join([answer(advice), lines_to_paste(findings, advice), items])
+
+
+def claims_table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per claim; no rows if no claim was judged."""
+    judged = [c for c in findings.with_baseline if c.claims]
+    rows = [
+        [same[0].text, *map(_judged, same)]
+        for same in zip(*(c.claims for c in judged), strict=True)
+    ]
+    return ["claim for ResNet-50", *map(_title, judged)], rows
+
+
+def _judged(claim: Claim) -> str:
+    if claim.measured is None or math.isinf(claim.measured[0]):
+        return claim.judgement.value
+    low, high = claim.measured
+    return f"{claim.judgement.value} ({low:.3g} to {high:.3g})"
+
+
+def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, a row per precision."""
+    memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
+    heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
+    speeds = {c.precision: c.speed for c in findings.with_baseline}
+    rows = []
+    for summary in findings.summaries:
+        ratio = speeds.get(summary.precision)
+        is_base = summary.precision is findings.baseline
+        times = "1" if is_base else f"{ratio.median:.2f}x" if ratio else ""
+        rows.append([summary.name, _count(summary), *_numbers(summary, times)])
+    return heads, rows
+
+
+def markdown(title: str, findings: Findings, advice: Advice) -> str:
+    """The report as Markdown: the answer first, then sentences, the picture and tables."""
+    items = "\n".join(f"* {sentence}" for sentence in sentences(findings))
+    heads = ["run", "precision", "seed", "state", "reason"]
+    rows = [
+        [r.name, r.precision.value, str(r.seed), r.state.value, r.reason] for r in findings.runs
+    ]
+    versions = ", ".join(f"{name} {value}" for name, value in findings.machine.versions.items())
+    parts = [
+        f"# {answer(advice)}",
+        f"```yaml\n{lines_to_paste(findings, advice)}\n```",
+        items,
+        f"![{_CAPTION}](precision.png)",
+        page.table(*claims_table(findings)),
+        page.table(*table(findings)),
+        page.table(heads, rows),
+        f"{title}. {_METHOD} The rule: {RULE}. Versions: {versions}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _measured(findings: Findings) -> Iterator[str]:
+    counted = "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries)
+    yield f"measured on {findings.setting}; {counted}"
+    yield "this says nothing of accuracy after more batches, of other sizes and of other devices"
+
+
+def _left_out(findings: Findings) -> Iterator[str]:
+    for summary in findings.summaries:
+        failed, count = summary.failed, len(summary.failed) + len(summary.runs)
+        if failed:
+            why = "; ".join(f"{run.seed_name} ({run.name}): {run.reason}" for run in failed)
+            yield f"{summary.name}: {len(failed)} of {count} runs failed: {why}" + (
+                "; its numbers are those of the runs that finished" if summary.runs else ""
+            )
+    if findings.left_out:
+        yield f"left out: {'; '.join(findings.left_out)}"
+
+
+def _audited(findings: Findings) -> Iterator[str]:
+    finished = [run for summary in findings.summaries for run in summary.runs]
+    unaudited = [run.short_name for run in finished if run.reports.audit_share is None]
+    alike: dict[tuple[Precision, str], list[Run]] = {}
+    for run in finished:
+        if run.reports.audit_share is not None and run.reports.audit_share < 1.0:
+            alike.setdefault((run.precision, f"{run.reports.audit_share:.1%}"), []).append(run)
+    for (precision, share), runs in alike.items():
+        several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
+        who = runs[0].short_name if len(runs) == 1 else several
+        yield (
+            f"audit: {who} computed {share} of the FLOPs of the first batch in the precision that "
+            "it asks for, the rest in another"
+        )
+    if unaudited:
+        yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
+    if _all_in_precision(findings):
+        yield "audit: every finished run computed all products in the precision that it asks for"
+
+
+def _all_in_precision(findings: Findings) -> bool:
+    return all(
+        run.reports.audit_share == 1.0 for summary in findings.summaries for run in summary.runs
+    )
+
+
+def _mixed(findings: Findings) -> Iterator[str]:
+    """Allowed differences between runs, other than the precision."""
+    for summary in findings.summaries:
+        runs = (*summary.runs, *summary.failed)
+        for key in SCALER_KEYS if summary.precision is Precision.AMP_FP16 else ():
+            values = dict.fromkeys(str(run.settings.get(f"{AMP}.{key}")) for run in runs)
+            if len(values) > 1:
+                yield f"the runs in {summary.name} differ in {key}: {', '.join(values)}"
+    for name in findings.machine.versions:
+        values = dict.fromkeys(str(run.machine.versions.get(name)) for run in findings.runs)
+        if len(values) > 1:
+            yield f"the runs differ in {name}: {', '.join(values)}"
+
+
+def _notes(findings: Findings) -> Iterator[str]:
+    if any(summary.is_only_fp32 for summary in findings.summaries):
+        drift = findings.drift
+        yield "tf32 is fp32 on this device, which has no TF32: it is shown, and not compared" + (
+            "" if drift is None else f"; that its speed is {_times(drift)} is drift of the machine"
+        )
+    if any(run.shares_device for run in findings.runs):
+        yield (
+            "several trials ran at the same time: their speeds are left out; compare speeds with "
+            "one worker"
+        )
+    if not findings.machine.on_gpu:
+        yield (
+            "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
+            "believe only ratios far outside the range of the runs. The memory is that of the "
+            "whole process, libraries included"
+        )
+
+
+def _title(comparison: Comparison) -> str:
+    return f"{comparison.precision.value} against {comparison.against.value}"
+
+
+def _compared(comparison: Comparison, metric: str) -> str:
+    parts = [_speed(comparison.speed)]
+    if comparison.memory is not None:
+        ratio = comparison.memory
+        parts.append(f"memory {_times(ratio)}: {_size(ratio, 'more', 'less', 'as much')}")
+    return "; ".join([*parts, _metric(comparison, metric)])
+
+
+def _speed(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "speed not measured"
+    word = _size(ratio, "faster", "slower", "no difference beyond the spread")
+    inverse = f" ({1 / ratio.median:.1f} times the time)" if ratio.is_smaller else ""
+    return f"speed {_times(ratio)}: {word}{inverse}"
+
+
+def _size(ratio: Ratio, larger: str, smaller: str, same: str) -> str:
+    if ratio.is_larger:
+        return larger
+    return smaller if ratio.is_smaller else same
+
+
+def _times(ratio: Ratio) -> str:
+    if ratio.pairs == 1:
+        of = "over the reports of one pair of runs"
+    else:
+        of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
+    return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
+
+
+def _metric(comparison: Comparison, metric: str) -> str:
+    difference, verdict = comparison.difference, comparison.verdict
+    direction = "better" if comparison.is_better else "worse"
+    judged = {
+        Equivalence.EQUAL: f"{verdict.value} of {comparison.margin:.2g}",
+        Equivalence.DIFFERENT: f"{verdict.value}, {direction}",
+        Equivalence.UNKNOWN: _inconclusive(difference, comparison.margin),
+    }[verdict]
+    interval = ""
+    if difference.std and difference.half_width is not None:
+        kind = "paired by seed" if difference.paired else "seeds differ"
+        interval = f" (95 % interval {difference.low:+.2g} to {difference.high:+.2g}, {kind})"
+    return f"{metric} {difference.mean:+.2g}{interval}: {judged}"
+
+
+def _inconclusive(interval: Interval, margin: float) -> str:
+    text = f"inconclusive with {interval.seeds} seed{'s' * (interval.seeds != 1)}"
+    if interval.std is None:
+        return f"{text}; 2 at least are needed to see how much seeds differ"
+    if interval.std == 0.0:  # as with a metric of few validation samples
+        return f"{text}; the difference is the same for all, which leaves no spread to judge by"
+    needed = interval.seeds_needed(margin)
+    many = "more than 1000" if needed is None else f"about {needed}"
+    return f"{text}; {many} should suffice at this variance (margin {margin:.2g})"
+
+
+def _waiting(findings: Findings) -> Iterator[str]:
+    waiting = [s for s in findings.summaries if s.waits_for_data]
+    if waiting:
+        shares = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
+        yield (
+            f"the loop waits for data more than {WAITS_FOR_DATA:.0%} of the time ({shares}): AMP "
+            "cannot help there, more data.workers may"
+        )
+
+
+def _count(summary: Summary) -> str:
+    failed = f", {len(summary.failed)} failed" if summary.failed else ""
+    return f"{len(summary.runs)}{failed}"
+
+
+def _numbers(summary: Summary, times: str) -> list[str]:
+    if not summary.runs:
+        return [""] * (len(HEADS) - 2)
+    std = "" if summary.std is None else f" ± {summary.std:.2g}"
+    shares = summary.spread(lambda run: run.reports.audit_share)
+    wait = summary.data_wait_share
+    return [
+        f"{summary.mean:.4g}{std}",
+        _range(summary.speed),
+        times,
+        _memory(summary),
+        _range(summary.last(MetricName.APPLIED_STEPS)),
+        _range(summary.last(MetricName.SKIPPED_STEPS)),
+        _scale(summary),
+        "" if wait is None else f"{wait:.0%}",
+        "" if shares is None else f"{shares.low:.1%}",
+        _range(summary.spread(lambda run: run.training_seconds)),
+    ]
+
+
+def _memory(summary: Summary) -> str:
+    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
+    also = "" if reserved is None else f"; {_range(reserved)}"
+    return _range(summary.last(MetricName.PEAK_MEMORY_MIB)) + also
+
+
+def _scale(summary: Summary) -> str:
+    """The loss scale at the end; only float16 has one."""
+    scale = summary.last(MetricName.LOSS_SCALE_LOG2)
+    if scale is None or summary.precision is not Precision.AMP_FP16:
+        return "none"
+    ends = dict.fromkeys((scale.low, scale.high))
+    return " to ".join(f"2^{end:g}" for end in ends)
+
+
+def _range(spread: Spread | None) -> str:
+    """The median, and the range if its ends still differ after rounding."""
+    if spread is None:
+        return ""
+    median, low, high = map(_number, (spread.median, spread.low, spread.high))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

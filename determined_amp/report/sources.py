@@ -74,11 +74,6 @@ def report_for(search: Search) -> str:
 def check_report(report: str, source: str, search: Search) -> None:
     """Check that a report fits a source.
 
-    Args:
-        report: `precision` or `loss-scale`.
-        source: The source, as it was typed.
-        search: Its runs.
-
     Raises:
         ReportError: if it does not fit. The message has the command that does.
     """
