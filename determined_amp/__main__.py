@@ -17,19 +17,17 @@ from determined_amp.amp.errors import UserError
 from determined_amp.experiment.errors import NO_RETRY, exit_status
 from determined_amp.local.logs import surviving_closed_output
 
-# By command: the module that has its `main(arguments)`, and its help text.
+# By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
+# status, and raises a `UserError` for what a user can mend.
 _COMMANDS = {
-    "train": ("determined_amp.cli.train", "train an experiment: here, or as a task of a cluster"),
+    "train": ("determined_amp.cli.train", "train an experiment, here or as a task of a cluster"),
     "audit": ("determined_amp.cli.audit", "show what one training batch is computed in"),
     "find": ("determined_amp.cli.find", "find the initial loss scale in one pass"),
     "score": ("determined_amp.cli.score", "measure the steps that a loss scale loses"),
-    "compare": (
-        "determined_amp.cli.compare",
-        "train in every precision, and say which to use",
-    ),
+    "compare": ("determined_amp.cli.compare", "train in every precision, and say which to use"),
     "check": ("determined_amp.cli.check", "say what is wrong with the AMP of a trial"),
     "search": ("determined_amp.cli.search", "run a search without a cluster"),
-    "report": ("determined_amp.cli.report", "the one of the next two that fits a source"),
+    "report": ("determined_amp.cli.report", "write the report that fits the source"),
     "report precision": ("determined_amp.cli.report", "compare precisions, with a verdict"),
     "report loss-scale": (
         "determined_amp.cli.report",
@@ -61,14 +59,13 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, 2 for an unknown command or a `UserError`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not {"--help", "-h"}.isdisjoint(given[: 2 if given[:1] == ["report"] else 1]):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not {"--help", "-h"}.isdisjoint(words[: 2 if words[:1] == ["report"] else 1]):
         print(usage())
         return 0
-    words = 2 if " ".join(given[:2]) in _COMMANDS else 1
-    command = " ".join(given[:words])
+    command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
     if command not in _COMMANDS:
-        problem = f"got {command!r}" if given else "no command given"
+        problem = f"got {command!r}" if words else "no command given"
         print(f"{problem}; allowed: {', '.join(_COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     # A cluster restarts a failed task unless its log has this text.
@@ -76,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = NO_RETRY if in_task else ""
 
     def run() -> int:
-        _check_surroundings(given)
+        _check_surroundings(words)
         # The import takes seconds. Here, Ctrl-C during it prints no traceback.
         try:
             module = importlib.import_module(_COMMANDS[command][0])
-            return int(module.main(given[1:]))
+            return int(module.main(words[1:]))
         except ModuleNotFoundError as error:
             if error.name not in _OF_EXTRAS:
                 raise
@@ -106,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _check_surroundings(given: Sequence[str]) -> None:
+def _check_surroundings(words: Sequence[str]) -> None:
     """Raise for an empty argument, which is a variable that is not set, and without a directory."""
-    for before, word in zip(["", *given], given, strict=False):
+    for before, word in zip(["", *words], words, strict=False):
         if not word or re.fullmatch(r"--[\w-]+=", word):
             where = f" after {before}" if before and not word else ""
             raise UserError(f"got an empty argument{where or f': {word}'}; allowed: a value")

@@ -28,11 +28,12 @@ from rich.console import Console
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.doctor import examine
-from determined_amp.experiment.errors import exits_told
+from determined_amp.experiment.errors import translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.finder.advice import FILE_NAME
+from determined_amp.finder.score import check_score
 from determined_amp.finder.verdict import Finding
-from determined_amp.search.task import check_score
+from determined_amp.local.open_trial import OpenTrial
 from determined_amp.trial.determined_0_38 import (
     SafeController,
     average_by_default,
@@ -42,7 +43,6 @@ from determined_amp.trial.determined_0_38 import (
     train_context,
 )
 from determined_amp.trial.fitting import fit
-from determined_amp.trial.frozen import find_in_trial, score
 from determined_amp.trial.notes import (
     failure_noted,
     note,
@@ -97,10 +97,10 @@ def score_task(trial: str | None, batches: int) -> None:
     experiment = task_experiment(info, trial)
     with failure_noted(info):
         check_score(experiment)
-    with _measured_trial(info, experiment) as (measured, context):
-        report = train_context(context)
+    with _opened(info, experiment) as opened:
+        report = train_context(opened.context)
         report.set_status(f"scoring on {batches} batches")
-        metrics = score(measured, context, batches)
+        metrics = opened.score(batches)
         report.report_validation_metrics(steps_completed=batches, metrics=metrics)
         report.report_progress(1.0)
 
@@ -110,19 +110,19 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
     info = task_info()
     experiment = task_experiment(info, trial)
     start_ranks(info, "find", *arguments)
-    with _measured_trial(info, experiment) as (measured, context):
-        found = find_in_trial(experiment.name, measured, context, batches)
+    with _opened(info, experiment) as opened:
+        context, answer = opened.context, opened.find(batches)
         if context.distributed.rank == 0:
-            answer = found.finding.answer_log2
-            note_on_master(context, init_scale=None if answer is None else 2.0**answer)
-            _report_finding(train_context(context), found.finding, batches)
+            scale_log2 = answer.finding.answer_log2
+            note_on_master(context, init_scale=None if scale_log2 is None else 2.0**scale_log2)
+            _report_finding(train_context(context), answer.finding, batches)
             with checkpoint_context(context).store_path({"steps_completed": batches}) as (
                 folder,
                 _,
             ):
-                found.write(folder / FILE_NAME)
+                answer.write(folder / FILE_NAME)
             train_context(context).report_progress(1.0)
-            found.show(Console(width=100))  # last, because the log also contains the reports
+            answer.show(Console(width=100))  # last, because the log also contains the reports
 
 
 def check_task(trial: str | None, *, as_json: bool) -> None:
@@ -170,7 +170,7 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
             average_by_default(context, experiment.plan.average_aggregated_gradients)
             try:
-                with exits_told():
+                with translating_exits():
                     yield context
             except (det.InvalidHP, UserError) as error:
                 show_failure(context, str(error))
@@ -183,10 +183,8 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
 
 
 @contextmanager
-def _measured_trial(
-    info: det.ClusterInfo, experiment: Experiment[Any]
-) -> Iterator[tuple[pytorch.PyTorchTrial, pytorch.PyTorchTrialContext]]:
-    """The trial and its context, made with the experiment's seed instead of the trial's seed."""
+def _opened(info: det.ClusterInfo, experiment: Experiment[Any]) -> Iterator[OpenTrial]:
+    """The trial, made with the experiment's seed instead of the trial's seed."""
     info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
         noted: dict[str, Any] = {"seed": experiment.seed, "failure": None}
@@ -194,7 +192,7 @@ def _measured_trial(
             noted["precision"] = experiment.amp.precision.value
             noted["init_scale"] = experiment.amp.first_scale
         note_on_master(context, **noted)
-        yield trial_of(experiment, context), context
+        yield OpenTrial(trial_of(experiment, context), context, experiment)
 
 
 def _report_finding(train: core.TrainContext, finding: Finding, batches: int) -> None:

@@ -428,7 +428,7 @@ def print_plan(console: Console, results: PilotResults, plan: Plan, seeds: int) 
     names = ", ".join(precision.value for precision in results.pilots)
     _print(
         console,
-        f"plan: {names} by turns, {seeds} seed{'s' * (seeds != 1)} of {plan.batches} batches each: "
+        f"plan: {names} in turn, {seeds} run{'s' * (seeds != 1)} of {plan.batches} batches each: "
         f"about {_minutes(plan.seconds)}, at most {_minutes(plan.announced)}",
     )
 

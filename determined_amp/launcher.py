@@ -22,8 +22,8 @@ def launch(script: Sequence[str]) -> int:
 
     command = torch_distributed.create_launch_cmd
 
-    def quiet(*given: Any) -> list[str]:
-        return ["determined_amp.launcher" if w == _TORCHRUN else w for w in command(*given)]
+    def quiet(*args: Any) -> list[str]:
+        return ["determined_amp.launcher" if w == _TORCHRUN else w for w in command(*args)]
 
     vars(torch_distributed)["create_launch_cmd"] = quiet
     return torch_distributed.main([], list(script))

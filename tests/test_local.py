@@ -17,7 +17,6 @@ import determined as det
 import pytest
 import torch
 import yaml
-from determined import core
 from rich.console import Console
 
 from determined_amp import UserError
@@ -27,7 +26,7 @@ from determined_amp.cli import train
 from determined_amp.experiment import experiment
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
-from determined_amp.local.processes import StopOnSignal, on_stop_signals
+from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
 from determined_amp.runs.run import RunState
 from tests import training
@@ -356,23 +355,6 @@ class TestMistakes:
             train.main([])
         assert stopped.value.code == 2
         assert "give an experiment YAML" in capfd.readouterr().err
-
-
-class TestStopOnSignal:
-    def test_first_signal_asks_and_second_interrupts(self) -> None:
-        stop = StopOnSignal(core.DummyDistributedContext())
-        with stop.listening():
-            assert stop.should_preempt() is False
-            signal.raise_signal(signal.SIGTERM)
-            assert stop.should_preempt() is True
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-
-    def test_handlers_are_put_back(self) -> None:
-        before = signal.getsignal(signal.SIGTERM)
-        with StopOnSignal(core.DummyDistributedContext()).listening():
-            assert signal.getsignal(signal.SIGTERM) != before
-        assert signal.getsignal(signal.SIGTERM) == before
 
 
 class TestOutputThatVanishes:

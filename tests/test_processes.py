@@ -203,12 +203,17 @@ class TestStop:
             signal.raise_signal(signal.SIGTERM)
         assert capfd.readouterr().err.count("stopping at the next report") == 1
 
-    def test_is_at_once_at_the_second_interrupt(self) -> None:
+    @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+    def test_is_at_once_at_an_interrupt_after_the_first_signal(self, first: signal.Signals) -> None:
+        before = signal.getsignal(signal.SIGTERM)
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
-            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGTERM) != before
+            assert stop.should_preempt() is False
+            signal.raise_signal(first)
             assert stop.should_preempt() is True
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) == before
 
     @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
     def test_is_at_once_at_a_later_termination(

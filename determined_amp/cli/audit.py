@@ -11,14 +11,7 @@ from determined_amp.cli.options import checked_configuration, parser_of
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Audit a batch and print the table.
-
-    Returns:
-        The exit status: 0 if the audit passed, 1 if it failed.
-
-    Raises:
-        UserError: if the configuration is wrong.
-    """
+    """Audit a batch and print the table; 0 if the audit passed, 1 if it failed."""
     parser = parser_of("audit", "Train one batch and print what it was computed in.")
     options = parser.parse_args(arguments)
     config = checked_configuration(options)

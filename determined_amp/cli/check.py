@@ -20,14 +20,9 @@ from determined_amp.cli.search import start_server
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine a trial and print the findings.
+    """Examine a trial and print the findings; 0 without a fault, else 1.
 
-    Returns:
-        The exit status: 0 without a fault, 1 with faults; as a task of a cluster 0, too, so that
-        the cluster does not restart it.
-
-    Raises:
-        UserError: if the configuration is wrong, or the trial cannot be run here.
+    In a task of a cluster it is 0 with faults, too: the cluster shall not restart the task.
     """
     parser = parser_of("check", "Say what is wrong with the AMP of a trial.", precision=False)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -27,14 +27,7 @@ from determined_amp.experiment.dotted import value_at
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare the precisions of a trial.
-
-    Returns:
-        The exit status, 0: there is an answer, or a signal stopped the comparison.
-
-    Raises:
-        UserError: if the trial cannot be trained, or no two precisions can be compared.
-    """
+    """Compare the precisions of a trial, until there is an answer or a signal stops it."""
     options = _options(arguments)
     config: dict[str, Any] = {}
     if not is_task():
@@ -65,22 +58,22 @@ def _require_batch_size(config: Mapping[str, Any], source: str) -> None:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    description = "Train in every precision, by turns, and say which one to use."
+    description = "Train in every precision in turn, and say which one to use."
     parser = parser_of("compare", description, precision=False)
     parser.add_argument(
-        "--seeds", type=at_least(1), default=3, metavar="N", help="runs of each precision (3)"
+        "--seeds", type=at_least(1), default=3, metavar="N", help="runs in each precision (3)"
     )
     parser.add_argument(
         "--batches",
         type=at_least(20),
         metavar="N",
-        help="length of a run; default: what fits into --minutes",
+        help="length of each run; default: as many as fit into --minutes",
     )
     parser.add_argument(
         "--minutes",
         type=at_least(1),
         default=3,
         metavar="N",
-        help="for all runs together, if 20 batches each fit (3)",
+        help="time for all runs together; each has 20 batches at least (3)",
     )
     return parser.parse_args(arguments)

@@ -29,14 +29,7 @@ _JSON, _PNG = b'{\n "run": {', b"\x89PNG"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Find the scale, print it, and write the files that the options name.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UserError: if an option is wrong, or no loss scale can be found.
-    """
+    """Find the scale, print it, and write the files that the options name."""
     options = _options(arguments)
     if is_task():
         from determined_amp.cluster import find_task  # noqa: PLC0415
@@ -49,17 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console  # noqa: PLC0415
 
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
-    from determined_amp.trial.frozen import find_in_trial  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
-        answer = find_in_trial(
-            str(config.get("name", options.config)),
-            opened.trial,
-            opened.context,
-            options.batches,
-            latest_checkpoint=opened.latest_checkpoint,
-            sweep=options.sweep,
-        )
+        name = str(config.get("name", options.config))
+        answer = opened.find(options.batches, name=name, sweep=options.sweep)
     answer.show(Console())
     _save(answer, options)
     return 0
@@ -96,24 +82,24 @@ def _is_replaceable(target: Path, begins: bytes) -> bool:
 def _check_targets(options: argparse.Namespace) -> None:
     """Raise for a wrong option before the work starts."""
     problems = [
-        f"got {target}, whose folder does not exist"
-        for target in (options.json, options.plot)
-        if target is not None and not target.parent.is_dir()
-    ]
-    problems += [
-        f"got {target}, which is a folder; allowed: a file"
-        for target in (options.json, options.plot)
-        if target is not None and target.is_dir()
-    ]
-    problems += [
-        f"got {target}, which is there and no answer of this command; allowed: another file"
+        problem
         for target, begins in ((options.json, _JSON), (options.plot, _PNG))
-        if target is not None and not target.is_dir() and not _is_replaceable(target, begins)
+        if target is not None and (problem := _problem(target, begins)) is not None
     ]
     if options.plot is not None and options.plot.suffix != ".png":
         problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
     if problems:
         raise ConfigError("command line", problems)
+
+
+def _problem(target: Path, begins: bytes) -> str | None:
+    if not target.parent.is_dir():
+        return f"got {target}, whose folder does not exist"
+    if target.is_dir():
+        return f"got {target}, which is a folder; allowed: a file"
+    if not _is_replaceable(target, begins):
+        return f"got {target}, which is there and no answer of this command; allowed: another file"
+    return None
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -122,11 +108,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if is_task():
         return parser.parse_args(arguments)
     parser.add_argument(
-        "--checkpoint", type=Path, help="start from this checkpoint, or a run folder's newest"
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="start from this checkpoint, or from the newest one of this run folder",
     )
     parser.add_argument(
         "--sweep", action="store_true", help="also measure every shown scale in float16"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the prediction")
     return parser.parse_args(arguments)

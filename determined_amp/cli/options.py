@@ -39,7 +39,7 @@ def parser_of(
     parser.add_argument(
         "--trial",
         metavar="MODULE:CLASS",
-        help="the trial, or a function that makes it, if the YAML does not name it",
+        help="the trial class, or a function that makes the trial, if the YAML does not name it",
     )
     if is_task():
         return parser
@@ -49,8 +49,7 @@ def parser_of(
         parser.add_argument(
             "--precision",
             choices=[member.value for member in Precision],
-            help="instead of hyperparameters.amp.precision; a trial without AMP trains in it as it "
-            "is",
+            help="overrides hyperparameters.amp.precision; a trial without AMP needs no change",
         )
     return parser
 
@@ -91,7 +90,7 @@ def add_override_option(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one value of the YAML, as `det experiment create --config` does",
+        help="set one value of the YAML, as `det experiment create --config` does; repeatable",
     )
 
 

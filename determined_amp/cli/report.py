@@ -48,17 +48,7 @@ _OPTIONS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report that is named, or the one that fits the first source.
-
-    Args:
-        arguments: The command line; it may begin with `precision` or `loss-scale`.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UserError: if the report cannot be made.
-    """
+    """Write the report that the first argument names, or the one that fits the first source."""
     named = arguments[0] if arguments and arguments[0] in _OPTIONS else None
     options = _parser().parse_args(arguments[named is not None :])
     if options.output is not None and not options.output.is_dir():

@@ -23,14 +23,7 @@ from determined_amp.cli.options import (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Score the loss scale and print its metrics.
-
-    Returns:
-        The exit status, 0.
-
-    Raises:
-        UserError: if the configuration is wrong, or the trial has no loss scale.
-    """
+    """Score the loss scale and print its metrics."""
     parser = parser_of("score", "Measure how many optimizer steps an initial loss scale loses.")
     add_batches_option(parser)
     options = parser.parse_args(arguments)
@@ -41,13 +34,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     config = checked_configuration(options)
     # These import torch, which takes seconds.
+    from determined_amp.finder.score import check_score  # noqa: PLC0415
     from determined_amp.local.open_trial import open_trial  # noqa: PLC0415
-    from determined_amp.search.task import check_score  # noqa: PLC0415
-    from determined_amp.trial.frozen import score  # noqa: PLC0415
 
     with open_trial(config, options.config, options.trial) as opened:
         check_score(opened.experiment)
-        metrics = score(opened.trial, opened.context, options.batches)
+        metrics = opened.score(options.batches)
     for name, value in metrics.items():
         print(f"{name:24} {value:.6g}")
     return 0

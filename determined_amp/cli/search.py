@@ -46,14 +46,7 @@ PRELOADED = ["determined_amp.search.fork_server"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a search or continue one.
-
-    Returns:
-        The exit status, 0: the search completed, or a signal stopped it.
-
-    Raises:
-        UserError: if the search cannot start, or cannot continue.
-    """
+    """Run a search or continue one; the exit status is that of `run_search`."""
     options = _options(arguments)
     if options.search:  # named before torch is imported, if it cannot be read
         with_overrides(read_yaml(options.search), options.overrides)
@@ -87,13 +80,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m determined_amp search", description="Run a search on this machine."
     )
     parser.add_argument("search", nargs="?", help="search YAML")
-    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="continue this search")
+    parser.add_argument(
+        "--resume", metavar="FOLDER", type=Path, help="continue the search in this folder"
+    )
     parser.add_argument(
         "--workers",
         metavar="N",
         type=at_least(1, max(_MOST_WORKERS, os.cpu_count() or 1)),
         default=1,
-        help="number of concurrent trials",
+        help="number of concurrent trials (1)",
     )
     add_override_option(parser)
     options = parser.parse_args(arguments)

@@ -31,14 +31,7 @@ _METHODS = ("single", *_SEARCHES, "custom")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train.
-
-    Returns:
-        The exit status, 0: the training completed, or a signal stopped it.
-
-    Raises:
-        UserError: if configuration, trial or checkpoint are wrong, or the run no longer trains.
-    """
+    """Train until the run has completed, or a signal stops it."""
     if is_task():
         trial = parser_of("train", "Train the trial of this task.").parse_args(arguments).trial
         from determined_amp.cluster import train_task  # noqa: PLC0415  # torch
@@ -115,7 +108,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--resume", metavar="RUN_FOLDER", help="continue a run from its newest checkpoint"
     )
-    parser.add_argument("--run-folder", metavar="FOLDER", help="instead of runs/NAME/TIME")
+    parser.add_argument("--run-folder", metavar="FOLDER", help="default: runs/NAME/TIME")
     options = parser.parse_args(arguments)
     if not (options.config or options.resume):
         parser.error("give an experiment YAML, or --resume RUN_FOLDER")

@@ -55,12 +55,12 @@ def limits_of_the_machine() -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """The last line of the user's own code that an error has come through; empty without one."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((sys.prefix, *_OURS))]
-    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    users = [frame for frame in frames if not frame.filename.startswith((sys.prefix, *_OURS))]
+    return f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
 
 
 @contextmanager
-def exits_told() -> Iterator[None]:
+def translating_exits() -> Iterator[None]:
     """Raise a `UserError` for a trial that calls `sys.exit`: status 0 would say that it trained."""
     try:
         yield
@@ -77,18 +77,18 @@ def exits_told() -> Iterator[None]:
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` in one sentence for what a trial meets that a user can mend.
 
-    Besides `limits_of_the_machine` and `exits_told` this is a `UserError` in a process that loads
-    data, into whose text torch puts the whole traceback.
+    Besides the limits of the machine and exits this is a `UserError` in a process that loads data,
+    into whose text torch puts the whole traceback.
     """
     try:
-        with limits_of_the_machine(), exits_told():
+        with limits_of_the_machine(), translating_exits():
             yield
     except UserError as error:
         name = f"{type(error).__module__}.{type(error).__qualname__}: "
-        _, of_a_worker, said = str(error).rpartition(f"\n{name}")
+        _, of_a_worker, message = str(error).rpartition(f"\n{name}")
         if not of_a_worker:
             raise
-        raise type(error)(said.strip()) from error
+        raise type(error)(message.strip()) from error
 
 
 def exit_status(run: Callable[[], int], before: str) -> int:

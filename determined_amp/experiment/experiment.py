@@ -126,13 +126,6 @@ class Platform:
     checkpoint_policy: CheckpointPolicy = setting(CheckpointPolicy.BEST)
 
 
-_READ_IN_PART: Mapping[str, type] = {
-    "searcher": Searcher,
-    "reproducibility": Reproducibility,
-    "resources": Resources,
-    "profiling": Profiling,
-}
-
 # Required in the YAML of a trial with `Hparams`: (name, allowed values).
 _REQUIRED = (
     ("searcher.metric", "a string"),
@@ -382,10 +375,10 @@ def _with_trial_seed(
     return changed, others
 
 
-def constants(given: Mapping[str, Any]) -> dict[str, Any]:
+def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters as a trial on a cluster gets them: `{type: const, val: x}` becomes x."""
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in hyperparameters.items():
         if isinstance(value, Mapping) and value.get("type") == "const":
             values[key] = copy.deepcopy(value.get("val"))
         else:
@@ -394,9 +387,9 @@ def constants(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def ranges(given: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[str]:
+def ranges(values: Mapping[str, Any], path: str = "hyperparameters") -> Iterator[str]:
     """The dotted names of the hyperparameters that are search ranges."""
-    for key, value in given.items():
+    for key, value in values.items():
         if isinstance(value, Mapping):
             if value.get("type") in _RANGES:
                 yield f"{path}.{key}"
@@ -443,7 +436,8 @@ def _misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
     read in part, other unknown keys are allowed.
     """
     known = {"": _SECTIONS}
-    known |= {name: frozenset(cls.__annotations__) for name, cls in _READ_IN_PART.items()}
+    read_in_part = vars(Platform()).items()
+    known |= {k: frozenset(vars(v)) for k, v in read_in_part if dataclasses.is_dataclass(v)}
     for name, keys in known.items():
         section = config.get(name) if name else config
         for key in section.keys() - keys if isinstance(section, Mapping) else ():

@@ -203,9 +203,9 @@ def _module_table(finding: Finding) -> Table:
     return table
 
 
-def sentences(found: FoundScale) -> Iterator[str]:
+def sentences(answer: FoundScale) -> Iterator[str]:
     """Sentences on the window, the verdict, and the cost of the YAML's scale."""
-    finding = found.finding
+    finding = answer.finding
     low, top, bits = finding.low_log2, finding.top_log2, finding.window_bits
     if finding.recorded_log2 is not None:
         yield (
@@ -235,8 +235,8 @@ def sentences(found: FoundScale) -> Iterator[str]:
             f"verdict: use {instead if finding.recorded_log2 is None else 'fp32'}; float16 loses "
             f"gradients at every scale, the fewest at 2^{finding.choice_log2}"
         )
-    yield from _cost_of_other_scales(found)
-    yield from growth_advice(found)
+    yield from _cost_of_other_scales(answer)
+    yield from growth_advice(answer)
     if finding.hidden_modules:
         yield (
             f"{len(finding.hidden_modules)} modules have gradients of exactly 0, for instance "
@@ -258,9 +258,9 @@ def _fine(finding: Finding) -> str:
     )
 
 
-def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
+def _cost_of_other_scales(answer: FoundScale) -> Iterator[str]:
     """The cost of the YAML's scale and of PyTorch's default, if they lie outside the window."""
-    finding, run = found.finding, found.run
+    finding, run = answer.finding, answer.run
     owner = "the YAML's" if run.is_ours else "the scaler's"
     for scale in dict.fromkeys((math.log2(run.init_scale), float(DEFAULT_LOG2))):
         skips = finding.expected_skips(scale)
@@ -279,9 +279,9 @@ def _cost_of_other_scales(found: FoundScale) -> Iterator[str]:
             )
 
 
-def growth_advice(found: FoundScale) -> Iterator[str]:
+def growth_advice(answer: FoundScale) -> Iterator[str]:
     """What to do about a scale that gradients may outgrow downwards, and that never grows."""
-    finding, run = found.finding, found.run
+    finding, run = answer.finding, answer.run
     if finding.answer_log2 is None or run.steps is None or run.steps >= run.growth_interval:
         return
     bits = finding.answer_log2 - finding.low_log2
@@ -294,9 +294,9 @@ def growth_advice(found: FoundScale) -> Iterator[str]:
         )
 
 
-def yaml_changes(found: FoundScale) -> dict[str, Any]:
+def yaml_changes(answer: FoundScale) -> dict[str, Any]:
     """The changes to the `amp` section for this verdict, by key; None removes the key."""
-    finding, run = found.finding, found.run
+    finding, run = answer.finding, answer.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
         return {"precision": _without_a_scale(finding), **dict.fromkeys(SCALER_KEYS)}
     if finding.verdict is Verdict.ISLANDS:
@@ -310,10 +310,10 @@ def yaml_changes(found: FoundScale) -> dict[str, Any]:
     return changes
 
 
-def lines_to_paste(found: FoundScale) -> str:
+def lines_to_paste(answer: FoundScale) -> str:
     """Lines for the experiment YAML, or Python for a trial without an `amp` section."""
-    changes, finding = yaml_changes(found), found.finding
-    if found.run.is_ours:
+    changes, finding = yaml_changes(answer), answer.finding
+    if answer.run.is_ours:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key
         return f"torch.amp.GradScaler(..., init_scale={yaml_value(changes['init_scale'])})"

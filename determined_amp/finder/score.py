@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import determined as det
 import torch
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import ConfigError, Problem, UserError
+from determined_amp.amp.settings import Precision
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.finder.passes import Observation, Place, cause_of, observe, predict
 from determined_amp.finder.verdict import DEFAULT_LOG2, FLUSHED_LIMIT
@@ -35,6 +38,9 @@ _FEWEST_VALUES = 0.01
 
 # The smallest normal float32. A smaller loss scale has fewer bits, and soon is 0.
 _LEAST_SCALE = 2.0**-126
+
+# Of these metrics less is better.
+_COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "gradient_error", "overflow")
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,39 @@ def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> 
         f"2^{max(free):g}: a search can find nothing better. The best trial is the one of these "
         f"that is nearest to PyTorch's default, 2^{DEFAULT_LOG2}"
     )
+
+
+def check_score(experiment: Experiment[Any]) -> None:
+    """Check that the loss scale of an experiment can be scored.
+
+    Raises:
+        ConfigError: naming every reason why it cannot.
+    """
+    metrics = [field.name for field in fields(Score)]
+    slots = experiment.platform.resources.slots_per_trial
+    searcher = experiment.platform.searcher
+    problems = []
+    if experiment.amp is not None and experiment.amp.precision is not Precision.AMP_FP16:
+        precision = experiment.amp.precision.value
+        text = f"got {precision}, which does not scale the loss; allowed for a score: amp_fp16"
+        problems.append(Problem("hyperparameters.amp.precision", text))
+    if experiment.amp is not None and experiment.amp.finds_scale:
+        text = "got find; allowed for a score: a number"
+        problems.append(Problem("hyperparameters.amp.init_scale", text))
+    if searcher.name != "single" and searcher.metric not in (None, *metrics):
+        text = f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
+        problems.append(Problem("searcher.metric", text))
+    if searcher.metric in _COSTS and not searcher.smaller_is_better:
+        text = f"got false; allowed with {searcher.metric}: true"
+        problems.append(Problem("searcher.smaller_is_better", text))
+    if slots > 1:
+        text = (
+            f"got {slots}; allowed for a score: 1 (set hyperparameters.global_batch_size to what "
+            "one slot trains)"
+        )
+        problems.append(Problem("resources.slots_per_trial", text))
+    if problems:
+        raise ConfigError(experiment.name, problems)
 
 
 def score_batches(
@@ -203,10 +242,11 @@ def _until_applied(
             tried = min(max(skipped - math.floor(room), overflows + 1), skipped - 1)
         else:  # or all gradients were flushed, which says nothing about the room
             tried = (overflows + skipped) // 2
-        if (found := after(tried)).overflow:
+        observation = after(tried)
+        if observation.overflow:
             overflows = tried
         else:
-            skipped, seen = tried, found
+            skipped, seen = tried, observation
     return skipped, seen
 
 

@@ -56,7 +56,7 @@ def is_of_the_machine(error: BaseException, folder: Path) -> bool:
 
 
 @contextmanager
-def disk_errors_told(folder: Path) -> Iterator[None]:
+def translating_disk_errors(folder: Path) -> Iterator[None]:
     """Raise a `DiskError` if a file of the run in `folder` cannot be read or written."""
     try:
         yield
@@ -143,8 +143,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     def _prune(self, newest: Path) -> None:
         # A resume may have passed over later ones than the newest. One whose metadata cannot be
         # read is kept: what it was is unknown.
-        found = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
-        metadata = {path: known for path, known in found if known is not None}
+        readable = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
+        metadata = {path: known for path, known in readable if known is not None}
         saved = [path for path in metadata if path <= newest]
         keep = {
             newest,

@@ -19,10 +19,12 @@ from determined import core, pytorch
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
+from determined_amp.finder.advice import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_0_38 import average_by_default
+from determined_amp.trial.frozen import find_in_trial, score
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -31,7 +33,7 @@ class InvalidTrialError(UserError):
 
 
 @contextmanager
-def invalid_told() -> Iterator[None]:
+def translating_invalid_trials() -> Iterator[None]:
     """Raise an `InvalidTrialError` for the `SystemExit` that Determined makes of an InvalidHP."""
     try:
         yield
@@ -86,8 +88,23 @@ class OpenTrial:
 
     trial: pytorch.PyTorchTrial
     context: pytorch.PyTorchTrialContext
-    latest_checkpoint: str | None  # the argument for `Trainer.fit`; None without a checkpoint
     experiment: Experiment[Any]
+    latest_checkpoint: str | None = None  # the argument for `Trainer.fit`
+
+    def score(self, batches: int) -> dict[str, float]:
+        """Score the loss scale on so many batches; the trial cannot be used afterwards."""
+        return score(self.trial, self.context, batches)
+
+    def find(self, batches: int, *, name: str | None = None, sweep: bool = False) -> FoundScale:
+        """Find the loss scale on so many batches; the trial cannot be used afterwards."""
+        return find_in_trial(
+            name or self.experiment.name,
+            self.trial,
+            self.context,
+            batches,
+            latest_checkpoint=self.latest_checkpoint,
+            sweep=sweep,
+        )
 
 
 @contextmanager
@@ -109,10 +126,10 @@ def open_trial(
     experiment = parse(config, source, trial=trial)
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
-    with invalid_told(), throwaway_core_context(parent) as core_context:
+    with translating_invalid_trials(), throwaway_core_context(parent) as core_context:
         context = trial_context(core_context, experiment)
         with faults_of_the_trial():
-            yield OpenTrial(trial_of(experiment, context), context, name, experiment)
+            yield OpenTrial(trial_of(experiment, context), context, experiment, name)
 
 
 @contextmanager

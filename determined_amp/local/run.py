@@ -26,12 +26,12 @@ from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
-    disk_errors_told,
     is_of_the_machine,
+    translating_disk_errors,
 )
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
-from determined_amp.local.open_trial import invalid_told, outcome, trial_context
+from determined_amp.local.open_trial import outcome, translating_invalid_trials, trial_context
 from determined_amp.local.processes import StopOnSignal, process_group
 from determined_amp.local.run_listener import LocalReports, RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
@@ -215,7 +215,7 @@ def train(
     first_batch = resume.batches if resume else 0
     length = experiment.max_length
     with (
-        invalid_told(),
+        translating_invalid_trials(),
         process_group() as processes,
         StopOnSignal(processes).listening() as stop,
     ):
@@ -229,7 +229,7 @@ def train(
         display = [Display(experiment.name, console, metric)] if show else []
         recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
         notified = [recorder, *display, *listeners] if chief else []
-        with disk_errors_told(folder.path):
+        with translating_disk_errors(folder.path):
             reports = None
             if chief:
                 reports = LocalReports(folder, experiment, notified, first_batch)

@@ -24,7 +24,6 @@ from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import SCALE, Machine, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Task
-from determined_amp.trial.frozen import find_in_trial
 
 NAME = "loss_scale"
 
@@ -207,7 +206,7 @@ def predict(search: Search, batches: int = 4) -> FoundScale:
     """
     config = _experiment(search)
     with open_trial(config, search.origin) as opened:
-        return find_in_trial(search.name, opened.trial, opened.context, batches)
+        return opened.find(batches, name=search.name)
 
 
 def _experiment(search: Search) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def fetch_comparison(number: int, folder: Path) -> str:
         ReportError: if there is no such experiment, or it has no report.
     """
     with _checkpoint(number, _TEXT) as (downloaded, _):
-        found = (path for path in downloaded.iterdir() if path.suffix in _SUFFIXES)
-        files = {folder / path.name: path.read_bytes() for path in found}
+        paths = (path for path in downloaded.iterdir() if path.suffix in _SUFFIXES)
+        files = {folder / path.name: path.read_bytes() for path in paths}
     write_files(folder, files)
     return files[folder / _TEXT].decode()
 

@@ -213,7 +213,8 @@ def markdown(title: str, findings: Findings, advice: Advice) -> str:
     rows = [
         [r.name, r.precision.value, str(r.seed), r.state.value, r.reason] for r in findings.runs
     ]
-    versions = ", ".join(f"{name} {value}" for name, value in findings.machine.versions.items())
+    known = ((name, value) for name, value in findings.machine.versions.items() if value)
+    versions = ", ".join(f"{name} {value}" for name, value in known)
     parts = [
         f"# {answer(advice)}",
         f"```yaml\n{lines_to_paste(findings, advice)}\n```",
@@ -230,7 +231,7 @@ def markdown(title: str, findings: Findings, advice: Advice) -> str:
 def _measured(findings: Findings) -> Iterator[str]:
     counted = "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries)
     yield f"measured on {findings.setting}; {counted}"
-    yield "this says nothing of accuracy after more batches, of other sizes and of other devices"
+    yield "this says nothing about accuracy after more batches, other sizes or other devices"
 
 
 def _left_out(findings: Findings) -> Iterator[str]:
@@ -298,9 +299,9 @@ def _notes(findings: Findings) -> Iterator[str]:
         )
     if not findings.machine.on_gpu:
         yield (
-            "on a CPU speed drifts from one run to the next, with heat and with what else runs: "
-            "believe only ratios far outside the range of the runs. The memory is that of the "
-            "whole process, libraries included"
+            "on a CPU speed drifts from run to run, with heat and load: trust only ratios far "
+            "outside the range of the runs. The memory is that of the whole process, libraries "
+            "included"
         )
 
 
@@ -356,7 +357,7 @@ def _metric(comparison: Comparison, metric: str) -> str:
 def _inconclusive(interval: Interval, margin: float) -> str:
     text = f"inconclusive with {interval.seeds} seed{'s' * (interval.seeds != 1)}"
     if interval.std is None:
-        return f"{text}; 2 at least are needed to see how much seeds differ"
+        return f"{text}; at least 2 are needed to see how much seeds differ"
     if interval.std == 0.0:  # as with a metric of few validation samples
         return f"{text}; the difference is the same for all, which leaves no spread to judge by"
     needed = interval.seeds_needed(margin)

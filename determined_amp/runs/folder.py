@@ -284,13 +284,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def _report(line: bytes) -> dict[str, Any] | None:
     """The report in a line; None if the line is not a report."""
     try:
-        found = json.loads(line)
+        report = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("group"), str):
+    if not isinstance(report, dict) or not isinstance(report.get("group"), str):
         return None
-    batches = found.get("batches")
-    return found if type(batches) is int and 0 <= batches < 2**53 else None
+    batches = report.get("batches")
+    return report if type(batches) is int and 0 <= batches < 2**53 else None
 
 
 def _missing(path: Path) -> list[Path]:

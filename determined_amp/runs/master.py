@@ -40,8 +40,8 @@ def _with_limit(request: Callable[..., Any]) -> Callable[..., Any]:
     """`api.BaseSession._do_request` with a time limit; without one it waits for ever."""
     signature = inspect.signature(request)
 
-    def limited(*given: Any, **named: Any) -> Any:
-        call = signature.bind(*given, **named)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
         call.arguments["timeout"] = call.arguments["timeout"] or ANSWER
         return request(*call.args, **call.kwargs)
 
@@ -130,10 +130,10 @@ def _find_master(url: str) -> None:
         if isinstance(error, (errors.UnauthenticatedException, errors.ForbiddenException)):
             raise MasterError(f"{url}: what answers there asks for a login of its own") from error
         if is_away(error):
-            said = "no master answers there"
+            reason = "no master answers there"
             if status:
-                said = f"the master answers with error {status}; try again when it works"
-            raise MasterAwayError(f"{url}: {said}") from error
+                reason = f"the master answers with error {status}; try again when it works"
+            raise MasterAwayError(f"{url}: {reason}") from error
         raise not_a_master(url) from error
     except OSError as error:
         raise MasterError(

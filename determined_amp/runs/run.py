@@ -83,7 +83,7 @@ class Machine:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         versions = {
             "python": platform.python_version(),
-            **{name: found for name in _PACKAGES if (found := _version(name))},
+            **{name: version for name in _PACKAGES if (version := _version(name))},
             "platform": platform.platform(),
             "commit": _commit(),
         }

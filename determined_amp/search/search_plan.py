@@ -18,8 +18,9 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, Searcher, parse
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.training import LENGTH_UNITS
+from determined_amp.finder.score import check_score
 from determined_amp.search.space import MOST_TRIALS, Space, read_space
-from determined_amp.search.task import Task, Topic, Verb, check_score
+from determined_amp.search.task import Task, Topic, Verb
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would log every study and trial
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,15 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.settings import Precision
 from determined_amp.experiment.dotted import flat, value_at
-from determined_amp.experiment.experiment import Experiment
 from determined_amp.runs.run import is_scale
 
 # How many batches are scored, or used by the finder, without `--batches`.
 BATCHES = 4
-
-_COSTS = ("loss_scale_score", "steps_lost", "flushed_share", "gradient_error", "overflow")
 
 
 class Verb(enum.Enum):
@@ -106,38 +101,3 @@ def _batches(text: str) -> int:
         problem = f"got {text!r}; allowed: an integer from 1 to {MOST_BATCHES}"
         raise ConfigError("entrypoint", [Problem("--batches", problem)])
     return int(text)
-
-
-def check_score(experiment: Experiment[Any]) -> None:
-    """Check that the loss scale of an experiment can be scored.
-
-    Raises:
-        ConfigError: naming every reason why it cannot.
-    """
-    from determined_amp.finder.score import Score  # noqa: PLC0415  # torch
-
-    metrics = [field.name for field in dataclasses.fields(Score)]
-    slots = experiment.platform.resources.slots_per_trial
-    searcher = experiment.platform.searcher
-    problems = []
-    if experiment.amp is not None and experiment.amp.precision is not Precision.AMP_FP16:
-        precision = experiment.amp.precision.value
-        text = f"got {precision}, which does not scale the loss; allowed for a score: amp_fp16"
-        problems.append(Problem("hyperparameters.amp.precision", text))
-    if experiment.amp is not None and experiment.amp.finds_scale:
-        text = "got find; allowed for a score: a number"
-        problems.append(Problem("hyperparameters.amp.init_scale", text))
-    if searcher.name != "single" and searcher.metric not in (None, *metrics):
-        text = f"got {searcher.metric}, which no score has; allowed: {', '.join(metrics)}"
-        problems.append(Problem("searcher.metric", text))
-    if searcher.metric in _COSTS and not searcher.smaller_is_better:
-        text = f"got false; allowed with {searcher.metric}: true"
-        problems.append(Problem("searcher.smaller_is_better", text))
-    if slots > 1:
-        text = (
-            f"got {slots}; allowed for a score: 1 (set hyperparameters.global_batch_size to what "
-            "one slot trains)"
-        )
-        problems.append(Problem("resources.slots_per_trial", text))
-    if problems:
-        raise ConfigError(experiment.name, problems)

@@ -28,7 +28,7 @@ from determined_amp.local.checkpoint_storage import (
     DiskError,
     Resume,
     complete_checkpoints,
-    disk_errors_told,
+    translating_disk_errors,
 )
 from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.open_trial import open_trial, outcome
@@ -39,7 +39,6 @@ from determined_amp.runs.folder import RunFolder
 from determined_amp.runs.run import RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_0_38 import leave_the_cluster
-from determined_amp.trial.frozen import find_in_trial, score
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -185,7 +184,7 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
     listener = _SearchListener(go_on, on_first_batch)
     with folder.locked(wait=True):  # a worker of a killed search may hold it
         try:
-            with disk_errors_told(folder.path):
+            with translating_disk_errors(folder.path):
                 experiment = parse(job.config, str(job.config.get("name", "search")))
                 if job.task.verb is Verb.TRAIN:
                     train(experiment, lambda: folder, _resume(folder), [listener], show=False)
@@ -214,13 +213,11 @@ def _measure(
     folder.describe(experiment)
     logged = logging_to(folder.log, Console(quiet=True))
     with logged, open_trial(experiment.config, experiment.name) as opened:
-        trial, context = opened.trial, opened.context
         if task.verb is Verb.FIND:
-            after_first_batch(trial, listener.on_first_batch)
-            answer = find_in_trial(experiment.name, trial, context, task.batches)
-            answer.write(folder.path / FILE_NAME)
+            after_first_batch(opened.trial, listener.on_first_batch)
+            opened.find(task.batches).write(folder.path / FILE_NAME)
             return
-        metrics = score(trial, context, task.batches)
+        metrics = opened.score(task.batches)
     folder.forget_metrics_after(-1)  # a killed process may have left its report
     line = {"group": "validation", **metrics, "batches": task.batches}
     folder.append_metrics(line)
