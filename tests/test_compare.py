@@ -13,11 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import determined as det
 import pytest
 import yaml
-from determined import core
-from determined.common import storage
 
 from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
@@ -31,6 +28,7 @@ from determined_amp.report.precision_report import write_report
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
 from tests import shapes
+from tests.cluster_task import TaskMaster, start_task
 from tests.test_unmodified import run
 
 PRECISIONS = [precision.value for precision in Precision]
@@ -136,7 +134,7 @@ class TestAnswer:
     def test_report_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
         sentences = json.loads((images / "precision.json").read_text())["sentences"]
         assert any(said.startswith("float16 loss scale: verdict: ") for said in sentences)
-        assert any("says nothing of accuracy after more batches" in said for said in sentences)
+        assert any("says nothing about accuracy after more batches" in said for said in sentences)
 
     def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
         runs = read_search(images).runs
@@ -319,51 +317,15 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     assert capsys.readouterr().err.startswith(said)
 
 
-class OnCluster(core.TrainContext):
-    """Takes the place of what reports to a master."""
-
-    def __init__(self) -> None:
-        self.validation: dict[str, Any] = {}
-        self.metadata: dict[str, Any] = {}
-        self.status = ""
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        self.metadata = metadata
-        return metadata
-
-    def set_status(self, status: str) -> None:
-        self.status = status
-
-    def report_progress(self, progress: float, is_source: bool = True) -> None:
-        """Nobody watches."""
-
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self.validation = {"batches": steps_completed, **metrics}
-
-
 @pytest.fixture
-def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnCluster:
-    """What the task of a trial reports to; its checkpoints are in `tmp_path`."""
+def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
+    """The master of a task."""
     hparams = {"learning_rate": {"type": "const", "val": 0.5}}
-    info = SimpleNamespace(trial=SimpleNamespace(hparams=hparams, _config={"name": "a"}))
-    train, processes = OnCluster(), core.DummyDistributedContext()
-    checkpoints = core.DummyCheckpointContext(
-        processes, storage.SharedFSStorageManager(str(tmp_path))
-    )
-    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
-    monkeypatch.setattr(
-        core,
-        "init",
-        lambda: core.Context(checkpoint=checkpoints, distributed=processes, train=train),
-    )
-    return train
+    return start_task(monkeypatch, tmp_path, {"name": "a"}, hparams)
 
 
 def test_task_of_a_cluster_that_fails_leaves_its_reason(
-    on_cluster: OnCluster, monkeypatch: pytest.MonkeyPatch
+    on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: Any) -> Path:
         raise CompareError("the trial cannot be trained in fp32: no batch")
@@ -371,14 +333,13 @@ def test_task_of_a_cluster_that_fails_leaves_its_reason(
     monkeypatch.setattr(comparison, "compare", fail)
     with pytest.raises(CompareError):
         comparison.compare_on_cluster(Namespace())
-    assert on_cluster.metadata["amp"]["failure"].endswith("in fp32: no batch")
+    assert on_cluster.metadata["failure"].endswith("in fp32: no batch")
     assert on_cluster.status == "trial cannot be trained in fp32: no batch"
 
 
 def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
-    images: Path, on_cluster: OnCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: Path, on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = on_cluster
     options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
     asked: list[Any] = []
 
@@ -392,21 +353,22 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     comparison.compare_on_cluster(options)
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
     assert asked == [(config, "experiment", options)]
-    (saved,) = tmp_path.iterdir()
+    (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
     }
     found = json.loads((images / "precision.json").read_text())
     speeds = {c["precision"]: c["speed"]["median"] for c in found["comparisons"]}
-    assert train.validation["batches"] == 24
-    assert train.validation["speed"] == {**speeds, "fp32": 1.0}[found["use"]]
-    assert all(train.validation[f"speed_{name}"] == speed for name, speed in speeds.items())
-    noted = train.metadata["amp"]
+    ((batches, metrics),) = on_cluster.reports["validation"]
+    assert batches == 24
+    assert metrics["speed"] == {**speeds, "fp32": 1.0}[found["use"]]
+    assert all(metrics[f"speed_{name}"] == speed for name, speed in speeds.items())
+    noted = on_cluster.metadata
     assert noted["answer"] == found["answer"]
     assert noted["precision"] == found["use"]
-    assert noted["speed"] == pytest.approx(train.validation["speed"], abs=1e-3)
+    assert noted["speed"] == pytest.approx(metrics["speed"], abs=1e-3)
     times = "" if found["use"] == "fp32" else f": {noted['speed']:.1f}x"
-    assert train.status == f"use {found['use']}{times}"
+    assert on_cluster.status == f"use {found['use']}{times}"
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import determined as det
 import pytest
 import torch
-from determined import core, pytorch, util
-from determined.common import storage
+from determined import util
 from determined.exec import harness
 
 from determined_amp import AuditError, GuardError, TrialAsItIs
-from determined_amp.local.open_trial import throwaway_core_context
-from tests.loops import Reports, content
+from tests.cluster_task import TaskMaster, start_task
+from tests.loops import content
 from tests.test_mixed_precision import StrangersTrial
 
 pytestmark = [
@@ -26,23 +23,14 @@ pytestmark = [
 ]
 
 
-class OnCluster(Reports):
-    """Reports of a task of a cluster."""
-
-    _trial_id = 1
-
-    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self._report_trial_metrics("validation", steps_completed, metrics)
-
-
-Legacy = Callable[..., OnCluster]
+Legacy = Callable[..., TaskMaster]
 
 
 @pytest.fixture
 def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
     """Runs a trial class as the entrypoint `module:Class` does; what it reported."""
 
-    def run(trial_class: Any, amp: dict[str, Any], **others: Any) -> OnCluster:
+    def run(trial_class: Any, amp: dict[str, Any], **others: Any) -> TaskMaster:
         hparams = {"global_batch_size": 2, "amp": amp, **others}
         config: dict[str, Any] = {
             "entrypoint": "model_def:Trial",
@@ -65,36 +53,11 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
             "perform_initial_validation": False,
             "profiling": {"enabled": False},
         }
-        trial = SimpleNamespace(
-            _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=0
-        )
-        info: Any = SimpleNamespace(task_type="TRIAL", latest_checkpoint=None, trial=trial)
-        reports = OnCluster()
-
-        @contextmanager
-        def init(aggregation_frequency: int, **given: Any) -> Iterator[pytorch.PyTorchTrialContext]:
-            with throwaway_core_context() as core_context:
-                core_context.train = reports
-                core_context.checkpoint = core.DummyCheckpointContext(
-                    core_context.distributed, storage.SharedFSStorageManager(str(folder))
-                )
-                yield pytorch.PyTorchTrialContext(
-                    core_context=core_context,
-                    trial_seed=0,
-                    slots_per_trial=1,
-                    num_gpus=0,
-                    aggregation_frequency=aggregation_frequency,
-                    steps_completed=0,
-                    managed_training=True,
-                    debug_enabled=False,
-                    **given,
-                )
-
-        monkeypatch.setattr(det, "get_cluster_info", lambda: info)
-        monkeypatch.setattr(pytorch, "init", init)
+        master = start_task(monkeypatch, folder, config, hparams, seed=0)
         monkeypatch.setattr(util, "write_user_code", lambda *given: None)  # of the container
+        info: Any = det.get_cluster_info()
         harness._run_pytorch_trial(trial_class, info, config["entrypoint"])
-        return reports
+        return master
 
     return run
 
@@ -119,7 +82,7 @@ class LeavesAutocast(StrangersTrial):
 def test_batch_that_is_not_in_the_precision_ends_the_run(legacy: Legacy, folder: Path) -> None:
     with pytest.raises(AuditError, match=r"amp_fp16, but 0\.0% of the FLOPs are in float16"):
         legacy(LeavesAutocast, FP16)
-    assert not list(folder.iterdir())
+    assert not list(folder.glob("checkpoints/*"))
 
 
 class Overflows(StrangersTrial):
@@ -134,8 +97,8 @@ def test_guard_leaves_the_last_good_checkpoint_and_one_sentence(
     with pytest.raises(GuardError, match="3 optimizer steps in a row were skipped") as raised:
         legacy(Overflows, amp)
     assert "\n" not in str(raised.value)
-    (saved,) = folder.iterdir()
-    (weights,) = content(folder, saved.name)["models_state_dict"]
+    (saved,) = folder.glob("checkpoints/*")
+    (weights,) = content(saved.parent, saved.name)["models_state_dict"]
     assert weights["weight"].item() == 0.75
 
 

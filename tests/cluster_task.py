@@ -1,0 +1,153 @@
+"""The task of a trial on a cluster, in this process; a stub takes the place of its master."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import determined as det
+import pytest
+import torch
+from determined import core, pytorch
+from determined.common import storage
+
+from determined_amp.local.open_trial import throwaway_core_context
+from determined_amp.trial import determined_0_38
+
+
+class TaskMaster(core.TrainContext):
+    """What a task tells its master.
+
+    Attributes:
+        reports: Batches and metrics of its reports, by group.
+        metadata: What the library noted in the metadata of the run.
+        status: The newest one.
+        stops: Its answers whether the search has stopped the trial; then it has not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.reports: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._metadata: dict[str, Any] = {}
+        self.status = ""
+        self.stops: list[bool] = []
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self._metadata.get("amp", {}))
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        return [metrics for _, metrics in self.reports["training"]]
+
+    def _report_trial_metrics(
+        self,
+        group: str,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self.reports.setdefault(group, []).append((steps_completed, dict(metrics)))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self._report_trial_metrics("validation", steps_completed, metrics)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._metadata
+
+    def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        self._metadata = metadata
+        return metadata
+
+    def set_status(self, status: str) -> None:
+        self.status = status
+
+    def get_tensorboard_path(self) -> Path:
+        return self._folder / "tensorboard"
+
+    def get_experiment_best_validation(self) -> float | None:
+        return None
+
+    def _get_last_validation(self) -> int | None:
+        return None
+
+    def report_progress(self, progress: float, is_source: bool = True) -> None:
+        """Nothing asks for it."""
+
+    def report_early_exit(self, reason: Any) -> None:
+        """Nothing asks for it."""
+
+    def upload_tensorboard_files(self, *args: Any, **kwargs: Any) -> None:
+        """They stay in their folder."""
+
+
+def start_task(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    config: Mapping[str, Any],
+    hparams: Mapping[str, Any],
+    *,
+    seed: int = 1,
+) -> TaskMaster:
+    """Let this process be the task of a trial.
+
+    Args:
+        monkeypatch: Ends that.
+        folder: Its checkpoints are in `folder/checkpoints`.
+        config: The experiment configuration.
+        hparams: The hyperparameters that were sampled for the trial.
+        seed: The trial's seed, which the platform drew.
+    """
+    trial = SimpleNamespace(
+        _config=config, _steps_completed=0, _debug=False, hparams=hparams, trial_seed=seed
+    )
+    info: Any = SimpleNamespace(
+        task_type="TRIAL",
+        latest_checkpoint=None,
+        trial=trial,
+        slot_ids=[0],
+        container_addrs=["localhost"],
+    )
+    master = TaskMaster(folder)
+
+    @contextmanager
+    def connected() -> Iterator[core.Context]:
+        with throwaway_core_context() as core_context:
+            core_context.train = master
+            core_context.checkpoint = core.DummyCheckpointContext(
+                core_context.distributed,
+                storage.SharedFSStorageManager(str(folder / "checkpoints")),
+            )
+            yield core_context
+
+    @contextmanager
+    def init(
+        *, exp_conf: Mapping[str, Any] | None = None, **options: Any
+    ) -> Iterator[pytorch.PyTorchTrialContext]:
+        torch.manual_seed(trial.trial_seed)
+        with connected() as core_context:
+            yield pytorch.PyTorchTrialContext(
+                core_context=core_context,
+                trial_seed=trial.trial_seed,
+                exp_conf=dict(config if exp_conf is None else exp_conf),
+                slots_per_trial=1,
+                num_gpus=0,
+                steps_completed=0,
+                managed_training=True,
+                debug_enabled=False,
+                **options,
+            )
+
+    monkeypatch.setenv("DET_TASK_TYPE", "TRIAL")
+    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+    monkeypatch.setattr(pytorch, "init", init)
+    monkeypatch.setattr(core, "init", connected)
+    monkeypatch.setattr(
+        determined_0_38,
+        "is_stopped_by_search",
+        lambda train: bool(master.stops and master.stops.pop(0)),
+    )
+    return master
