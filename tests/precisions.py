@@ -1,4 +1,4 @@
-"""Run folders written by hand for the tests of `reports.precision`: the answer is known."""
+"""Runs made by hand for the tests of comparisons, in memory or as folders: the answer is known."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from determined_amp.experiment.dotted import flat
 from determined_amp.report.precision_findings import Findings, find
 from determined_amp.runs.folder import read_run
+from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"
@@ -51,8 +52,7 @@ TRAINED = {
 }
 
 
-def write_run(
-    folder: Path,
+def record_of(
     precision: str,
     seed: int,
     *,
@@ -69,11 +69,10 @@ def write_run(
     trained: Mapping[str, Any] = {},
     audit_share: float | None = 1.0,
     end: Mapping[str, Any] | None = None,
-) -> Path:
-    """A run folder; without changes one that has finished.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The record and the reports of a run; without changes of one that has finished.
 
     Args:
-        folder: Made here.
         precision: Of the run.
         seed: Of the run.
         accuracy: After the last batch; it was 0.5 half way.
@@ -90,20 +89,17 @@ def write_run(
         audit_share: Of the first report.
         end: What the run wrote down when it ended; None if it did not.
     """
-    folder.mkdir(parents=True)
     changes = {"hyperparameters.amp.precision": precision, "reproducibility.experiment_seed": seed}
-    resolved = changed(RESOLVED, {**changes, **settings})
     made = made_on(device)
     part = {
         "first_batch": 0,
-        "settings": flat(resolved),
+        "settings": flat(changed(RESOLVED, {**changes, **settings})),
         "machine": {**made, **machine, "versions": {**made["versions"], **versions}},
         "date": date,
         "command": [],
     }
     ended = {"state": "running", "reason": ""} if end is None else end
     record = {**ended, "number": 0, "hparams": {}, "parts": [part]}
-    (folder / "run.json").write_text(json.dumps(record))
     peak = {"watch_peak_memory_mib": memory}
     if device != CPU:
         peak["watch_peak_reserved_memory_mib"] = memory + 100
@@ -121,8 +117,44 @@ def write_run(
     if last_batch == 100:
         final = {"validation_accuracy": accuracy, "validation_loss": loss or (1 - accuracy) / 2}
         lines.append({"group": "validation", **final, "batches": 100})
+    return record, lines
+
+
+def write_run(folder: Path, precision: str, seed: int, **options: Any) -> Path:
+    """A run folder, see `record_of`."""
+    return write_record(folder, *record_of(precision, seed, **options))
+
+
+def write_record(
+    folder: Path, record: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]
+) -> Path:
+    """A run folder with this record and these reports."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(record))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def run(precision: str, seed: int = 1, name: str | None = None, **options: Any) -> Run:
+    """A run as it is read from a folder, see `record_of`."""
+    record, lines = record_of(precision, seed, **options)
+    (part,) = record["parts"]
+    reports = Reports((line["group"], Report.read(line["batches"], line)) for line in lines)
+    state, reason = RunState(record["state"]), record["reason"]
+    state, reason = judged(state, reason, part["settings"], reports)
+    parts = (Part(**{**part, "machine": Machine(**part["machine"])}),)
+    return Run(name or f"{precision}-{seed}", state, reason, parts, reports)
+
+
+def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
+    """A run per accuracy, of seeds 1, 2, 3 and so on."""
+    return [run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)]
+
+
+def found(*runs: Run | Path, **options: Any) -> Findings:
+    """The comparison of some runs, or of what is in some run folders."""
+    read = (run if isinstance(run, Run) else read_run(run) for run in runs)
+    return find([Search("", tuple(read))], **options)
 
 
 def made_on(device: str) -> dict[str, Any]:
@@ -148,16 +180,3 @@ def changed(nested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             section = section[parent]
         section[last] = value
     return made
-
-
-def found(*folders: Path, **options: Any) -> Findings:
-    """The comparison of some run folders."""
-    return find([Search("", (read_run(folder),)) for folder in folders], **options)
-
-
-def write_seeds(root: Path, precision: str, values: Sequence[float], **others: Any) -> list[Path]:
-    """A run per accuracy, of seeds 1, 2, 3 and so on."""
-    return [
-        write_run(root / f"{precision}-{seed}", precision, seed, accuracy=value, **others)
-        for seed, value in enumerate(values, 1)
-    ]

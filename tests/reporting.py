@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,11 @@ import yaml
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
-from determined_amp.runs.folder import RunFolder, trial_folder
+from determined_amp.runs.folder import trial_folder
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState
 from determined_amp.search.search_folder import Search, write_config
 from determined_amp.search.study import create_study
-from tests.precisions import CPU, made_on
+from tests.precisions import CPU, made_on, write_record
 from tests.training import ROOT, SMALL
 
 # Of each trial: scale_log2, seed, validation metrics, training metrics.
@@ -48,24 +47,26 @@ def write_study(
     search: Mapping[str, Any] = SEARCH,
     axis: str = "amp.init_scale",
 ) -> Path:
-    """The folder of a search that has ended: per trial, what was sampled and its metrics."""
+    """The folder of a search that has ended: per trial, what was sampled and its metrics.
+
+    Each trial was scored, and completed, with seed 3.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, search, workers=1)
     create_study(folder, search)
-    for number, (sampled, metrics) in enumerate(trials):
-        write_trial(trial_folder(folder, number), number, {axis: sampled}, metrics)
-    return folder
-
-
-def write_trial(
-    path: Path, number: int, hparams: Mapping[str, Any], metrics: Mapping[str, float]
-) -> None:
-    """The run folder of a trial that was scored, and completed, with seed 3."""
     machine, date = made_on(CPU), "2026-01-02T03:04:05+00:00"
     part = {"first_batch": 0, "settings": {SEED: 3}, "machine": machine, "date": date}
-    record = {"state": "completed", "reason": "", "number": number, "hparams": hparams}
-    RunFolder(path).append_metrics({"group": "validation", **metrics, "batches": 4})
-    (path / "run.json").write_text(json.dumps({**record, "parts": [{**part, "command": []}]}))
+    for number, (sampled, metrics) in enumerate(trials):
+        record: dict[str, Any] = {
+            "state": "completed",
+            "reason": "",
+            "number": number,
+            "hparams": {axis: sampled},
+        }
+        record["parts"] = [{**part, "command": []}]
+        report = {"group": "validation", **metrics, "batches": 4}
+        write_record(trial_folder(folder, number), record, [report])
+    return folder
 
 
 def write_experiment(directory: Path) -> Path:

@@ -73,29 +73,27 @@ def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
     }
 
 
-class TestFinding:
-    def test_finding_is_read_from_the_checkpoint(self, master: Master, tmp_path: Path) -> None:
-        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
-        assert read_finding(7) == FoundScale.from_json(finding(), "")
+def test_finding_is_read_from_the_checkpoint(master: Master, tmp_path: Path) -> None:
+    master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", json.dumps(finding()))]
+    assert read_finding(7) == FoundScale.from_json(finding(), "")
 
-    def test_checkpoint_of_something_else_is_not_even_downloaded(
-        self, master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "many GiB")]
-        monkeypatch.setattr(client.Checkpoint, "download", None)
-        with pytest.raises(ReportError, match=r"experiment 7 .* no checkpoint with loss"):
-            read_finding(7)
 
-    def test_file_of_something_else_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
-        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
-        with pytest.raises(LossScaleError, match=r"experiment 7 .* is not a finding"):
-            read_finding(7)
+def test_checkpoint_of_something_else_is_not_even_downloaded(
+    master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master.checkpoints = [checkpoint(tmp_path, "state_dict.pth", "many GiB")]
+    monkeypatch.setattr(client.Checkpoint, "download", None)
+    with pytest.raises(ReportError, match=r"experiment 7 .* no checkpoint with loss"):
+        read_finding(7)
 
-    def test_storage_out_of_reach_is_a_sentence(self, master: Master, tmp_path: Path) -> None:
-        master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
-        (tmp_path / "uuid").rename(tmp_path / "elsewhere")
-        with pytest.raises(ReportError, match=r"cannot be downloaded from here.*download uuid"):
-            read_finding(7)
+
+def test_finding_that_cannot_be_read_is_a_sentence(master: Master, tmp_path: Path) -> None:
+    master.checkpoints = [checkpoint(tmp_path, "loss_scale.json", "{}")]
+    with pytest.raises(LossScaleError, match=r"experiment 7 .* is not a finding"):
+        read_finding(7)
+    (tmp_path / "uuid").rename(tmp_path / "elsewhere")
+    with pytest.raises(ReportError, match=r"cannot be downloaded from here.*download uuid"):
+        read_finding(7)
 
 
 class TestComparison:
@@ -137,30 +135,40 @@ def test_unknown_experiment_is_a_sentence(master: Master) -> None:
         read_experiment(8)
 
 
-def test_wrong_password_is_a_sentence(master: Master) -> None:
-    master.password = "another"
-    with pytest.raises(MasterError, match=r"the login was refused.* user login"):
-        read_experiment(7)
-
-
-def test_what_is_no_master_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master, "answer", lambda path, query: (200, "<html>hello</html>"))
-    with pytest.raises(MasterError, match="what answers there is not a Determined master"):
-        read_experiment(7)
-
-
-def test_answer_that_is_no_experiment_is_a_sentence(
-    master: Master, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("password", "another", r"the login was refused.* user login"),
+        (
+            "answer",
+            lambda path, query: (200, "<html>hello</html>"),
+            "what answers there is not a Determined master",
+        ),
+        ("_experiment", lambda: {"": {"experiment": {}}}, "gave no experiment 7"),
+    ],
+)
+def test_answer_that_is_of_no_use_is_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, words: str
 ) -> None:
-    experiment: dict[str, Any] = {"experiment": {}}
-    monkeypatch.setattr(master, "_experiment", lambda: {"": experiment})
-    with pytest.raises(ReportError, match="gave no experiment 7"):
+    monkeypatch.setattr(master, name, value)
+    with pytest.raises((MasterError, ReportError), match=words):
         read_experiment(7)
 
 
-def test_no_master_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (None, "DET_MASTER is not set"),
+        ("http://127.0.0.1:9", r"http://127\.0\.0\.1:9: no master answers there"),
+    ],
+)
+def test_no_master_is_a_sentence(
+    address: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DET_MASTER", raising=False)
-    with pytest.raises(ReportError, match="DET_MASTER is not set"):
+    if address is not None:
+        monkeypatch.setenv("DET_MASTER", address)
+    with pytest.raises(UserError, match=words):
         read_experiment(7)
 
 
@@ -171,22 +179,16 @@ def test_address_of_another_form_is_refused_and_not_repeated(address: str) -> No
     assert "hush" not in str(refused.value)
 
 
-def test_silent_address_is_a_sentence(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
-    with pytest.raises(MasterError, match=r"http://127\.0\.0\.1:9: no master answers there"):
-        read_experiment(7)
-
-
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "words"),
     [(429, "has too many requests"), (401, "asks for a login"), (403, "asks for a login")],
 )
 def test_address_that_refuses_is_no_other_program(
-    status: int, said: str, monkeypatch: pytest.MonkeyPatch
+    status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with answering(lambda method, path, sent: (status, "{}")) as address:
         monkeypatch.setenv("DET_MASTER", address)
-        with pytest.raises(MasterError, match=said):
+        with pytest.raises(MasterError, match=words):
             read_experiment(7)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from determined_amp.cli import report as precision
 from determined_amp.report.page import as_svg
 from determined_amp.report.precision_figure import COLORS, draw
 from determined_amp.runs.folder import read_run
-from tests.precisions import CPU, LOST, RESOLVED, found, write_run, write_seeds
+from determined_amp.runs.run import Reports
+from tests.precisions import CPU, LOST, RESOLVED, found, run, seeds, write_run
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small
 
@@ -71,14 +73,14 @@ class TestRealRuns:
         self, trained: Path, tmp_path: Path
     ) -> None:
         assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
-        found = json.loads((tmp_path / "precision.json").read_text())
-        assert [s["precision"] for s in found["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
+        record = json.loads((tmp_path / "precision.json").read_text())
+        assert [s["precision"] for s in record["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
         lines = [
             json.loads(line) for line in (trained / "amp/metrics.jsonl").read_text().splitlines()
         ]
         training = [line for line in lines if line["group"] == "training"]
         accuracies = [x["validation_accuracy"] for x in lines if x["group"] == "validation"]
-        (run,) = [run for run in found["runs"] if run["precision"] == "amp_fp16"]
+        (run,) = [run for run in record["runs"] if run["precision"] == "amp_fp16"]
         speeds = [x["samples_per_second"] for x in training[1:] if "samples_per_second" in x]
         assert run["samples_per_second"]["median"] == pytest.approx(np.median(speeds))
         assert run["metrics"]["validation_accuracy"] == accuracies[-1]
@@ -88,9 +90,9 @@ class TestRealRuns:
         assert run["applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
         assert run["machine"]["device"].startswith("cpu (")
-        assert found["machine"] == run["machine"]
-        assert {c["verdict"] for c in found["comparisons"]} == {"cannot be told"}
-        assert {"python", "numpy", "determined"} <= set(found["machine"]["versions"])
+        assert record["machine"] == run["machine"]
+        assert {c["verdict"] for c in record["comparisons"]} == {"cannot be told"}
+        assert {"python", "numpy", "determined"} <= set(record["machine"]["versions"])
 
     def test_real_run_has_the_settings_of_the_runs_written_by_hand(self, trained: Path) -> None:
         resolved = yaml.safe_load((trained / "amp/resolved.yaml").read_text())
@@ -187,18 +189,24 @@ class TestCommand:
         assert "<b>" not in document
 
 
+def drawn(**options: Any) -> Figure:
+    """Three seeds in fp32, and others in amp_bf16 at twice the speed."""
+    base = seeds("fp32", BASE, speed=1000.0, memory=800.0, **options)
+    return draw(found(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)))
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (axes,) = [ax for ax in figure.axes if ax.get_title(loc="left").startswith(title)]
+    return axes
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
 class TestFigure:
-    def drawn(self, root: Path, **options: Any) -> Figure:
-        base = write_seeds(root, "fp32", BASE, speed=1000.0, memory=800.0, **options)
-        amp = write_seeds(root, "amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)
-        return draw(found(*base, *amp))
-
-    def panel(self, figure: Figure, title: str) -> Axes:
-        (axes,) = [ax for ax in figure.axes if ax.get_title(loc="left").startswith(title)]
-        return axes
-
-    def test_every_run_is_a_line_and_their_mean_a_thick_one(self, tmp_path: Path) -> None:
-        axes = self.panel(self.drawn(tmp_path), "validation_accuracy (more is better)")
+    def test_every_run_is_a_line_and_their_mean_a_thick_one(self) -> None:
+        axes = panel(drawn(), "validation_accuracy (more is better)")
         lines = [[float(y) for y in np.asarray(line.get_ydata())] for line in axes.get_lines()]
         for value in BASE:
             assert [0.5, value] in lines
@@ -206,42 +214,38 @@ class TestFigure:
         assert set(means) == {"fp32", "amp_bf16"}
         assert np.asarray(means["fp32"].get_ydata()) == pytest.approx([0.5, 0.91])
 
-    def test_run_with_a_single_validation_is_a_dot(self, tmp_path: Path) -> None:
-        folders = [
-            *write_seeds(tmp_path, "fp32", BASE),
-            *write_seeds(tmp_path, "amp_bf16", BASE, speed=2000.0),
+    def test_run_with_a_single_validation_is_a_dot(self) -> None:
+        runs = [
+            dataclasses.replace(run, reports=Reports([("validation", run.reports.validations[-1])]))
+            for run in (*seeds("fp32", BASE), *seeds("amp_bf16", BASE))
         ]
-        for folder in folders:
-            file = folder / "metrics.jsonl"
-            report, _, *rest = file.read_text().splitlines()
-            file.write_text("\n".join([report, *rest]) + "\n")
-        axes = self.panel(draw(found(*folders)), "validation_accuracy")
-        drawn = {(*map(float, np.asarray(run.get_ydata())),): run for run in axes.get_lines()}
+        axes = panel(draw(found(*runs)), "validation_accuracy")
+        dots = {(*map(float, np.asarray(line.get_ydata())),): line for line in axes.get_lines()}
         for value in BASE:
-            assert drawn[(value,)].get_marker() == "o"
+            assert dots[(value,)].get_marker() == "o"
 
-    def test_columns_have_a_dot_per_run_and_the_ratio(self, tmp_path: Path) -> None:
-        figure = self.drawn(tmp_path)
-        axes = self.panel(figure, "Samples per second")
-        assert [text.get_text() for text in axes.texts] == ["baseline", "2.00x"]
+    def test_columns_have_a_dot_per_run_and_the_ratio(self) -> None:
+        figure = drawn()
+        axes = panel(figure, "Samples per second")
+        assert texts(axes) == ["baseline", "2.00x"]
         dots = [sorted(np.asarray(line.get_ydata())) for line in axes.get_lines()]
         assert dots == [[1000.0] * 3, [2000.0] * 3]
         assert axes.get_ylim()[0] == 0
-        memory = self.panel(figure, "Peak memory allocated by torch (less is better)")
-        assert [text.get_text() for text in memory.texts] == ["baseline", "1.25x"]
+        memory = panel(figure, "Peak memory allocated by torch (less is better)")
+        assert texts(memory) == ["baseline", "1.25x"]
         heights = [patch.get_extents().height for patch in memory.patches]
         assert heights[1] / heights[0] == pytest.approx(1.25)
         assert memory.get_ylim()[1] == pytest.approx(1150.0)
 
-    def test_memory_of_a_cpu_has_no_ratio(self, tmp_path: Path) -> None:
-        axes = self.panel(self.drawn(tmp_path, device=CPU), "Peak memory of the process (not jud")
-        assert [text.get_text() for text in axes.texts] == ["", ""]
+    def test_memory_of_a_cpu_has_no_ratio(self) -> None:
+        axes = panel(drawn(device=CPU), "Peak memory of the process (not jud")
+        assert texts(axes) == ["", ""]
 
-    def test_difference_has_its_interval_over_the_margin(self, tmp_path: Path) -> None:
-        axes = self.panel(self.drawn(tmp_path), "Difference")
+    def test_difference_has_its_interval_over_the_margin(self) -> None:
+        axes = panel(drawn(), "Difference")
         (container,) = axes.containers
-        drawn: Any = container.get_children()[-1]
-        (bar,) = drawn.get_segments()
+        bars: Any = container.get_children()[-1]
+        (bar,) = bars.get_segments()
         # Differences 0, -0.01 and 0: mean -0.0033, deviation 0.0058.
         middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
         assert sorted(bar[:, 1]) == pytest.approx([middle - half, middle + half], rel=1e-4)
@@ -251,26 +255,23 @@ class TestFigure:
         band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
         assert (band.y0, band.y1) == pytest.approx((-0.003, 0.003))
 
-    def test_one_seed_has_no_interval(self, tmp_path: Path) -> None:
-        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_bf16")]
-        axes = self.panel(draw(found(*folders)), "Difference")
-        assert [text.get_text() for text in axes.texts] == ["no interval\nof one seed"]
+    def test_one_seed_has_no_interval(self) -> None:
+        axes = panel(draw(found(run("fp32"), run("amp_bf16"))), "Difference")
+        assert texts(axes) == ["no interval\nof one seed"]
 
-    def test_lost_precision_has_an_empty_column(self, tmp_path: Path) -> None:
-        lost = write_run(tmp_path / "b", "amp_fp16", 1, last_batch=60, end=LOST)
-        figure = draw(found(write_run(tmp_path / "a", "fp32", 1), lost))
-        axes = self.panel(figure, "Samples per second")
-        assert "1 of 1\nfailed" in [text.get_text() for text in axes.texts]
-        nothing = self.panel(figure, "Difference")
-        assert [t.get_text() for t in nothing.texts] == ["no other precision has a finished run"]
+    def test_lost_precision_has_an_empty_column(self) -> None:
+        figure = draw(found(run("fp32"), run("amp_fp16", last_batch=60, end=LOST)))
+        assert "1 of 1\nfailed" in texts(panel(figure, "Samples per second"))
+        difference = panel(figure, "Difference")
+        assert texts(difference) == ["no other precision has a finished run"]
 
-    def test_says_what_it_was_made_on(self, tmp_path: Path) -> None:
-        told = self.drawn(tmp_path).get_suptitle()
+    def test_title_names_device_versions_seeds_and_date(self) -> None:
+        title = drawn().get_suptitle()
         for word in ("NVIDIA H100", "torch 2.6.0", "3 runs, seeds 1, 2, 3", "2026-01-02"):
-            assert word in told
+            assert word in title
 
-    def test_takes_its_ink_from_the_page(self, tmp_path: Path) -> None:
-        svg = as_svg(self.drawn(tmp_path))
+    def test_ink_is_that_of_the_page(self) -> None:
+        svg = as_svg(drawn())
         assert "var(--ink)" in svg
         assert "var(--blue)" in svg
 

@@ -107,26 +107,32 @@ def test_trials_of_different_seeds_are_compared(master: Master) -> None:
     assert comparison.speed.pairs == 4
 
 
-def test_trial_that_failed_says_why(master: Master) -> None:
-    why = "60% of the optimizer steps were skipped"
+@pytest.mark.parametrize(
+    ("noted", "reason"),
+    [
+        ({"failure": "60% of the steps were skipped"}, "60% of the steps were skipped"),
+        ({}, "its log has the reason"),
+    ],
+)
+def test_trial_that_failed_has_the_reason_that_it_noted(
+    master: Master, noted: dict[str, str], reason: str
+) -> None:
     master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    master.metadata[13]["failure"] = why
+    master.metadata[13] |= noted
     run = read_experiment(7).runs[2]
-    assert (run.state, run.reason) == (RunState.FAILED, why)
+    assert (run.state, run.reason) == (RunState.FAILED, reason)
 
 
-def test_trial_without_a_reason_failed_all_the_same(master: Master) -> None:
-    master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    run = read_experiment(7).runs[2]
-    assert (run.state, run.reason) == (RunState.FAILED, "its log has the reason")
+def ended_early(master: Master, **groups: Mapping[str, Any]) -> None:
+    """Let trial 13 have one report of each of these groups, after 60 of 100 batches."""
+    for group, reports in master.reports.items():
+        own = [report(13, 60, group, groups[group])] if group in groups else []
+        master.reports[group] = [*(r for r in reports if r["trialId"] != 13), *own]
 
 
 def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
     """A search's trial that the guard gave up is completed to the platform."""
-    master.reports["validation"] = [r for r in master.reports["validation"] if r["trialId"] != 13]
-    broken: Mapping[str, Any] = {**TRAINED, "loss": "NaN"}
-    training = [r for r in master.reports["training"] if r["trialId"] != 13]
-    master.reports["training"] = [*training, report(13, 60, "training", broken)]
+    ended_early(master, training={**TRAINED, "loss": "NaN"})
     run = read_experiment(7).runs[2]
     assert run.state is RunState.PRUNED
     assert run.reason == "60 of 100 batches: ended early by its search"
@@ -144,9 +150,8 @@ def test_state_of_a_trial_that_came_half_way_is_the_masters(
     master: Master, status: str, state: RunState
 ) -> None:
     master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
-    for group in ("training", "validation"):
-        kept = [r for r in master.reports[group] if r["trialId"] != 13]
-        master.reports[group] = [*kept, report(13, 60, group, {"validation_accuracy": 0.5})]
+    metrics = {"validation_accuracy": 0.5}
+    ended_early(master, training=metrics, validation=metrics)
     assert read_experiment(7).runs[2].state is state
 
 

@@ -228,11 +228,12 @@ class TestDamagedMetrics:
         for batches in range(1, 9):
             folder.append_metrics({"group": "training", "batches": batches})
         lines = folder.metrics.read_bytes().splitlines()
-        lines[1:7] = [b"{]", b"5", b"\xff", b'{"group": "training"}', b'{"batches": 6}', lines[6]]
+        damaged = [b"{]", b"5", b"[]", b"{}", b"\xff", b'{"group": "training"}', b'{"batches": 6}']
+        lines[1:7] = [*damaged, lines[6]]
         folder.metrics.write_bytes(b"\n".join([*lines, b'{"cut o']))
         assert [line["batches"] for line in folder.read_metrics()] == [1, 7, 8]
         (warning,) = caplog.messages
-        assert warning.endswith("left out what is no report, in line 2, 3, 4, 5, 6")
+        assert warning.endswith("left out what is no report, in line 2, 3, 4, 5, 6, ...")
 
 
 class TestFolderThatCannotBeWritten:

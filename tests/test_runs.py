@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import tracemalloc
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from determined_amp.runs.folder import RunFolder, read_run, read_trials, trial_folder
+from determined_amp.runs.folder import RunError, RunFolder, read_run, read_trials, trial_folder
 from determined_amp.runs.run import (
     Machine,
     Part,
@@ -21,7 +22,7 @@ from determined_amp.runs.run import (
     Thinned,
     judged,
 )
-from tests.precisions import GPU, found, made_on, write_run
+from tests.precisions import GPU, found, made_on, run, write_run
 
 SETTINGS = {
     "hyperparameters.amp.precision": "amp_fp16",
@@ -121,18 +122,15 @@ class TestChanged:
         assert resumed(longer).changed == {}
         assert resumed().changed == {}
 
-    def test_run_that_changed_its_precision_counts_for_neither(self, tmp_path: Path) -> None:
-        base, amp, mixed = (
-            write_run(tmp_path / name, precision, seed)
-            for name, precision, seed in (("a", "fp32", 1), ("b", "amp_bf16", 1), ("c", "fp32", 2))
-        )
-        record = json.loads((mixed / "run.json").read_text())
-        (part,) = record["parts"]
+    def test_run_that_changed_its_precision_counts_for_neither(self) -> None:
+        base, amp, mixed = run("fp32"), run("amp_bf16"), run("fp32", 2)
+        (part,) = mixed.parts
         name = "hyperparameters.amp.precision"
-        later = {**part, "first_batch": 80, "settings": {**part["settings"], name: "amp_bf16"}}
-        (mixed / "run.json").write_text(json.dumps({**record, "parts": [part, later]}))
-        findings = found(base, amp, mixed)
-        assert [run.name for run in findings.runs] == [str(base), str(amp)]
+        later = dataclasses.replace(
+            part, first_batch=80, settings={**part.settings, name: "amp_bf16"}
+        )
+        findings = found(base, amp, dataclasses.replace(mixed, parts=(part, later)))
+        assert findings.runs == [base, amp]
         (left_out,) = findings.left_out
         assert f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80" in left_out
 
@@ -173,3 +171,25 @@ def test_record_has_what_a_machine_is(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", "fp32", 1))
     assert run.machine == Machine(**made_on(GPU))
     assert run.machine.on_gpu
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", '{"state": "finished"}'])
+def test_folder_that_is_no_run_is_a_sentence(tmp_path: Path, content: str | None) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    assert read_run(folder).state is RunState.COMPLETED
+    if content is None:
+        (folder / "run.json").unlink()
+    else:
+        (folder / "run.json").write_text(content)
+    with pytest.raises(
+        RunError, match=r"is not a run folder .*allowed: what .*determined_amp train"
+    ):
+        read_run(folder)
+
+
+def test_line_cut_off_by_a_kill_ends_the_reports(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "fp32", 1)
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines[:-20])
+    cut = read_run(folder)
+    assert (cut.state, cut.trained_batches) == (RunState.RUNNING, 100)
