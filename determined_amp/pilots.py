@@ -73,10 +73,10 @@ def train_briefly(
     if blocked or result.state.is_failure:
         return Pilot(precision, failure=result.reason or "it failed")
     lines = list(read_metrics(folder / "metrics.jsonl"))
-    steady = [line for line in lines if _has_speed(line)]
-    if steady:
-        batch_size = int(config["hyperparameters"]["global_batch_size"])
-        seconds = batch_size / steady[-1]["samples_per_second"]
+    training = (line for line in lines if line["group"] == "training")
+    speeds = [speed for line in training if (speed := line.get("samples_per_second"))]
+    if speeds:
+        seconds = int(config["hyperparameters"]["global_batch_size"]) / speeds[-1]
     elif result.seconds_per_batch is not None:
         seconds = result.seconds_per_batch
     else:
@@ -101,10 +101,6 @@ def find_the_scale(
     if result.state is not RunState.COMPLETED:
         return result.reason or "it was stopped"
     return FoundScale.read(folder / FILE_NAME)
-
-
-def _has_speed(line: Mapping[str, Any]) -> bool:
-    return line["group"] == "training" and bool(line.get("samples_per_second"))
 
 
 def _run(

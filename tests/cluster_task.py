@@ -30,6 +30,7 @@ class TaskMaster(core.TrainContext):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._trial_id = 1
         self.reports: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self._metadata: dict[str, Any] = {}
         self.status = ""

@@ -96,7 +96,8 @@ class Display(RunListener):
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         """Show one report as a line and move the bar."""
-        group, batches, numbers = line["group"], line["batches"], _numbers(line)
+        group, batches = line["group"], line["batches"]
+        numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
         # A training and a validation metric may share a name: the table shows the training metric.
         if group == "training":
             self._of_training.update(numbers)
@@ -144,7 +145,3 @@ class Display(RunListener):
     def _update(self, **changes: Any) -> None:
         for task in self._progress.task_ids:
             self._progress.update(task, **changes)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if isinstance(value, (int, float))}

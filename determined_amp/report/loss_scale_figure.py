@@ -250,7 +250,7 @@ def _draw_shares(
         )
     axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
     axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share * 100:g} %"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(-2e-5, 2.5)
     axes.set_ylabel("share of gradient values")
@@ -267,10 +267,6 @@ def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) ->
         axes.annotate(
             text, (scales[i], values[i]), xytext=(6, 4), textcoords="offset points", color=BLUE
         )
-
-
-def _percent(share: float, _: int | None = None) -> str:
-    return f"{share * 100:g} %"
 
 
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
@@ -317,8 +313,9 @@ def _draw_points(
                 alpha=0.7,
             )
     if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
-        means = _means(points)
-        axes.plot(list(means), list(means.values()), color=INK, linewidth=1.6)
+        scales = sorted({point.scale_log2 for point in points})
+        means = [mean(p.value for p in points if p.scale_log2 == scale) for scale in scales]
+        axes.plot(scales, means, color=INK, linewidth=1.6)
     drawn = seed_band(points, window) if band else None
     if drawn is not None:
         centre, spread = drawn
@@ -373,11 +370,6 @@ def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
     return lines
 
 
-def _means(points: Sequence[Point]) -> dict[float, float]:
-    scales = sorted({point.scale_log2 for point in points})
-    return {s: mean(p.value for p in points if p.scale_log2 == s) for s in scales}
-
-
 def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, float] | None:
     """Mean and standard deviation of the seeds' means inside the safe window.
 
@@ -423,7 +415,10 @@ def _draw_modules(axes: Axes, finding: Finding) -> None:
     )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(left, right)
-    _name_rows(axes, rows)
+    # If not all names fit, only every n-th row is labelled.
+    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
+    axes.set_yticks(list(shown), [rows[i].name for i in shown])
+    axes.tick_params(axis="y", length=0)
     above = axes.get_xaxis_transform()
     regions = (
         (left, FLUSH_LOG2, VERMILION, "flushed to 0"),
@@ -445,10 +440,3 @@ def _draw_modules(axes: Axes, finding: Finding) -> None:
 def _density(module: ModuleGradients, scale: int, left: int, right: int) -> list[float]:
     most = max(module.values_by_log2.values())
     return [module.values_by_log2.get(power - scale, 0) / most for power in range(left, right)]
-
-
-def _name_rows(axes: Axes, rows: Sequence[ModuleGradients]) -> None:
-    """Label the rows; if not all names fit, label only every n-th row."""
-    shown = range(0, len(rows), math.ceil(len(rows) / _MOST_NAMES) or 1)
-    axes.set_yticks(list(shown), [rows[i].name for i in shown])
-    axes.tick_params(axis="y", length=0)

@@ -64,7 +64,10 @@ def write_report(
     Raises:
         UserError: if the report cannot be made.
     """
-    predicted = _finding(finding) if finding else None
+    predicted = None
+    if finding:
+        number = int(finding) if is_experiment(finding) else None
+        predicted = FoundScale.read(Path(finding)) if number is None else read_finding(number)
     if finding and (folder / f"{NAME}.json").resolve() == Path(finding).resolve():
         raise ReportError(
             f"--finding: got {finding}, which the report would replace; allowed: another --output"
@@ -90,12 +93,6 @@ def write_report(
     }
     markdown, figure = text(lines, predicted, search), draw(predicted, search)
     return lines, page.write(folder, NAME, markdown, figure, record)
-
-
-def _finding(source: str) -> FoundScale:
-    if is_experiment(source):
-        return read_finding(int(source))
-    return FoundScale.read(Path(source))
 
 
 def _predicted(search: Search) -> tuple[FoundScale | None, list[str]]:

@@ -21,7 +21,6 @@ from determined_amp.report.precision_comparison import (
     Comparison,
     Equivalence,
     Ratio,
-    Summary,
     median_speed,
 )
 from determined_amp.report.precision_findings import Findings
@@ -59,7 +58,9 @@ def draw(findings: Findings) -> Figure:
         axes = figure.subplots(2, 2)
         ratios = {c.precision: c for c in findings.with_baseline}
         _learning(axes[0, 0], findings)
-        _speeds(axes[0, 1], findings, {p: c.speed for p, c in ratios.items()})
+        speeds = {p: c.speed for p, c in ratios.items()}
+        _columns(axes[0, 1], findings, median_speed, speeds)
+        axes[0, 1].set_title("Samples per second (more is better)")
         _memory(axes[1, 0], findings, {p: c.memory for p, c in ratios.items()})
         _differences(axes[1, 1], findings)
         of = "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries)
@@ -96,11 +97,6 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int
     return ordered, [mean(curve[batches] for curve in by_batches) for batches in ordered]
 
 
-def _speeds(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
-    _columns(axes, findings, median_speed, ratios)
-    axes.set_title("Samples per second (more is better)")
-
-
 def _memory(axes: Axes, findings: Findings, ratios: dict[Precision, Ratio | None]) -> None:
     _columns(axes, findings, lambda run: run.last(MetricName.PEAK_MEMORY_MIB), ratios)
     on_gpu = findings.machine.on_gpu
@@ -121,13 +117,20 @@ def _columns(
     for place, (summary, spread) in enumerate(zip(findings.summaries, spreads, strict=True)):
         color = COLORS[summary.precision]
         if spread is None:
-            axes.text(place, 0.0, _missing(summary), ha="center", va="bottom", color=MUTED)
+            lost = len(summary.failed)
+            text = "not\nmeasured" if summary.runs else f"{lost} of {lost}\nfailed"
+            axes.text(place, 0.0, text, ha="center", va="bottom", color=MUTED)
             continue
         axes.bar(place, spread.median, width, color=color, alpha=0.25, linewidth=0)
         axes.hlines(spread.median, place - width / 2, place + width / 2, color=color, linewidth=2)
         values = [v for run in summary.runs if (v := value(run)) is not None]
-        axes.plot(_beside(place, len(values)), values, "o", color=color, markersize=4, mew=0)
-        label = _ratio_label(summary.precision, findings, ratios)
+        step = _JITTER / max(len(values) - 1, 1)  # the dots are side by side
+        beside = [place + step * (i - (len(values) - 1) / 2) for i in range(len(values))]
+        axes.plot(beside, values, "o", color=color, markersize=4, mew=0)
+        ratio = ratios.get(summary.precision)
+        label = f"{ratio.median:.2f}x" if ratio else ""
+        if summary.precision is findings.baseline and any(ratios.values()):
+            label = "baseline"
         axes.annotate(
             label,
             (place, spread.high),
@@ -143,27 +146,6 @@ def _columns(
     axes.tick_params(axis="x", length=0)
     highest = max((s.high for s in spreads if s), default=1.0)
     axes.set_ylim(0, _HEADROOM * highest)
-
-
-def _ratio_label(
-    precision: Precision, findings: Findings, ratios: dict[Precision, Ratio | None]
-) -> str:
-    if precision is findings.baseline:
-        return "baseline" if any(ratios.values()) else ""
-    ratio = ratios.get(precision)
-    return f"{ratio.median:.2f}x" if ratio else ""
-
-
-def _missing(summary: Summary) -> str:
-    if summary.runs:
-        return "not\nmeasured"
-    return f"{len(summary.failed)} of {len(summary.failed)}\nfailed"
-
-
-def _beside(place: int, count: int) -> list[float]:
-    """The horizontal positions of the dots of a column, side by side."""
-    step = _JITTER / max(count - 1, 1)
-    return [place + step * (i - (count - 1) / 2) for i in range(count)]
 
 
 def _differences(axes: Axes, findings: Findings) -> None:

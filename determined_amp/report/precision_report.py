@@ -155,7 +155,9 @@ def sentences(findings: Findings) -> list[str]:
         *_audited(findings),
         *_mixed(findings),
         *_notes(findings),
-        *_measured(findings),
+        f"measured on {findings.setting}; "
+        + "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries),
+        "this says nothing about accuracy after more batches, other sizes or other devices",
     ]
 
 
@@ -202,7 +204,9 @@ def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
         ratio = speeds.get(summary.precision)
         is_base = summary.precision is findings.baseline
         times = "1" if is_base else f"{ratio.median:.2f}x" if ratio else ""
-        rows.append([summary.name, _count(summary), *_numbers(summary, times)])
+        failed = f", {len(summary.failed)} failed" if summary.failed else ""
+        count = f"{len(summary.runs)}{failed}"
+        rows.append([summary.name, count, *_numbers(summary, times)])
     return heads, rows
 
 
@@ -226,12 +230,6 @@ def markdown(title: str, findings: Findings, advice: Advice) -> str:
         f"{title}. {_METHOD} The rule: {RULE}. Versions: {versions}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _measured(findings: Findings) -> Iterator[str]:
-    counted = "; ".join(f"{s.name}: {s.seeds_in_words}" for s in findings.summaries)
-    yield f"measured on {findings.setting}; {counted}"
-    yield "this says nothing about accuracy after more batches, other sizes or other devices"
 
 
 def _left_out(findings: Findings) -> Iterator[str]:
@@ -375,11 +373,6 @@ def _waiting(findings: Findings) -> Iterator[str]:
         )
 
 
-def _count(summary: Summary) -> str:
-    failed = f", {len(summary.failed)} failed" if summary.failed else ""
-    return f"{len(summary.runs)}{failed}"
-
-
 def _numbers(summary: Summary, times: str) -> list[str]:
     if not summary.runs:
         return [""] * (len(HEADS) - 2)
@@ -419,9 +412,8 @@ def _range(spread: Spread | None) -> str:
     """The median, and the range if its ends still differ after rounding."""
     if spread is None:
         return ""
-    median, low, high = map(_number, (spread.median, spread.low, spread.high))
+    median, low, high = (
+        f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        for value in (spread.median, spread.low, spread.high)
+    )
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
