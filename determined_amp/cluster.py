@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,20 +127,37 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
 
 def check_task(trial: str | None, *, as_json: bool) -> None:
     """Examine the trial of this task; the findings end the log, and their number is a metric."""
+    with task_without_trial() as (config, core_context):
+        findings = examine(config, "experiment", trial, print)
+        faults = len(findings.faults)
+        leave_answer(core_context.train, f"{faults} faults", 1, {"faults": faults}, faults=faults)
+    print(findings.to_json() if as_json else findings)
+
+
+@contextmanager
+def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
+    """Configuration and context of a task that makes its trial in processes of their own.
+
+    The reason of a `UserError` goes to the overview and the metadata of the run.
+    """
     info = task_info()
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     with core.init() as core_context:
         try:
-            findings = examine(config, "experiment", trial, print)
+            yield config, core_context
         except UserError as error:
             show_failure_of_run(core_context.train, str(error))
             raise
-        faults = len(findings.faults)
-        note(core_context.train, faults=faults)
-        show_status(core_context.train, f"{faults} faults")
-        core_context.train.report_validation_metrics(1, {"faults": faults})
-        core_context.train.report_progress(1.0)
-    print(findings.to_json() if as_json else findings)
+
+
+def leave_answer(
+    train: core.TrainContext, status: str, batches: int, metrics: Mapping[str, float], **noted: Any
+) -> None:
+    """Leave what a task has found out on the master: its status, metrics, and what is noted."""
+    note(train, **noted)
+    show_status(train, status)
+    train.report_validation_metrics(steps_completed=batches, metrics=dict(metrics))
+    train.report_progress(1.0)
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import determined as det
-from determined import core
 from rich.console import Console
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.settings import Precision
-from determined_amp.cluster import task_info
-from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
+from determined_amp.cluster import leave_answer, task_without_trial
+from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.plan import has_our_form
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
@@ -38,8 +37,6 @@ from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search.engine import GRACE, run_comparison
 from determined_amp.search.search_folder import Search, read_search, write_remarks
-from determined_amp.trial.determined_0_38 import task_configuration
-from determined_amp.trial.notes import note, show_failure_of_run, show_status
 
 # Number of reports per run. The first report of a process has no steady speed.
 _REPORTS = 8
@@ -161,26 +158,18 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     Raises:
         UserError: see `compare`.
     """
-    info = task_info()
-    config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
     # It warns that it writes by torch, as it does in every task without TensorFlow.
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
-    with core.init() as core_context:
-        try:
-            folder, written = compare(config, "experiment", options)
-        except UserError as error:
-            show_failure_of_run(core_context.train, str(error))
-            raise
+    with task_without_trial() as (config, core_context):
+        folder, written = compare(config, "experiment", options)
         noted, batches, metrics = _answer(written)
-        note(core_context.train, **noted)
         times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
-        show_status(core_context.train, f"use {noted['precision']}{times}")
+        status = f"use {noted['precision']}{times}"
+        leave_answer(core_context.train, status, batches, metrics, **noted)
         files = [path for path in folder.iterdir() if path.is_file() and path.suffix]
-        core_context.train.report_validation_metrics(steps_completed=batches, metrics=metrics)
         with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
             for path in files:
                 shutil.copy(path, stored / path.name)
-        core_context.train.report_progress(1.0)
 
 
 def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, float]]:
