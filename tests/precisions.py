@@ -151,7 +151,7 @@ def seeds(precision: str, values: Sequence[float], **others: Any) -> list[Run]:
     return [run(precision, seed, accuracy=x, **others) for seed, x in enumerate(values, 1)]
 
 
-def found(*runs: Run | Path, **options: Any) -> Findings:
+def findings_of(*runs: Run | Path, **options: Any) -> Findings:
     """The comparison of some runs, or of what is in some run folders."""
     read = (run if isinstance(run, Run) else read_run(run) for run in runs)
     return find([Search("", tuple(read))], **options)

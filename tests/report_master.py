@@ -64,8 +64,8 @@ class Master:
         if path == "/api/v1/master":
             return 200, json.dumps({"clusterId": "a-cluster"})
         if path.startswith("/api/v1/experiments/7"):
-            asked = path.removeprefix("/api/v1/experiments/7").lstrip("/")
-            return 200, json.dumps(self._experiment()[asked])
+            rest = path.removeprefix("/api/v1/experiments/7").lstrip("/")
+            return 200, json.dumps(self._experiment()[rest])
         if path == "/api/v1/trials/metrics/trial_metrics":
             group = "training" if "group=training" in query else "validation"
             return 200, json.dumps({"result": {"metrics": self.reports[group]}}) + "\n"
@@ -99,10 +99,10 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
     class Handler(BaseHTTPRequestHandler):
         def handle_request(self) -> None:
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, said = answer(self.command, self.path, sent)
+            status, body = answer(self.command, self.path, sent)
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(said.encode())
+            self.wfile.write(body.encode())
 
         do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
 

@@ -42,9 +42,9 @@ def write(directory: Path, search: str, *overrides: str) -> Path:
 
 def load(directory: Path, search: str, *overrides: str) -> dict[str, Any]:
     """The configuration that `write` writes."""
-    found = yaml.safe_load(write(directory, search, *overrides).read_text())
-    assert isinstance(found, dict)
-    return found
+    content = yaml.safe_load(write(directory, search, *overrides).read_text())
+    assert isinstance(content, dict)
+    return content
 
 
 def only_folder(directory: Path) -> Path:

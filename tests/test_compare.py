@@ -103,24 +103,24 @@ def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class TestAnswer:
     def test_answer_is_on_the_page(self, images: Path) -> None:
-        found = json.loads((images / "precision.json").read_text())
-        trained = {run["precision"] for run in found["runs"]}
+        result = json.loads((images / "precision.json").read_text())
+        trained = {run["precision"] for run in result["runs"]}
         # On a CPU tf32 is fp32. A slow precision is left out, and said to be.
-        told = {reason.partition(":")[0] for reason in found["left_out"]}
-        assert trained | told == {"fp32", "amp_fp16", "amp_bf16"}
-        assert found["use"] in trained
-        assert {run["seed"] for run in found["runs"]} == {0, 1}
-        assert all(run["state"] == "completed" for run in found["runs"])
+        message = {reason.partition(":")[0] for reason in result["left_out"]}
+        assert trained | message == {"fp32", "amp_fp16", "amp_bf16"}
+        assert result["use"] in trained
+        assert {run["seed"] for run in result["runs"]} == {0, 1}
+        assert all(run["state"] == "completed" for run in result["runs"])
         assert (images / "precision.html").is_file()
 
     def test_ends_what_is_printed(self, images: Path) -> None:
         """In this order, without the tables of the page."""
-        found = json.loads((images / "precision.json").read_text())
+        result = json.loads((images / "precision.json").read_text())
         printed = (images / "printed").read_text()
-        _, answer, rest = printed.partition(f"\n\nuse {found['use']} here: {found['why']}\n\n")
+        _, answer, rest = printed.partition(f"\n\nuse {result['use']} here: {result['why']}\n\n")
         assert answer
-        assert rest.startswith(f"hyperparameters:\n  amp:\n    precision: {found['use']}\n")
-        against = rest.index(f"- {found['comparisons'][0]['precision']} against fp32: speed ")
+        assert rest.startswith(f"hyperparameters:\n  amp:\n    precision: {result['use']}\n")
+        against = rest.index(f"- {result['comparisons'][0]['precision']} against fp32: speed ")
         assert (
             against < rest.index("- float16 loss scale: verdict: ") < rest.index("precision.html")
         )
@@ -128,13 +128,13 @@ class TestAnswer:
         assert rest.count("\n") < 25
 
     def test_every_run_was_audited(self, images: Path) -> None:
-        found = json.loads((images / "precision.json").read_text())
-        assert {run["audit_share"] for run in found["runs"]} == {1.0}
+        result = json.loads((images / "precision.json").read_text())
+        assert {run["audit_share"] for run in result["runs"]} == {1.0}
 
     def test_report_has_the_loss_scale_and_its_limits(self, images: Path) -> None:
         sentences = json.loads((images / "precision.json").read_text())["sentences"]
-        assert any(said.startswith("float16 loss scale: verdict: ") for said in sentences)
-        assert any("says nothing about accuracy after more batches" in said for said in sentences)
+        assert any(words.startswith("float16 loss scale: verdict: ") for words in sentences)
+        assert any("says nothing about accuracy after more batches" in words for words in sentences)
 
     def test_runs_are_equal_but_for_their_precision(self, images: Path) -> None:
         runs = read_search(images).runs
@@ -144,11 +144,11 @@ class TestAnswer:
         assert [run.seed for run in runs] in ([0] * half + [1] * half, [1] * half + [0] * half)
 
     def test_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
-        found = json.loads((loud / "precision.json").read_text())
-        (left_out,) = (why for why in found["left_out"] if why.startswith("amp_fp16: "))
+        result = json.loads((loud / "precision.json").read_text())
+        (left_out,) = (why for why in result["left_out"] if why.startswith("amp_fp16: "))
         assert "forward overflow in module loud" in left_out
-        assert {run["precision"] for run in found["runs"]} == {"fp32", "amp_bf16"}
-        assert math.isfinite(found["precisions"][1]["mean"])
+        assert {run["precision"] for run in result["runs"]} == {"fp32", "amp_bf16"}
+        assert math.isfinite(result["precisions"][1]["mean"])
 
 
 class TestAnswerOfUnfinishedRuns:
@@ -174,8 +174,10 @@ def test_time_that_is_up_ends_it_with_what_is_known(
         compare("Images", tmp_path, "--batches", "4000", "--seeds", "1")
     shown = capsys.readouterr()
     assert "fp32, " in shown.out
-    told = "stopped before there was anything to compare: too few runs were finished within 0 s; "
-    assert f"{told}python -m determined_amp search" in shown.err
+    message = (
+        "stopped before there was anything to compare: too few runs were finished within 0 s; "
+    )
+    assert f"{message}python -m determined_amp search" in shown.err
     (made,) = (tmp_path / "runs" / "compare-shape").iterdir()
     assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
 
@@ -235,17 +237,17 @@ class TestSlowStart:
         assert answer == "the finder took more than 0 s after its first batch"
 
 
-def planned(frequency: int, length: int, **given: Any) -> Any:
+def planned(frequency: int, length: int, **args: Any) -> Any:
     """The plan for a trial of 1 ms a batch, whose YAML has this window and length, in batches."""
     changed = {
         **experiment("Images"),
         "optimizations": {"aggregation_frequency": frequency},
         "searcher": {**experiment("Images")["searcher"], "max_length": {"batches": length}},
     }
-    found = parse(changed, "test", trial="tests.shapes:Images")
+    result = parse(changed, "test", trial="tests.shapes:Images")
     results = PilotResults({Precision.FP32: Pilot(Precision.FP32, 0.001, 1.0)})
-    options = Namespace(**{"seeds": 1, "minutes": 1, "batches": None, **given})
-    return comparison.make_plan(results, found, options)
+    options = Namespace(**{"seeds": 1, "minutes": 1, "batches": None, **args})
+    return comparison.make_plan(results, result, options)
 
 
 class TestPlan:
@@ -291,7 +293,7 @@ def interrupted(*call: Any, **named: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "said"),
+    ("moment", "words"),
     [
         ("run_comparison", "stopped before the first run: nothing is compared yet\n"),
         ("write_report", "stopped before the report was written; python -m determined_amp report "),
@@ -302,7 +304,7 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     moment: str,
-    said: str,
+    words: str,
 ) -> None:
     def run_pilots(trials: Any, results: PilotResults, folder: Any, console: Any) -> None:
         for precision in (Precision.FP32, Precision.AMP_BF16):
@@ -314,7 +316,7 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     monkeypatch.setattr(comparison, moment, interrupted)
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(words)
 
 
 @pytest.fixture
@@ -327,7 +329,7 @@ def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
 def test_task_of_a_cluster_that_fails_leaves_its_reason(
     on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*given: Any) -> Path:
+    def fail(*args: Any) -> Path:
         raise CompareError("the trial cannot be trained in fp32: no batch")
 
     monkeypatch.setattr(comparison, "compare", fail)
@@ -341,34 +343,34 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     images: Path, on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     written = write_report([read_search(images)], images)
 
-    def compare_before(*given: Any) -> Any:
-        asked.append(given)
+    def compare_before(*args: Any) -> Any:
+        calls.append(args)
         return images, written
 
     monkeypatch.setattr(comparison, "compare", compare_before)
     comparison.compare_on_cluster(options)
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    assert asked == [(config, "experiment", options)]
+    assert calls == [(config, "experiment", options)]
     (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
     }
-    found = json.loads((images / "precision.json").read_text())
-    speeds = {c["precision"]: c["speed"]["median"] for c in found["comparisons"]}
+    result = json.loads((images / "precision.json").read_text())
+    speeds = {c["precision"]: c["speed"]["median"] for c in result["comparisons"]}
     ((batches, metrics),) = on_cluster.reports["validation"]
     assert batches == 24
-    assert metrics["speed"] == {**speeds, "fp32": 1.0}[found["use"]]
+    assert metrics["speed"] == {**speeds, "fp32": 1.0}[result["use"]]
     assert all(metrics[f"speed_{name}"] == speed for name, speed in speeds.items())
     noted = on_cluster.metadata
-    assert noted["answer"] == found["answer"]
-    assert noted["precision"] == found["use"]
+    assert noted["answer"] == result["answer"]
+    assert noted["precision"] == result["use"]
     assert noted["speed"] == pytest.approx(metrics["speed"], abs=1e-3)
-    times = "" if found["use"] == "fp32" else f": {noted['speed']:.1f}x"
-    assert on_cluster.status == f"use {found['use']}{times}"
+    times = "" if result["use"] == "fp32" else f": {noted['speed']:.1f}x"
+    assert on_cluster.status == f"use {result['use']}{times}"
 
 
 @pytest.mark.parametrize(

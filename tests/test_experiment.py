@@ -137,8 +137,8 @@ def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
     ],
 )
 def test_mistake_is_the_one_problem_reported(values: dict[str, object], problem: str) -> None:
-    (found,) = problems_of(values)
-    assert found.startswith(problem)
+    (result,) = problems_of(values)
+    assert result.startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ def test_contradiction_between_scales_is_one_in_amp_fp16_alone() -> None:
     ("text", "length"), [("2 epochs", Length(epochs=2)), ("1 batches", Length(batches=1))]
 )
 def test_length_as_a_text_replaces_the_unit(text: str, length: Length) -> None:
-    found = experiment.parse(changed({"hp.training.max_length": text}), "test")
-    assert found.training.max_length == length
-    again = experiment.parse(found.resolved(), "resolved")
-    assert again.training == found.training
+    result = experiment.parse(changed({"hp.training.max_length": text}), "test")
+    assert result.training.max_length == length
+    again = experiment.parse(result.resolved(), "resolved")
+    assert again.training == result.training
 
 
 @pytest.mark.parametrize("text", ["0 epochs", "2 records", "2", "-1 epochs", "two epochs", ""])
@@ -249,9 +249,9 @@ def test_text_that_is_no_length_is_the_one_problem(text: str) -> None:
 
 def test_experiment_of_dets_option_test_trains_one_batch() -> None:
     made = _make_test_experiment_config(changed({}))
-    found = experiment.parse(made, "test")
+    result = experiment.parse(made, "test")
     batch = Length(batches=1)
-    training = found.training
+    training = result.training
     assert (training.max_length, training.validation_period) == (batch, batch)
     (problem, *others) = problems_of({"searcher.max_length": {"batches": 1}})
     assert "has no effect" in problem
@@ -279,12 +279,12 @@ def test_wrong_trial_path_is_the_one_problem_and_says_why(path: str, because: st
 
 def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
     """In Go's JSON 65536.0 has become 65536; the search space in the YAML is then no mistake."""
-    given = changed({"hp.learning_rate": 1.0})["hyperparameters"]
-    chosen = json.loads(json.dumps(given).replace(".0,", ",").replace(".0}", "}"))
+    sampled = changed({"hp.learning_rate": 1.0})["hyperparameters"]
+    chosen = json.loads(json.dumps(sampled).replace(".0,", ",").replace(".0}", "}"))
     assert (type(chosen["learning_rate"]), type(chosen["amp"]["growth_factor"])) == (int, int)
     space = changed({"hp.learning_rate": {"type": "log", "minval": -4, "maxval": 0, "base": 10}})
-    found = experiment.parse(space, "test", hyperparameters=chosen)
-    floats = (found.hparams.learning_rate, found.hparams.amp.growth_factor)
+    result = experiment.parse(space, "test", hyperparameters=chosen)
+    floats = (result.hparams.learning_rate, result.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
     with pytest.raises(ConfigError, match="got a range to search"):

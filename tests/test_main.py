@@ -20,18 +20,18 @@ from tests.training import ROOT
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "no command given; allowed: train, audit, "),
         (["tran", "--help"], "got 'tran'; allowed: train, audit, "),
     ],
 )
 def test_unknown_command_is_named_with_those_there_are(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert door.main(arguments) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(said)
+    assert shown.err.startswith(message)
     assert "report precision, report loss-scale" in shown.err
     assert not shown.out
 
@@ -45,7 +45,7 @@ def test_report_without_a_source_asks_for_one(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["train", "a.yaml", "--run-folder", ""], "got an empty argument after --run-folder"),
         (["report", "a", "--output="], "got an empty argument: --output="),
@@ -53,10 +53,10 @@ def test_report_without_a_source_asks_for_one(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_empty_argument_is_a_variable_that_is_not_set(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert door.main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_empty_value_of_a_key_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,13 +120,13 @@ def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "said"),
+    ("command", "module", "message"),
     [("train", train, "no retry can help: as told\n"), ("audit", audit, "as told\n")],
 )
 def test_error_of_a_user_is_one_message_and_status_2(
     command: str,
     module: object,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -138,7 +138,7 @@ def test_error_of_a_user_is_one_message_and_status_2(
 
     monkeypatch.setattr(module, "main", fail)
     assert door.main([command, "given"]) == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_launcher_of_ranks_ends_its_report_with_the_reason(tmp_path: Path) -> None:
@@ -182,10 +182,10 @@ class TestRanks:
     @pytest.fixture
     def started(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         """The programs that have replaced this one."""
-        found: list[list[str]] = []
-        monkeypatch.setattr(os, "execv", lambda program, words: found.append(words))
+        programs: list[list[str]] = []
+        monkeypatch.setattr(os, "execv", lambda program, words: programs.append(words))
         monkeypatch.delenv("RANK", raising=False)
-        return found
+        return programs
 
     @pytest.mark.parametrize(("slots", "nodes"), [(2, 1), (1, 2), (0, 2)])
     def test_commands_of_several_slots_are_started_by_the_launcher(

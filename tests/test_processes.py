@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(folder: Path, key: str) -> list[dict[str, Any]]:
+def lines_of(folder: Path, key: str) -> list[dict[str, Any]]:
     """What both ranks said in the lines that begin with this key, which is their rank."""
     lines = (folder / "output").read_text().splitlines()
     ranks = [json.loads(line) for line in lines if line.startswith(f'{{"{key}"')]
@@ -51,7 +51,7 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
 
     Steps: -0.5 * 1, skipped, -0.5 * mean(1, 3) = -1. Scale from 4: one good step, halved, one good.
     """
-    ranks = said(folder, "rank")
+    ranks = lines_of(folder, "rank")
     for rank in ranks:
         assert rank["weights"] == [0.5, 0.5, -0.5]
         assert rank["scales"] == [4, 2, 2]
@@ -61,7 +61,7 @@ def test_overflow_on_one_rank_skips_the_step_on_both(folder: Path) -> None:
 
 def test_two_ranks_of_a_loop_of_ones_own_train_and_end_as_those_of_a_trial(folder: Path) -> None:
     """The same rows as above; then rank 0 alone overflows twice, and both end with its cause."""
-    for rank in said(folder, "own loop"):
+    for rank in lines_of(folder, "own loop"):
         assert rank["weights"] == [0.5, 0.5, -0.5, -0.5, -0.5]
         assert rank["scales"] == [4, 2, 2, 1, 1]
         assert rank["steps"] == [2, 1]
@@ -75,7 +75,7 @@ def test_a_window_exchanges_gradients_once(folder: Path) -> None:
     In the second, rank 0 sees inf before the exchange: it is in the sum, and both ranks skip. The
     negative control is Determined's own accumulation, which exchanges after every batch.
     """
-    for rank in said(folder, "window"):
+    for rank in lines_of(folder, "window"):
         assert rank["weights"] == [1, 0.25, 0.25, 0.25]
         assert rank["scales"] == [4, 4, 4, 2]
         assert rank["exchanges"] == 2
@@ -89,7 +89,7 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
 
     Steps of the discriminator: mean(1, 1), skipped, mean(1, 3); of the generator: 1, 1 and 2.
     """
-    for rank in said(folder, "optimizers"):
+    for rank in lines_of(folder, "optimizers"):
         assert rank["weights"] == [1.0 - 0.5 * (1 + 2), 1.0 - 0.5 * (1 + 1 + 2)]
         assert rank["applied"] == [2, 3]
         # As trained, at a small scale and in float32; on both, though only one saw the fault.
@@ -98,12 +98,12 @@ def test_two_ranks_skip_the_step_of_one_optimizer_together(folder: Path) -> None
 
 
 def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) -> None:
-    first, second = said(folder, "unmodified")
+    first, second = lines_of(folder, "unmodified")
     assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
 
 
 def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder: Path) -> None:
-    first, second = said(folder, "found")
+    first, second = lines_of(folder, "found")
     assert first["scale"] == second["scale"] < 2.0**12
     assert first["weights"] == second["weights"]
 
@@ -114,7 +114,7 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
     Batches that differ in size, and a validation of the chief alone, leave each rank with a random
     state of its own.
     """
-    ranks = said(folder, "shuffled")
+    ranks = lines_of(folder, "shuffled")
     for rank in ranks:
         assert rank["resumed"] == rank["seen"]
         assert rank["weights"][0] == rank["weights"][1]
@@ -124,7 +124,7 @@ def test_two_ranks_resume_shuffled_batches_as_if_undisturbed(folder: Path) -> No
 
 def test_window_that_overflows_on_one_rank_is_skipped_on_both(folder: Path) -> None:
     """The trial clamps what overflowed before the ranks exchange it."""
-    first, second = said(folder, "unmodified")
+    first, second = lines_of(folder, "unmodified")
     assert first["loud"] == second["loud"]
     assert [(rank["skipped"], rank["applied"]) for rank in (first, second)] == [(1, 1), (1, 1)]
 
@@ -145,7 +145,7 @@ def test_two_ranks_train_as_one_with_the_same_global_batch(folder: Path, tmp_pat
 
 
 def test_two_ranks_train_compiled_as_they_do_without(folder: Path) -> None:
-    assert [rank["graphs"] for rank in said(folder, "compiled")] == [1, 1]
+    assert [rank["graphs"] for rank in lines_of(folder, "compiled")] == [1, 1]
     two, compiled = (training.checkpoint(folder / name, 12) for name in ("two", "compiled"))
     assert training.digest(two["models_state_dict"]) == training.digest(
         compiled["models_state_dict"]
@@ -172,13 +172,13 @@ class TestStop:
         assert stop.should_preempt() is of_the_chief
 
     def test_is_told_by_the_chief(self) -> None:
-        told: list[bool] = []
-        processes: Any = SimpleNamespace(rank=0, size=2, broadcast=told.append)
+        answers: list[bool] = []
+        processes: Any = SimpleNamespace(rank=0, size=2, broadcast=answers.append)
         stop = StopOnSignal(processes)
         stop.should_preempt()
         stop.requested = True
         stop.should_preempt()
-        assert told == [False, True]
+        assert answers == [False, True]
 
     def test_takes_a_checkpoint_however_often_it_is_terminated_at_once(self) -> None:
         """On one Ctrl-C torchrun terminates what the terminal has interrupted."""
@@ -231,8 +231,8 @@ class TestStop:
 @pytest.mark.parametrize("size", ["2", "abc", "0", "-1", ""])
 def test_stray_world_size_is_one_sentence(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
-    said = f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
-    with pytest.raises(UserError, match=said), process_group():
+    lines_of = f"WORLD_SIZE: got '{size}' .*without RANK, .*; allowed: .*unset WORLD_SIZE"
+    with pytest.raises(UserError, match=lines_of), process_group():
         pass
 
 
@@ -282,7 +282,7 @@ def test_determined_is_told_the_gpu_of_a_process_and_which_of_them_it_is(
     gpu: int | None, local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes `cuda:local_rank`, and gathers by `get_local_rank`."""
-    monkeypatch.setattr(core.DistributedContext, "_init_ipc", lambda *given: None)
+    monkeypatch.setattr(core.DistributedContext, "_init_ipc", lambda *args: None)
     ranks = {"rank": 1, "size": 2, "local_rank": 1, "local_size": 2}
     made = _Processes(gpu, **ranks, cross_rank=0, cross_size=1, chief_ip="127.0.0.1")
     assert (made.local_rank, made.get_local_rank()) == (local_rank, 1)

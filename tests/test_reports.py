@@ -85,26 +85,26 @@ def test_report_of_a_local_search_predicts_on_its_own(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert loss_scale.main(["loss-scale", "study"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
     assert needs_the_network(document) == []
     # The small MLP, four batches of 32 samples in four passes.
-    window = re.search(r"safe window: 2\^-?\d+ to 2\^(\d+)", said)
+    window = re.search(r"safe window: 2\^-?\d+ to 2\^(\d+)", output)
     assert window is not None
     choice = int(window[1]) - 6
-    assert f"best trial: 2^16 with loss_scale_score 0; the finder chose 2^{choice}" in said
-    assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in said
-    assert "(6 trials)" in said
+    assert f"best trial: 2^16 with loss_scale_score 0; the finder chose 2^{choice}" in output
+    assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in output
+    assert "(6 trials)" in output
     shown = Page(document)
-    for told in said.splitlines()[:-1]:
-        assert told in shown.text
+    for line in output.splitlines()[:-1]:
+        assert line in shown.text
     assert shown.tags.count("svg") == 1
     assert "overflow, measured" not in shown.text  # a label of the drawing, not of the reader
     assert "init_scale" in shown.text
     assert (workplace / "study/loss_scale.md").read_text().startswith("# verdict: ")
     record = json.loads((workplace / "study/loss_scale.json").read_text())
-    assert record["answer"] == said.splitlines()[0]
+    assert record["answer"] == output.splitlines()[0]
     assert [trial["init_scale"] for trial in record["trials"]] == [scale for scale, _ in TRIALS]
     assert record["finding"]["choice_log2"] == choice
 
@@ -132,10 +132,10 @@ def test_without_the_trial_only_the_observation_is_drawn(
     elsewhere = with_overrides(SEARCH, ["hyperparameters.trial=nowhere:Trial"])
     write_study(tmp_path / "study", TRIALS, elsewhere)
     assert loss_scale.main(["loss-scale", "study"]) == 0
-    said = capsys.readouterr().out
-    assert "no prediction: " in said
-    assert "nowhere:Trial" in said
-    assert "--finding" in said
+    output = capsys.readouterr().out
+    assert "no prediction: " in output
+    assert "nowhere:Trial" in output
+    assert "--finding" in output
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_bad_input_is_one_sentence(
     monkeypatch.delenv("DET_MASTER", raising=False)
     (workplace / "foreign.json").write_text('{"a": 1}')
     assert door.main(["report", "loss-scale", *arguments]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err
-    assert "Traceback" not in said.err
+    output = capsys.readouterr()
+    assert sentence in output.err
+    assert "Traceback" not in output.err
     assert not list(workplace.rglob("loss_scale.*"))
 
 
@@ -176,8 +176,8 @@ def test_report_replaces_no_finding(workplace: Path, capsys: pytest.CaptureFixtu
     text, other = json.dumps(finding()), workplace / "finding.json"
     for path in (kept, other):
         path.write_text(text)
-    for given in (kept, other):
-        assert door.main(["report", "loss-scale", "study", "--finding", str(given)]) == 2
+    for source in (kept, other):
+        assert door.main(["report", "loss-scale", "study", "--finding", str(source)]) == 2
         assert "another" in capsys.readouterr().err
         assert kept.read_text() == text
 
@@ -217,12 +217,12 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
 
 
 class TestPage:
-    def made(self, svg: str | None = None, found: FoundScale | None = None) -> str:
+    def made(self, svg: str | None = None, answer: FoundScale | None = None) -> str:
         search = observed([(8.0, 1, scored(8), {})], "loss_scale_score")
         search = dataclasses.replace(search, config={**search.config, "name": "A <title>"})
-        found = found or found_scale()
-        svg = as_svg(draw(found, search)) if svg is None else svg
-        return as_html(text(["verdict: a < b & c", "more"], found, search), svg)
+        answer = answer or found_scale()
+        svg = as_svg(draw(answer, search)) if svg is None else svg
+        return as_html(text(["verdict: a < b & c", "more"], answer, search), svg)
 
     def test_everything_is_inside(self) -> None:
         document = self.made()

@@ -203,8 +203,8 @@ class TestTimeLimit:
         answer = master.answer
 
         def endless(path: str, query: str) -> tuple[int, str]:
-            status, said = answer(path, query)
-            return status, said.replace('"total": 2', '"total": 99999999')
+            status, body = answer(path, query)
+            return status, body.replace('"total": 2', '"total": 99999999')
 
         monkeypatch.setattr(master, "answer", endless)
         monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 1)
@@ -228,9 +228,9 @@ def test_odd_number_of_a_master_is_a_report_or_a_sentence(
     answer = master.answer
 
     def odd(path: str, query: str) -> tuple[int, str]:
-        status, said = answer(path, query)
+        status, body = answer(path, query)
         return status, re.sub(
-            r'"(loss_scale_score|skipped_steps)": [\d.]+', rf'"\1": {value}', said
+            r'"(loss_scale_score|skipped_steps)": [\d.]+', rf'"\1": {value}', body
         )
 
     monkeypatch.setattr(master, "answer", odd)

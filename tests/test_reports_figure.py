@@ -25,12 +25,12 @@ SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16,
 
 
 def panel(figure: Figure, ylabel: str) -> Axes:
-    (found,) = [ax for ax in figure.axes if ax.get_ylabel() == ylabel]
-    return found
+    (result,) = [ax for ax in figure.axes if ax.get_ylabel() == ylabel]
+    return result
 
 
-def numbers(given: Any) -> list[float]:
-    return [float(number) for number in given]
+def numbers(values: Any) -> list[float]:
+    return [float(number) for number in values]
 
 
 def heights(axes: Axes) -> list[list[float]]:
@@ -40,18 +40,18 @@ def heights(axes: Axes) -> list[list[float]]:
 
 def boxes(axes: Axes) -> list[tuple[float, float, float, float]]:
     """Left, right, bottom and top of every shaded area."""
-    found = []
+    result = []
     for patch in axes.patches:
         assert isinstance(patch, Rectangle)
         left, bottom = patch.get_xy()
-        found.append((left, left + patch.get_width(), bottom, bottom + patch.get_height()))
-    return found
+        result.append((left, left + patch.get_width(), bottom, bottom + patch.get_height()))
+    return result
 
 
 def line(axes: Axes, label: str) -> tuple[list[float], list[float]]:
     """The x and the y of the line of that label."""
-    (found,) = [drawn for drawn in axes.get_lines() if drawn.get_label() == label]
-    return numbers(found.get_xdata()), numbers(found.get_ydata())
+    (result,) = [drawn for drawn in axes.get_lines() if drawn.get_label() == label]
+    return numbers(result.get_xdata()), numbers(result.get_ydata())
 
 
 def texts(axes: Axes) -> list[str]:
@@ -64,8 +64,8 @@ def horizontal(axes: Axes) -> list[float]:
 
 
 def vertical(axes: Axes) -> set[float]:
-    found = (numbers(drawn.get_xdata()) for drawn in axes.get_lines())
-    return {x[0] for x in found if len(x) == 2 and x[0] == x[1]}
+    result = (numbers(drawn.get_xdata()) for drawn in axes.get_lines())
+    return {x[0] for x in result if len(x) == 2 and x[0] == x[1]}
 
 
 class TestShares:
@@ -168,8 +168,8 @@ class TestMetric:
 
     def test_predicted_score_is_of_the_scale_after_the_skipped_steps(self) -> None:
         """Without a window: at 2^15, where nothing overflows, half a gradient is lost."""
-        found = found_scale(low=20, top=15)
-        assert predicted_score(found, 24) == math.log2(1 + 9 + 1000)
+        result = found_scale(low=20, top=15)
+        assert predicted_score(result, 24) == math.log2(1 + 9 + 1000)
 
     def test_skips_are_counted_and_expected(self) -> None:
         axes = panel(draw(found_scale(top=18), observed(self.LOSSES)), "skipped steps")

@@ -20,7 +20,7 @@ from determined_amp.report.page import as_svg
 from determined_amp.report.precision_figure import COLORS, draw
 from determined_amp.runs.folder import read_run
 from determined_amp.runs.run import Reports
-from tests.precisions import CPU, LOST, RESOLVED, found, run, seeds, write_run
+from tests.precisions import CPU, LOST, RESOLVED, findings_of, run, seeds, write_run
 from tests.test_reports import PNG, Page, needs_the_network
 from tests.training import run_small
 
@@ -50,24 +50,24 @@ class TestRealRuns:
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert sorted(path.name for path in tmp_path.iterdir()) == FILES
         assert (tmp_path / "precision.png").read_bytes().startswith(PNG)
-        assert said.startswith((tmp_path / "precision.md").read_text())
+        assert output.startswith((tmp_path / "precision.md").read_text())
         document = (tmp_path / "precision.html").read_text()
         assert needs_the_network(document) == []
         shown = Page(document)
         assert shown.tags.count("svg") == 1
-        told = json.loads((tmp_path / "precision.json").read_text())["sentences"]
-        assert len(told) >= 6
-        for sentence in told:
+        sentences = json.loads((tmp_path / "precision.json").read_text())["sentences"]
+        assert len(sentences) >= 6
+        for sentence in sentences:
             assert sentence in shown.text
-            assert sentence in said
-        assert said.startswith("# use ")
-        assert said.index(told[0]) < said.index("| claim") < said.index("| precision |")
-        assert "audit: every finished run computed all products" in said
-        assert "24 batches of 32" in said
-        assert "validation_accuracy" in said
+            assert sentence in output
+        assert output.startswith("# use ")
+        assert output.index(sentences[0]) < output.index("| claim") < output.index("| precision |")
+        assert "audit: every finished run computed all products" in output
+        assert "24 batches of 32" in output
+        assert "validation_accuracy" in output
 
     def test_report_has_the_numbers_that_the_runs_reported(
         self, trained: Path, tmp_path: Path
@@ -152,9 +152,9 @@ class TestCommand:
         for name in ("fp32", "amp_fp16"):
             write_run(tmp_path / name, name, 1)
         assert door.main(["report", "precision", *arguments]) == 2
-        said = capsys.readouterr()
-        assert sentence in said.err
-        assert not said.out
+        output = capsys.readouterr()
+        assert sentence in output.err
+        assert not output.out
         assert not list(tmp_path.rglob("precision.*"))
 
     @pytest.mark.parametrize("margin", ["0", "-1", "nan", "inf", "wide"])
@@ -192,7 +192,7 @@ class TestCommand:
 def drawn(**options: Any) -> Figure:
     """Three seeds in fp32, and others in amp_bf16 at twice the speed."""
     base = seeds("fp32", BASE, speed=1000.0, memory=800.0, **options)
-    return draw(found(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)))
+    return draw(findings_of(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)))
 
 
 def panel(figure: Figure, title: str) -> Axes:
@@ -219,7 +219,7 @@ class TestFigure:
             dataclasses.replace(run, reports=Reports([("validation", run.reports.validations[-1])]))
             for run in (*seeds("fp32", BASE), *seeds("amp_bf16", BASE))
         ]
-        axes = panel(draw(found(*runs)), "validation_accuracy")
+        axes = panel(draw(findings_of(*runs)), "validation_accuracy")
         dots = {(*map(float, np.asarray(line.get_ydata())),): line for line in axes.get_lines()}
         for value in BASE:
             assert dots[(value,)].get_marker() == "o"
@@ -256,11 +256,11 @@ class TestFigure:
         assert (band.y0, band.y1) == pytest.approx((-0.003, 0.003))
 
     def test_one_seed_has_no_interval(self) -> None:
-        axes = panel(draw(found(run("fp32"), run("amp_bf16"))), "Difference")
+        axes = panel(draw(findings_of(run("fp32"), run("amp_bf16"))), "Difference")
         assert texts(axes) == ["no interval\nof one seed"]
 
     def test_lost_precision_has_an_empty_column(self) -> None:
-        figure = draw(found(run("fp32"), run("amp_fp16", last_batch=60, end=LOST)))
+        figure = draw(findings_of(run("fp32"), run("amp_fp16", last_batch=60, end=LOST)))
         assert "1 of 1\nfailed" in texts(panel(figure, "Samples per second"))
         difference = panel(figure, "Difference")
         assert texts(difference) == ["no other precision has a finished run"]

@@ -18,13 +18,13 @@ from determined_amp.report.sources import read_source
 from determined_amp.runs.folder import RunFolder, read_run
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import read_search
-from tests.precisions import CPU, LOST, found, run, write_run
+from tests.precisions import CPU, LOST, findings_of, run, write_run
 from tests.reporting import write_study
 
 FP32, FP16 = run("fp32"), run("amp_fp16")
 
 
-def told(findings: Findings) -> str:
+def text_of(findings: Findings) -> str:
     return "\n".join([answer(advise(findings)), *sentences(findings)])
 
 
@@ -38,7 +38,7 @@ def test_run_whose_compared_metric_is_not_finite_has_failed(accuracy: float) -> 
     """The searcher's metric, the loss, is finite."""
     broken = run("amp_fp16", 3, accuracy=accuracy, loss=1.0)
     others = (run(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2))
-    findings = found(*others, broken)
+    findings = findings_of(*others, broken)
     (failed,) = [each for each in findings.runs if each.state is RunState.FAILED]
     assert failed.name == broken.name
     assert failed.reason == f"validation_accuracy is {accuracy} at the end"
@@ -47,7 +47,7 @@ def test_run_whose_compared_metric_is_not_finite_has_failed(accuracy: float) -> 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 1e308, 10**400, -1])
 def test_odd_speed_or_memory_counts_for_nothing(number: float) -> None:
     odd = {"samples_per_second": number, "watch_peak_memory_mib": number}
-    (compared,) = found(FP32, run("amp_fp16", trained=odd)).comparisons
+    (compared,) = findings_of(FP32, run("amp_fp16", trained=odd)).comparisons
     assert compared.memory is None
 
 
@@ -77,7 +77,7 @@ class TestDifferences:
         self, changes: dict[str, Any], key: str
     ) -> None:
         with pytest.raises(ReportError, match="cannot be compared: 1 problem\n") as caught:
-            found(FP32, run("amp_fp16", 2, **changes))
+            findings_of(FP32, run("amp_fp16", 2, **changes))
         message = str(caught.value)
         assert f"  - {key}" in message
         assert "fp32, seed 1 (fp32-1)" in message
@@ -94,69 +94,71 @@ class TestDifferences:
     def test_runs_may_differ_in_names_and_scaler_settings(
         self, settings: Mapping[str, Any]
     ) -> None:
-        assert found(FP32, run("amp_fp16", 2, settings=settings)).comparisons
+        assert findings_of(FP32, run("amp_fp16", 2, settings=settings)).comparisons
 
     def test_differences_within_a_precision_are_reported(self) -> None:
         low = run("amp_fp16", 2, settings={"hyperparameters.amp.init_scale": 8.0})
         newer = run("amp_fp16", 3, versions={"python": "3.12.1"})
-        shown = told(found(FP32, FP16, low, newer))
+        shown = text_of(findings_of(FP32, FP16, low, newer))
         assert "the runs in amp_fp16 differ in init_scale: 65536.0, 8.0" in shown
         assert "the runs differ in python: 3.11.7, 3.12.1" in shown
-        assert "differ in" not in told(found(FP32, FP16))
+        assert "differ in" not in text_of(findings_of(FP32, FP16))
 
     def test_all_differences_are_named_at_once_with_the_runs_of_each_value(self) -> None:
         changes = {"hyperparameters.learning_rate": 0.01, "data.classes": 1}
         with pytest.raises(ReportError, match="2 problems") as caught:
-            found(*(run("fp32", seed) for seed in (1, 2, 3)), run("amp_fp16", settings=changes))
+            findings_of(
+                *(run("fp32", seed) for seed in (1, 2, 3)), run("amp_fp16", settings=changes)
+            )
         assert "and 1 more; 0.01 in amp_fp16, seed 1" in str(caught.value)
 
 
 def test_duplicate_seed_is_an_error_that_names_both_runs() -> None:
     with pytest.raises(ReportError, match="fp32 has finished 2 times with seed 1: one, other"):
-        found(run("fp32", name="one"), run("fp32", name="other"), FP16)
+        findings_of(run("fp32", name="one"), run("fp32", name="other"), FP16)
 
 
 @pytest.mark.parametrize("end", [None, LOST])
 def test_duplicate_seed_is_allowed_if_one_run_was_killed_or_failed(
     end: dict[str, str] | None,
 ) -> None:
-    assert found(FP32, run("fp32", last_batch=50, end=end), FP16).comparisons
+    assert findings_of(FP32, run("fp32", last_batch=50, end=end), FP16).comparisons
 
 
 class TestMissing:
     def test_one_precision_is_an_error(self) -> None:
         with pytest.raises(ReportError, match="all runs are fp32 and there is nothing to compare"):
-            found(FP32, run("fp32", 2))
+            findings_of(FP32, run("fp32", 2))
 
     def test_no_baseline_is_an_error(self) -> None:
         amp = FP16, run("amp_bf16")
         with pytest.raises(ReportError, match=r"no baseline.*of fp32 or tf32 a finished run"):
-            found(*amp)
-        assert pairs(found(*amp, run("tf32"))) == [("amp_fp16", "tf32"), ("amp_bf16", "tf32")]
+            findings_of(*amp)
+        assert pairs(findings_of(*amp, run("tf32"))) == [("amp_fp16", "tf32"), ("amp_bf16", "tf32")]
 
     def test_nothing_finished_is_an_error_that_says_what_there_is(self) -> None:
         with pytest.raises(ReportError, match="no run has finished; left out: fp32, seed 1"):
-            found(run("fp32", last_batch=50))
+            findings_of(run("fp32", last_batch=50))
         failed = (run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16"))
         with pytest.raises(ReportError, match=r"no run has finished: 100% of the optimizer"):
-            found(*failed)
+            findings_of(*failed)
 
     def test_metric_that_not_all_report_is_an_error(self) -> None:
         with pytest.raises(
             ReportError, match=r"--metric: fvd is not .*: validation_accuracy, validation_loss"
         ):
-            found(FP32, FP16, metric="fvd")
-        assert found(FP32, FP16).metric == "validation_accuracy"
-        assert found(FP32, FP16, metric="validation_loss").metric == "validation_loss"
+            findings_of(FP32, FP16, metric="fvd")
+        assert findings_of(FP32, FP16).metric == "validation_accuracy"
+        assert findings_of(FP32, FP16, metric="validation_loss").metric == "validation_loss"
 
 
 class TestDevice:
     def test_tf32_of_a_cpu_is_shown_and_not_compared(self) -> None:
         speeds = {"fp32": 1000.0, "tf32": 700.0, "amp_bf16": 300.0}
         runs = [run(p, device=CPU, speed=speed) for p, speed in speeds.items()]
-        findings = found(*runs)
+        findings = findings_of(*runs)
         assert pairs(findings) == [("amp_bf16", "fp32")]
-        shown = told(findings)
+        shown = text_of(findings)
         for words in (
             "tf32 is fp32 on this device",
             "that its speed is 0.70x",
@@ -166,21 +168,21 @@ class TestDevice:
         ):
             assert words in shown
         with pytest.raises(ReportError, match="all runs are fp32 and tf32, which is fp32 on this"):
-            found(*runs[:2])
+            findings_of(*runs[:2])
 
     def test_tf32_of_a_gpu_is_compared_with_both_sides(self) -> None:
         """Negative control."""
-        findings = found(FP32, run("tf32"), FP16, run("amp_bf16"))
+        findings = findings_of(FP32, run("tf32"), FP16, run("amp_bf16"))
         with_fp32 = [(p, "fp32") for p in ("tf32", "amp_fp16", "amp_bf16")]
         assert pairs(findings) == [*with_fp32, ("amp_fp16", "tf32"), ("amp_bf16", "tf32")]
-        assert "tf32 is fp32" not in told(findings)
-        assert "on a CPU" not in told(findings)
+        assert "tf32 is fp32" not in text_of(findings)
+        assert "on a CPU" not in text_of(findings)
 
     def test_loop_that_waits_for_data_is_reported(self) -> None:
         waits = run("amp_fp16", speed=[1000.0], trained={"watch_data_wait_share": 0.6})
         words = "waits for data more than 20% of the time"
-        assert f"{words} (amp_fp16 60%)" in told(found(FP32, waits))
-        assert words not in told(found(FP32, run("amp_fp16", speed=[1000.0])))
+        assert f"{words} (amp_fp16 60%)" in text_of(findings_of(FP32, waits))
+        assert words not in text_of(findings_of(FP32, run("amp_fp16", speed=[1000.0])))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ class TestDevice:
 )
 def test_audit_is_one_sentence(shares: list[float | None], sentence: str) -> None:
     amp = (run("amp_fp16", seed, audit_share=share) for seed, share in enumerate(shares, 1))
-    shown = told(found(FP32, run("fp32", 2), *amp))
+    shown = text_of(findings_of(FP32, run("fp32", 2), *amp))
     assert sentence in shown
     assert shown.count("audit: ") == ("audit: " in sentence)
 
@@ -208,7 +210,7 @@ class TestEnd:
         assert stopped.state is RunState.STOPPED
         assert stopped.reason == "60 of 100 batches: stopped by SIGTERM"
         amp = (run("amp_fp16", seed, speed=2000.0) for seed in (1, 3))
-        findings = found(FP32, run("fp32", 3), *amp, stopped)
+        findings = findings_of(FP32, run("fp32", 3), *amp, stopped)
         assert findings.left_out == [f"{stopped.short_name}: {stopped.reason}"]
         assert advise(findings).precision.value == "amp_fp16"
 
@@ -262,8 +264,8 @@ class TestEnd:
     def test_precision_whose_runs_all_failed_is_a_finding(self) -> None:
         seeds = (1, 2, 3)
         lost = (run("amp_fp16", seed, last_batch=60, end=LOST) for seed in seeds)
-        findings = found(*(run("fp32", seed) for seed in seeds), *lost)
-        shown = told(findings)
+        findings = findings_of(*(run("fp32", seed) for seed in seeds), *lost)
+        shown = text_of(findings)
         assert "amp_fp16: 3 of 3 runs failed: seed 1 (amp_fp16-1): 100% of the optimizer" in shown
         assert "use fp32 here: amp_fp16 has no finished run" in shown
         rows = [row[:2] for row in table(findings)[1]]
@@ -271,9 +273,9 @@ class TestEnd:
 
     def test_unfinished_run_is_left_out_and_named_and_its_settings_count_for_nothing(self) -> None:
         changes = {"hyperparameters.learning_rate": 1.0}
-        findings = found(FP32, FP16, run("amp_bf16", last_batch=60, settings=changes))
+        findings = findings_of(FP32, FP16, run("amp_bf16", last_batch=60, settings=changes))
         assert [summary.name for summary in findings.summaries] == ["fp32", "amp_fp16"]
-        assert "left out: amp_bf16, seed 1 (amp_bf16-1): 60 of 100 batches" in told(findings)
+        assert "left out: amp_bf16, seed 1 (amp_bf16-1): 60 of 100 batches" in text_of(findings)
 
 
 class TestSearch:

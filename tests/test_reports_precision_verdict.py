@@ -26,7 +26,7 @@ from determined_amp.report.precision_comparison import (
 from determined_amp.report.precision_findings import Findings, advise
 from determined_amp.report.precision_report import sentences
 from determined_amp.runs.run import SEED, Report, Reports, Run
-from tests.precisions import CPU, LOST, found, run, seeds
+from tests.precisions import CPU, LOST, findings_of, run, seeds
 
 BASE = (0.90, 0.91, 0.92)
 
@@ -44,12 +44,12 @@ def of_differences(differences: Sequence[float]) -> Interval:
 
 def findings(amp: Sequence[float] = BASE, **options: Any) -> Findings:
     """Three seeds in fp32, and others in amp_fp16."""
-    return found(*seeds("fp32", BASE), *seeds("amp_fp16", amp), **options)
+    return findings_of(*seeds("fp32", BASE), *seeds("amp_fp16", amp), **options)
 
 
 def compared(*runs: Run, **options: Any) -> Comparison:
     """The only comparison of some runs."""
-    (comparison,) = found(*runs, **options).comparisons
+    (comparison,) = findings_of(*runs, **options).comparisons
     return comparison
 
 
@@ -63,13 +63,13 @@ class TestInterval:
 
     def test_interval_of_other_seeds_is_welchs(self) -> None:
         """By hand: both variances, and Welch's degrees of freedom."""
-        ours, theirs = [1.0, 2.0, 4.0, 3.5], [0.1, 0.2, 0.15]
-        parts = [variance(ours) / 4, variance(theirs) / 3]
+        first, second = [1.0, 2.0, 4.0, 3.5], [0.1, 0.2, 0.15]
+        parts = [variance(first) / 4, variance(second) / 3]
         dof = sum(parts) ** 2 / (parts[0] ** 2 / 3 + parts[1] ** 2 / 2)
         half_width = float(stats.t.ppf(0.975, dof)) * math.sqrt(sum(parts))
-        interval = welch(ours, theirs)
+        interval = welch(first, second)
         assert interval.half_width == pytest.approx(half_width, rel=1e-9)
-        assert interval.std == pytest.approx(math.sqrt(variance(ours) + variance(theirs)))
+        assert interval.std == pytest.approx(math.sqrt(variance(first) + variance(second)))
         assert interval.mean == pytest.approx(2.625 - 0.15)
         assert (interval.seeds, interval.paired) == (3, False)
 
@@ -158,7 +158,7 @@ class TestMetric:
         assert words in "\n".join(sentences(findings(shifted(*shifts))))
 
     def test_report_on_one_seed_asks_for_two(self) -> None:
-        lines = sentences(found(run("fp32"), run("amp_bf16")))
+        lines = sentences(findings_of(run("fp32"), run("amp_bf16")))
         assert "inconclusive with 1 seed; at least 2 are needed" in "\n".join(lines)
 
     def test_pairs_by_seed_see_what_groups_do_not(self) -> None:
@@ -179,7 +179,7 @@ class TestMetric:
 
     def test_margin_of_a_loss_is_one_percent_and_less_is_better(self) -> None:
         worse = (run("amp_fp16", s, loss=loss) for s, loss in enumerate((2.5, 2.51, 2.52), 1))
-        by_loss = found(*seeds("fp32", BASE, loss=2.0), *worse, metric="validation_loss")
+        by_loss = findings_of(*seeds("fp32", BASE, loss=2.0), *worse, metric="validation_loss")
         assert by_loss.margin == pytest.approx(0.02)
         assert "different, worse" in "\n".join(sentences(by_loss))
 
@@ -187,13 +187,15 @@ class TestMetric:
         reports = Reports([("validation", Report(100, {"f1": 0.5}))])
         runs = [dataclasses.replace(run(p), reports=reports) for p in ("fp32", "amp_fp16")]
         with pytest.raises(ReportError, match="larger or a smaller f1 is better is unknown"):
-            found(*runs, metric="f1")
-        assert not found(*runs, metric="f1", smaller_is_better=False).smaller_is_better
+            findings_of(*runs, metric="f1")
+        assert not findings_of(*runs, metric="f1", smaller_is_better=False).smaller_is_better
 
     def test_accuracy_in_percent_has_a_margin_in_percent(self) -> None:
         percent = [100 * value for value in BASE]
         nearly = [value + 0.01 for value in percent]
-        in_percent = found(*seeds("fp32", percent, loss=1.0), *seeds("amp_fp16", nearly, loss=1.0))
+        in_percent = findings_of(
+            *seeds("fp32", percent, loss=1.0), *seeds("amp_fp16", nearly, loss=1.0)
+        )
         assert in_percent.margin == pytest.approx(0.3)
         (comparison,) = in_percent.comparisons
         assert comparison.claims[2].judgement is Judgement.UNMEASURED
@@ -205,7 +207,7 @@ class TestMetric:
 
     def test_margin_of_a_negative_metric_is_positive(self) -> None:
         runs = (run(p, seed, loss=-2.0) for p in ("fp32", "amp_fp16") for seed in (1, 2))
-        assert found(*runs, metric="validation_loss").margin == pytest.approx(0.02)
+        assert findings_of(*runs, metric="validation_loss").margin == pytest.approx(0.02)
 
     def test_unknown_seeds_are_not_paired(self) -> None:
         unknown = {"settings": {SEED: None}}
@@ -226,7 +228,7 @@ class TestMetric:
     def test_searcher_knows_the_direction_of_its_metric(self) -> None:
         upwards = {"searcher.smaller_is_better": False}
         runs = (run(p, settings=upwards) for p in ("fp32", "amp_fp16"))
-        assert not found(*runs, metric="validation_loss").smaller_is_better
+        assert not findings_of(*runs, metric="validation_loss").smaller_is_better
 
 
 def ratio(fp32: Sequence[float], fp16: Sequence[float], *, first_seed: int = 1) -> Ratio:
@@ -241,7 +243,9 @@ def ratio(fp32: Sequence[float], fp16: Sequence[float], *, first_seed: int = 1) 
 class TestSpeed:
     def test_speed_is_the_median_of_steady_reports(self) -> None:
         """The first report says 1, and a zero counts for nothing."""
-        steady = found(run("fp32", speed=[100.0, 0.0, 300.0, 110.0]), run("amp_fp16", speed=220.0))
+        steady = findings_of(
+            run("fp32", speed=[100.0, 0.0, 300.0, 110.0]), run("amp_fp16", speed=220.0)
+        )
         assert [s.speed.median for s in steady.summaries if s.speed] == [110.0, 220.0]
         speed = steady.comparisons[0].speed
         assert speed is not None
@@ -269,7 +273,7 @@ class TestSpeed:
             ]
             for precision, ratios in (("fp32", (1.0, 1.0, 1.0)), ("amp_fp16", (2.0, 2.2, 9.0)))
         )
-        measured = found(*base, *amp)
+        measured = findings_of(*base, *amp)
         summary, speed = measured.summaries[1], measured.comparisons[0].speed
         assert speed is not None
         assert summary.speed is not None
@@ -334,7 +338,7 @@ class TestAdvice:
     def advised(self, **amp: dict[str, Any]) -> tuple[Precision, str]:
         """The advice on three seeds in fp32 at 1000 samples/s, and on other precisions."""
         others = (r for p, options in amp.items() for r in seeds(p, **{"values": ALIKE, **options}))
-        advice = advise(found(*seeds("fp32", BASE), *others))
+        advice = advise(findings_of(*seeds("fp32", BASE), *others))
         return advice.precision, advice.why
 
     def test_fastest_of_those_that_are_not_worse(self) -> None:
@@ -361,24 +365,26 @@ class TestAdvice:
     def test_baseline_where_nothing_is_faster_by_more_than_the_spread(self) -> None:
         speeds = {"fp32": (900, 1100), "amp_bf16": (1000, 1090)}
         advice = advise(
-            found(*(run(p, i, speed=x) for p, both in speeds.items() for i, x in enumerate(both)))
+            findings_of(
+                *(run(p, i, speed=x) for p, both in speeds.items() for i, x in enumerate(both))
+            )
         )
         assert advice.precision is Precision.FP32
         assert advice.why == "amp_bf16 is not faster by more than the spread"
 
     def test_precision_that_lost_a_run_is_not_advised(self) -> None:
         runs = [*seeds("fp32", BASE), *seeds("amp_fp16", BASE, speed=3000.0)]
-        assert advise(found(*runs)).precision is Precision.AMP_FP16
-        advice = advise(found(*runs, run("amp_fp16", 4, last_batch=60, end=LOST)))
+        assert advise(findings_of(*runs)).precision is Precision.AMP_FP16
+        advice = advise(findings_of(*runs, run("amp_fp16", 4, last_batch=60, end=LOST)))
         assert advice.precision is Precision.FP32
         assert "amp_fp16 lost a run" in advice.why
 
     def test_inconclusive_metric_is_part_of_the_advice(self) -> None:
-        advice = advise(found(run("fp32"), run("amp_bf16", speed=2000.0)))
+        advice = advise(findings_of(run("fp32"), run("amp_bf16", speed=2000.0)))
         assert advice.precision is Precision.AMP_BF16
         assert "cannot be told with 1 seed: train more before you rely on it" in advice.why
         worse = run("amp_bf16", speed=2000.0, accuracy=0.1)
-        assert advise(found(run("fp32"), worse)).precision is Precision.FP32
+        assert advise(findings_of(run("fp32"), worse)).precision is Precision.FP32
 
 
 def test_small_effect_is_none_however_certain() -> None:

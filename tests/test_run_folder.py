@@ -132,7 +132,7 @@ class TestDamagedState:
     """The only checkpoint is damaged: the resume is refused, and nothing is changed."""
 
     @pytest.mark.parametrize(
-        ("file", "text", "said"),
+        ("file", "text", "words"),
         [
             ("metadata.json", b"5", "does not say that it is of these batches"),
             ("metadata.json", b"null", "does not say that it is of these batches"),
@@ -142,13 +142,13 @@ class TestDamagedState:
         ],
     )
     def test_is_refused(
-        self, run: Path, file: str, text: bytes, said: str, capsys: pytest.CaptureFixture[str]
+        self, run: Path, file: str, text: bytes, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             (checkpoint / file).write_bytes(text)
         before = content(run)
         assert door.main(["train", "--resume", str(run)]) == 2
-        assert said in capsys.readouterr().err
+        assert words in capsys.readouterr().err
         assert content(run) == before
 
     def test_without_its_counts_is_refused(
@@ -160,7 +160,7 @@ class TestDamagedState:
         assert "trial_state.pkl cannot be read" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        ("name", "state", "said"),
+        ("name", "state", "words"),
         [
             ("state_dict.pth", [1], "state_dict.pth holds a list"),
             ("state_dict.pth", {"models_state_dict": 5}, "cannot be restored into this trial"),
@@ -176,7 +176,7 @@ class TestDamagedState:
         ],
     )
     def test_of_another_type_is_refused(
-        self, run: Path, name: str, state: object, said: str, capsys: pytest.CaptureFixture[str]
+        self, run: Path, name: str, state: object, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Determined takes weights that are no dict for a start from the beginning."""
         for checkpoint in complete_checkpoints(run / "checkpoints"):
@@ -188,7 +188,7 @@ class TestDamagedState:
             del metadata["trial_state_crc32"]  # as of a checkpoint before there was one
             (checkpoint / "metadata.json").write_text(json.dumps(metadata))
         assert door.main(["train", "--resume", str(run)]) == 2
-        assert said in capsys.readouterr().err
+        assert words in capsys.readouterr().err
 
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
     def test_of_another_kind_of_optimizer_is_refused(
@@ -202,9 +202,9 @@ class TestDamagedState:
         monkeypatch.setattr(torch.optim, "Adam", lambda groups, **_: kind(groups, lr=0.1))
         before = content(run)
         assert door.main(["train", "--resume", str(run)]) == 2
-        said = capsys.readouterr().err
-        assert "cannot be restored into this trial: its optimizer has amsgrad, betas, " in said
-        assert f"and {kind.__name__} has " in said
+        words = capsys.readouterr().err
+        assert "cannot be restored into this trial: its optimizer has amsgrad, betas, " in words
+        assert f"and {kind.__name__} has " in words
         assert content(run) == before
 
     def test_of_an_older_checkpoint_stays_when_others_are_deleted(self, tmp_path: Path) -> None:

@@ -24,25 +24,25 @@ class Recorder(RunListener):
 
     def __init__(self, *, stops: bool = False) -> None:
         self._stops = stops
-        self.told: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._stop = stop
-        self.told.append(("start", folder.path))
+        self.events.append(("start", folder.path))
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
-        self.told.append(("training", first_batch, total_batches))
+        self.events.append(("training", first_batch, total_batches))
 
     def on_report(self, line: Mapping[str, Any]) -> None:
-        self.told.append(("report", line["group"], line["batches"]))
+        self.events.append(("report", line["group"], line["batches"]))
         if line["group"] == "validation" and self._stops:
             self._stop.requested = True
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
-        self.told.append(("end", error, stopped))
+        self.events.append(("end", error, stopped))
 
     def of(self, kind: str) -> list[tuple[Any, ...]]:
-        return [tuple(rest) for what, *rest in self.told if what == kind]
+        return [tuple(rest) for what, *rest in self.events if what == kind]
 
 
 class Failing(RunListener):
@@ -59,8 +59,8 @@ def run(folder: Path, *listeners: RunListener, show: bool = False) -> None:
 def test_everything_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     run(tmp_path, recorder)
-    assert recorder.told[:2] == [("start", tmp_path), ("training", 0, 12)]
-    assert recorder.told[-1] == ("end", None, False)
+    assert recorder.events[:2] == [("start", tmp_path), ("training", 0, 12)]
+    assert recorder.events[-1] == ("end", None, False)
     lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
     assert recorder.of("report") == lines
     assert capsys.readouterr().out == ""
@@ -71,7 +71,7 @@ def test_listener_can_stop_the_run_which_keeps_a_checkpoint(
 ) -> None:
     recorder = Recorder(stops=True)
     run(tmp_path, recorder, show=True)
-    assert recorder.told[-1] == ("end", None, True)
+    assert recorder.events[-1] == ("end", None, True)
     assert recorder.of("report")[-1] == ("validation", 6)
     assert complete_checkpoints(tmp_path / "checkpoints")[-1].name == "batch-00000006"
     assert "mlp-bf16: stopped, can be resumed" in capsys.readouterr().out
@@ -81,8 +81,8 @@ def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
     before, after = Recorder(), Recorder()
     with pytest.raises(ValueError, match="does not start") as raised:
         run(tmp_path, before, Failing(), after)
-    assert before.told[-1] == ("end", raised.value, False)
-    assert after.told == []
+    assert before.events[-1] == ("end", raised.value, False)
+    assert after.events == []
 
 
 def test_trial_whose_search_is_gone_is_stopped_and_not_failed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from determined_amp.runs.run import (
     Thinned,
     judged,
 )
-from tests.precisions import GPU, found, made_on, run, write_run
+from tests.precisions import GPU, findings_of, made_on, run, write_run
 
 SETTINGS = {
     "hyperparameters.amp.precision": "amp_fp16",
@@ -129,7 +129,7 @@ class TestChanged:
         later = dataclasses.replace(
             part, first_batch=80, settings={**part.settings, name: "amp_bf16"}
         )
-        findings = found(base, amp, dataclasses.replace(mixed, parts=(part, later)))
+        findings = findings_of(base, amp, dataclasses.replace(mixed, parts=(part, later)))
         assert findings.runs == [base, amp]
         (left_out,) = findings.left_out
         assert f"{name} changed at a resume: fp32 from batch 0, amp_bf16 from batch 80" in left_out

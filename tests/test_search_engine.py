@@ -133,7 +133,7 @@ class TestFullDisk:
     def test_full_disk_ends_the_search_with_one_sentence_and_its_trials_open(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def full(*given: object) -> None:
+        def full(*args: object) -> None:
             raise StorageInternalError("exception") from OSError("database or disk is full")
 
         path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
@@ -141,8 +141,8 @@ class TestFullDisk:
             planted.setattr(SearchStudy, "validated", full)
             assert door.main(["search", path.name]) == 2
         folder = searching.only_folder(tmp_path)
-        said = capsys.readouterr().err
-        assert "study.db: cannot be read or written: database or disk is full; free" in said
+        message = capsys.readouterr().err
+        assert "study.db: cannot be read or written: database or disk is full; free" in message
         assert {run.state for run in read_search(folder).runs} == {RunState.RUNNING}
         assert door.main(["search", "--resume", str(folder)]) == 0
         assert [run.state for run in read_search(folder).runs] == [RunState.COMPLETED] * 3
@@ -150,7 +150,7 @@ class TestFullDisk:
     def test_full_disk_before_the_first_trial_leaves_no_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def full(*given: object) -> None:
+        def full(*args: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
@@ -240,8 +240,8 @@ class TestComparison:
         study = searching.run(tmp_path, "compare_precisions.yaml", *overrides)
         assert processes_in(tmp_path) == 4
         assert {run.state for run in study.runs} == {RunState.COMPLETED}
-        found = {(run.precision.value, run.seed): Path(run.name) for run in study.runs}
-        assert found.keys() == {(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)}
+        folders = {(run.precision.value, run.seed): Path(run.name) for run in study.runs}
+        assert folders.keys() == {(p, s) for p in ("fp32", "amp_fp16") for s in (1, 2)}
         # What a process of its own, which searches nothing, makes of it.
         alone = training.run_small(
             "mlp/amp.yaml",
@@ -249,9 +249,9 @@ class TestComparison:
             *searching.SHORT,
             "reproducibility.experiment_seed=2",
         )
-        ours = training.checkpoint(found["amp_fp16", 2], 8)["models_state_dict"]
-        theirs = training.checkpoint(alone, 8)["models_state_dict"]
-        assert training.digest(ours) == training.digest(theirs)
+        searched = training.checkpoint(folders["amp_fp16", 2], 8)["models_state_dict"]
+        expected = training.checkpoint(alone, 8)["models_state_dict"]
+        assert training.digest(searched) == training.digest(expected)
         shown = capsys.readouterr().out
         folder = searching.only_folder(tmp_path).relative_to(tmp_path)
         assert f"python -m determined_amp report precision {folder}\n" in shown
@@ -428,11 +428,11 @@ def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
         "searcher.max_trials=2",
     )
     assert door.main(["search", path.name]) == 2
-    said = capsys.readouterr().err
-    assert "No space left on device: " in said
-    assert "; the search stopped, and its open trials continue" in said
+    message = capsys.readouterr().err
+    assert "No space left on device: " in message
+    assert "; the search stopped, and its open trials continue" in message
     folder = searching.only_folder(tmp_path)
-    assert f"--resume {folder.relative_to(tmp_path)}" in said
+    assert f"--resume {folder.relative_to(tmp_path)}" in message
     assert not read_search(folder).ranked()
     (tmp_path / "free").touch()
     assert door.main(["search", "--resume", str(folder)]) == 0

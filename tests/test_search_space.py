@@ -13,9 +13,9 @@ from determined_amp.search.space import read_space
 
 def space(hyperparameters: Any, *, grid: bool = True) -> Any:
     problems: list[str] = []
-    found = read_space(hyperparameters, problems, grid=grid)
+    result = read_space(hyperparameters, problems, grid=grid)
     assert problems == []
-    return found
+    return result
 
 
 def points(**spaces: Any) -> list[Any]:
@@ -26,7 +26,7 @@ def points(**spaces: Any) -> list[Any]:
 
 class TestGrid:
     @pytest.mark.parametrize(
-        ("given", "expected"),
+        ("raw", "expected"),
         [
             (
                 {"type": "log", "base": 2.0, "minval": 8, "maxval": 24, "count": 5},
@@ -47,23 +47,23 @@ class TestGrid:
             ({"type": "categorical", "vals": ["b", "a"]}, ["b", "a"]),
         ],
     )
-    def test_grid_has_evenly_spaced_points(self, given: Any, expected: list[Any]) -> None:
+    def test_grid_has_evenly_spaced_points(self, raw: Any, expected: list[Any]) -> None:
         # Powers of two are exact; others differ in their last bits.
-        assert points(**given) == (
+        assert points(**raw) == (
             expected if isinstance(expected[0], str) else pytest.approx(expected, rel=1e-15)
         )
 
     def test_grid_is_every_combination_and_starts_from_the_end(self) -> None:
         """Names sorted level by level, the last one fastest."""
-        found = space(
+        result = space(
             {
                 "z": {"type": "int", "minval": 0, "maxval": 1, "count": 2},
                 "amp": {"init_scale": {"type": "categorical", "vals": [1, 2, 4]}},
                 "batch": 32,
             }
         )
-        assert [axis.name for axis in found.axes] == ["amp.init_scale", "z"]
-        assert [tuple(point.values()) for point in found.grid()] == [
+        assert [axis.name for axis in result.axes] == ["amp.init_scale", "z"]
+        assert [tuple(point.values()) for point in result.grid()] == [
             (4, 1),
             (4, 0),
             (2, 1),
@@ -88,9 +88,9 @@ NESTED: dict[str, Any] = {
 
 class TestNesting:
     def test_a_trial_gets_constants_and_its_point(self) -> None:
-        found = space(NESTED, grid=False)
+        result = space(NESTED, grid=False)
         point = {"amp.init_scale": 0.25, "choice": '{"deep": 1}'}
-        hyperparameters = found.nested(point)
+        hyperparameters = result.nested(point)
         assert hyperparameters == {
             "amp": {"init_scale": 0.25, "precision": "x"},
             "fixed": [1, 2],
@@ -101,19 +101,19 @@ class TestNesting:
         }
 
     def test_true_and_1_stay_apart(self) -> None:
-        found = space({"x": {"type": "categorical", "vals": [1, True]}})
-        assert [found.nested(point)["x"] for point in found.grid()] == [True, 1]
-        assert found.nested(found.grid()[0])["x"] is True
+        result = space({"x": {"type": "categorical", "vals": [1, True]}})
+        assert [result.nested(point)["x"] for point in result.grid()] == [True, 1]
+        assert result.nested(result.grid()[0])["x"] is True
 
     def test_probes_show_every_end_and_choice(self) -> None:
-        found = space(
+        result = space(
             {
                 "a": {"type": "categorical", "vals": ["x", "y", "z"]},
                 "b": {"type": "log", "base": 2.0, "minval": 0, "maxval": 4},
             },
             grid=False,
         )
-        assert list(found.probes()) == [
+        assert list(result.probes()) == [
             {"a": "x", "b": 1.0},
             {"a": "y", "b": 16.0},
             {"a": "z", "b": 16.0},

@@ -48,22 +48,22 @@ def plan(*overrides: str) -> SearchPlan:
 def test_two_ranges_make_a_comparison_of_any_experiment() -> None:
     search = plan(SEEDS, PRECISIONS)
     assert len(search.points) == 4
-    found = search.experiment(0, {"lr": 0.1, "trial_seed": 3, "amp": {"precision": "amp_bf16"}})
-    assert found.trial == "tests.strangers:WithHparams"
-    assert found.hyperparameters == {"lr": 0.1, "amp": {"precision": "amp_bf16"}}
-    assert found.max_length == Length(batches=8)
-    assert found.training.validation_period == Length(batches=4)
-    assert found.training.reporting_period == Length(batches=2)
-    assert found.aggregation_frequency == 2
-    assert not found.plan.average_aggregated_gradients
-    assert found.seed == 3
+    trial = search.experiment(0, {"lr": 0.1, "trial_seed": 3, "amp": {"precision": "amp_bf16"}})
+    assert trial.trial == "tests.strangers:WithHparams"
+    assert trial.hyperparameters == {"lr": 0.1, "amp": {"precision": "amp_bf16"}}
+    assert trial.max_length == Length(batches=8)
+    assert trial.training.validation_period == Length(batches=4)
+    assert trial.training.reporting_period == Length(batches=2)
+    assert trial.aggregation_frequency == 2
+    assert not trial.plan.average_aggregated_gradients
+    assert trial.seed == 3
 
 
 def test_seed_of_the_trial_itself_is_an_ordinary_hyperparameter() -> None:
     search = plan("hyperparameters.seed={type: categorical, vals: [1, 2]}")
-    found = search.experiment(0, {"lr": 0.1, "seed": 2})
-    assert found.hyperparameters == {"lr": 0.1, "seed": 2}
-    assert found.seed == search.drawn_seed(0)
+    trial = search.experiment(0, {"lr": 0.1, "seed": 2})
+    assert trial.hyperparameters == {"lr": 0.1, "seed": 2}
+    assert trial.seed == search.drawn_seed(0)
 
 
 def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() -> None:
@@ -76,10 +76,10 @@ def test_scale_from_a_range_is_a_power_of_two_and_a_listed_one_is_not_changed() 
         ("3000.0", 3000.0),
     ):
         search = plan(precision, f"hyperparameters.amp.init_scale={space}")
-        found = search.experiment(0, drawn)
-        assert found.amp is not None
-        assert found.amp.init_scale == used
-        assert found.config["hyperparameters"]["amp"]["init_scale"] == used
+        trial = search.experiment(0, drawn)
+        assert trial.amp is not None
+        assert trial.amp.init_scale == used
+        assert trial.config["hyperparameters"]["amp"]["init_scale"] == used
 
 
 def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
@@ -95,9 +95,9 @@ def test_early_stopping_checks_the_lengths_of_the_experiment() -> None:
 
 def test_trial_is_named_in_the_entrypoint() -> None:
     search = plan("entrypoint=python3 -m determined_amp train --trial tests.strangers:WithHparams")
-    found = search.experiment(0, {"lr": 0.1})
-    assert found.trial == "tests.strangers:WithHparams"
-    assert found.config["entrypoint"] == "tests.strangers:WithHparams"
+    trial = search.experiment(0, {"lr": 0.1})
+    assert trial.trial == "tests.strangers:WithHparams"
+    assert trial.config["entrypoint"] == "tests.strangers:WithHparams"
 
 
 def test_comparison_trains_a_stranger_with_each_seed() -> None:

@@ -69,9 +69,9 @@ def test_trials_that_run_come_before_those_that_wait(tmp_path: Path) -> None:
 
 def test_trial_whose_folder_has_its_end_is_not_run_again(tmp_path: Path) -> None:
     """The search was killed before the study had it."""
-    found = new_study(tmp_path).next_job()
-    assert found is not None
-    number, job = found
+    first = new_study(tmp_path).next_job()
+    assert first is not None
+    number, job = first
     folder = RunFolder(job.folder)
     report = {"group": "validation", "batches": 2, "loss_scale_score": 0.5}
     folder.append_metrics(report)
