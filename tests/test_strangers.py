@@ -6,7 +6,8 @@ The configuration of most tests is Determined's own form: an entrypoint, `search
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 import yaml
 from determined import pytorch
 from torch import nn
+from torch.nn import functional
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli import audit, train
 from determined_amp.experiment import experiment
+from determined_amp.experiment.errors import fault_in_16_bits
 from determined_amp.experiment.factory import load_factory
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.experiment.training import Length
@@ -735,6 +738,34 @@ class TestTrialsThatCannotTrain:
         assert "allowed: amp.precision amp_bf16" in line
         assert not any("Traceback" in line for line in said)
 
+    @pytest.mark.parametrize("command", ["train", "find", "audit"])
+    @pytest.mark.parametrize(
+        ("trial", "fault", "remedy"),
+        [
+            ("WithMask", "a number is beyond float16", "torch.finfo(x.dtype).min"),
+            ("WithSorting", "a 16-bit tensor that autocast made", "value.to(other.dtype)"),
+        ],
+    )
+    def test_code_that_runs_in_float32_alone_is_named_with_its_line(
+        self,
+        command: str,
+        trial: str,
+        fault: str,
+        remedy: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        names = ["--trial", f"tests.strangers:{trial}", "--precision", "amp_fp16"]
+        assert door.main([command, "config.yaml", *names]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if fault in line]
+        source = Path(strangers.__file__).read_text().splitlines()
+        at = re.search(r"strangers\.py, line (\d+)\); allowed: ", line)
+        assert at is not None
+        assert "super().forward(points" in source[int(at[1]) - 1]
+        assert remedy in line
+        if command == "train":
+            names[-1] = "fp32"
+            assert door.main([command, "config.yaml", *names]) == 0
+
     def test_module_with_a_syntax_error_is_named_with_its_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -743,3 +774,73 @@ class TestTrialsThatCannotTrain:
         for command in ("train", "find", "audit"):
             assert door.main([command, "config.yaml", "--trial", "half_written:Trial"]) == 2
             assert "(half_written.py, line 2)" in capsys.readouterr().err
+
+
+layer, points, rows = nn.Linear(4, 4), torch.ones(6, 4), torch.tensor([0, 2])
+convolution, image = nn.Conv2d(4, 4, 1), torch.ones(1, 4, 5, 5)
+
+
+def island(operation: Callable[[torch.Tensor], Any]) -> Any:
+    """Of a 16-bit tensor, where autocast is off."""
+    hidden = layer(points)
+    with torch.autocast("cpu", enabled=False):
+        return operation(hidden)
+
+
+# Code that runs in float32, by what it fails of in 16 bits.
+IN_FLOAT32_ALONE: dict[str, list[Callable[[], Any]]] = {
+    "a number is beyond float16": [
+        lambda: layer(points).masked_fill(points > 0, -1e9),
+        lambda: torch.full_like(layer(points), -1e30),
+        lambda: layer(points).clamp(max=1e8),
+    ],
+    "this device cannot compute an operation in 16 bits": [
+        lambda: torch.logdet(layer(points[:4])),
+        lambda: functional.pdist(layer(points)),
+    ],
+    "an operation gets a 16-bit tensor": [
+        lambda: torch.zeros(6, 4).index_put((rows,), layer(points[rows])),
+        lambda: torch.zeros(6, 4).index_add(0, rows, layer(points[rows])),
+        lambda: torch.zeros(6, 4).scatter_add(0, torch.zeros(6, 4).long(), layer(points)),
+        lambda: torch.zeros(6, 4).masked_scatter(points > 0, layer(points)),
+        lambda: torch.lerp(points, layer(points), 0.5),
+        lambda: torch.dot(layer(points)[0], points[0]),
+        lambda: torch.zeros(24).put_(rows, layer(points).flatten()[:2]),
+        lambda: island(layer),
+        lambda: island(lambda hidden: hidden @ points.T),
+        lambda: island(lambda hidden: torch.bmm(hidden[None], points.T[None])),
+        lambda: island(lambda hidden: convolution(hidden.T.reshape(1, 4, 6, 1))),
+        lambda: island(nn.GRU(4, 4)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(fault, code) for fault, all_ in IN_FLOAT32_ALONE.items() for code in all_]
+)
+def test_error_of_autocast_has_a_remedy_and_one_of_float32_has_none(
+    fault: str, code: Callable[[], Any]
+) -> None:
+    code()
+    with torch.autocast("cpu", torch.float16), pytest.raises(Exception) as error:  # noqa: PT011
+        code()
+    explained = fault_in_16_bits(error.value)
+    assert explained is not None
+    assert explained.startswith(fault)
+    assert "test_strangers.py, line" in explained
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda: layer(torch.ones(6, 3)),
+        lambda: layer(points.double()),
+        lambda: torch.zeros(6, 4).index_add(0, rows, points[rows].double()),
+        lambda: nn.CrossEntropyLoss()(points, torch.full((6,), 9)),
+        lambda: points.long().mean(),
+    ],
+)
+def test_error_that_float32_has_too_is_left_to_its_traceback(code: Callable[[], Any]) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        code()
+    assert fault_in_16_bits(error.value) is None

@@ -28,28 +28,77 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 
+# What torch calls 16-bit dtypes in its messages. `scatter` names none: it has another by autocast.
+_IN_16_BITS = re.compile(
+    r"\bB?Float16\b|\b(Complex)?Half|could not create a primitive"
+    r"|Expected self\.dtype to be equal to src\.dtype",
+    re.IGNORECASE,
+)
 
-# Those of operations that a device has no kernel for; a CPU has none for an LSTM in float16.
-_NO_KERNEL = re.compile(r"could not create a primitive|not implemented for '(Half|BFloat16)'")
+# What an operation in 16 bits can fail of, the first that fits: torch's words, our words, and what
+# to write.
+_FAULTS_IN_16_BITS = (
+    (
+        re.compile("without overflow"),
+        "a number is beyond float16, which ends at 65504",
+        "torch.finfo(x.dtype).min in place of a constant such as -1e9, amp.precision amp_bf16, or "
+        "amp.fp32_modules with the module that computes it",
+    ),
+    (
+        re.compile(
+            r"not implemented for|not supported|unsupported|only supported|create a primitive"
+            r"|but got BFloat16 and"
+        ),
+        "this device cannot compute an operation in 16 bits",
+        "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the operation, "
+        "amp.fp32_modules with the module that computes it, or a GPU if only this device lacks it",
+    ),
+    (
+        re.compile(r"same|match|[Ee]xpected|can't be cast|invalid gradient|does not equal"),
+        "an operation gets a 16-bit tensor that autocast made together with one of another dtype",
+        "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with the module that "
+        "computes it",
+    ),
+)
 
 
 @contextmanager
 def limits_of_the_machine() -> Iterator[None]:
-    """Raise a `UserError` for sizes that do not fit in memory, and for a kernel that is missing."""
+    """Raise a `UserError` for sizes that do not fit in memory."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:  # a TypeError for a size above 2^63
-        if _NO_KERNEL.search(str(error)):
-            raise UserError(
-                f"this device cannot compute an operation in 16 bits: {one_line(error)}; allowed: "
-                "amp.precision amp_bf16 (instead of amp_fp16) or fp32, or a GPU"
-            ) from error
         if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         raise UserError(
             f"not enough memory: {one_line(error)}{_place(error)}; allowed: smaller sizes, of the "
             "batch (hyperparameters.global_batch_size), the model or the data"
         ) from error
+
+
+@contextmanager
+def limits_of_16_bits() -> Iterator[None]:
+    """Raise a `UserError` for code that runs in float32, and not under autocast."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if (fault := fault_in_16_bits(error)) is None:
+            raise
+        raise UserError(fault) from error
+
+
+def fault_in_16_bits(error: Exception) -> str | None:
+    """What is wrong in code that runs in float32, and not under autocast, and what to write.
+
+    None for an error that has nothing to do with 16 bits.
+    """
+    text = str(error)
+    if isinstance(error, UserError) or not _IN_16_BITS.search(text):
+        return None
+    for words, fault, remedy in _FAULTS_IN_16_BITS:
+        if words.search(text):
+            return f"{fault}: {one_line(error)}{_place(error)}; allowed: {remedy}"
+    return None
 
 
 def _place(error: BaseException) -> str:
@@ -77,11 +126,11 @@ def translating_exits() -> Iterator[None]:
 def faults_of_the_trial() -> Iterator[None]:
     """Raise a `UserError` in one sentence for what a trial meets that a user can mend.
 
-    Besides the limits of the machine and exits this is a `UserError` in a process that loads data,
-    into whose text torch puts the whole traceback.
+    Besides the limits above and exits this is a `UserError` in a process that loads data, into
+    whose text torch puts the whole traceback.
     """
     try:
-        with limits_of_the_machine(), translating_exits():
+        with limits_of_the_machine(), limits_of_16_bits(), translating_exits():
             yield
     except UserError as error:
         name = f"{type(error).__module__}.{type(error).__qualname__}: "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.errors import UserError, one_line
+from determined_amp.experiment.errors import fault_in_16_bits
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
 from determined_amp.finder.histogram import OVERFLOW_LOG2, Histogram
 from determined_amp.finder.recorder import BackwardRecorder, Source
@@ -303,13 +304,12 @@ def _in_float16(
     """The passes of all slots; `known` is whether the trial is known to run in bfloat16."""
     try:
         here = _here(context, batches, torch.float16, scale_log2)
-    except RuntimeError as error:
-        if not known or isinstance(error, torch.cuda.OutOfMemoryError):
+    except (RuntimeError, TypeError, ValueError) as error:
+        fault = fault_in_16_bits(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError) or not (fault or known):
             raise
-        raise LossScaleError(
-            f"this trial runs in bfloat16, but not in float16 on this device: {one_line(error)}; "
-            "find the loss scale on a GPU, or train in bfloat16, which needs none"
-        ) from error
+        only = "this trial runs in bfloat16, which needs no loss scale, but not in float16: "
+        raise LossScaleError(f"{only if known else ''}{fault or one_line(error)}") from error
     passes = _sum(context.distributed.allgather(here))
     if torch.float16 not in passes.dtypes:
         seen = "bfloat16" if passes.dtypes else "no 16-bit"

@@ -21,7 +21,7 @@ from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.errors import ending_the_program, limits_of_16_bits
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,
@@ -207,7 +207,8 @@ class SafeController(_Controller):
             with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
                 self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
             self.context._steps_completed = self.start_from_batch
-        super().run()
+        with limits_of_16_bits():
+            super().run()
 
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
@@ -328,6 +329,13 @@ class SafeController(_Controller):
 #
 # * `step_optimizer`: nothing else sees whether the trial clips gradients that are still scaled.
 # * `_average_gradients`, where gradients accumulate: Determined's starts a kernel per parameter.
+
+
+class BatchCollector(SafeController):
+    """The loop of a trial whose batches are kept and not trained: no schedule moves either."""
+
+    def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
+        """Leave it where it is: torch warns of one that moves without its optimizer."""
 
 
 def use_safe_loop() -> None:

@@ -29,7 +29,7 @@ from determined_amp.finder.restored import restored
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
 from determined_amp.trial.determined_0_38 import (
-    SafeController,
+    BatchCollector,
     aggregation_frequency,
     controlled_by,
     end_loop,
@@ -329,7 +329,7 @@ def in_training(
         # With several slots, an empty dict would raise an IndexError on the chief.
         return {"batch_samples": 0.0}
 
-    with patched(trial, "train_batch", collect), controlled_by(SafeController):
+    with patched(trial, "train_batch", collect), controlled_by(BatchCollector):
         pytorch.Trainer(trial, context).fit(
             max_length=_NEVER,
             reporting_period=_NEVER,
