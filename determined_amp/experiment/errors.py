@@ -54,7 +54,7 @@ _FAULTS_IN_16_BITS = (
         "amp.fp32_modules with the module that computes it, or a GPU if only this device lacks it",
     ),
     (
-        re.compile(r"same|match|[Ee]xpected|can't be cast|invalid gradient|does not equal"),
+        re.compile(r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"),
         "an operation gets a 16-bit tensor that autocast made together with one of another dtype",
         "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with the module that "
         "computes it",
