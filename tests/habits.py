@@ -842,6 +842,19 @@ class Functional(Habit):
         return functional.cross_entropy(logits, classes)
 
 
+class Container(Habit):
+    """Wraps a container, and calls what is in it."""
+
+    def net(self) -> Any:
+        return nn.ModuleDict({"layers": nn.ModuleList(super().net())})
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        container: Any = self.model
+        for part in container["layers"]:
+            inputs = part(inputs)
+        return functional.cross_entropy(inputs, classes)
+
+
 class CheckpointingNet(Net):
     def hidden(self, inputs: torch.Tensor) -> Any:
         return checkpoint(super().hidden, inputs.requires_grad_(), use_reentrant=True)

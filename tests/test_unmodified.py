@@ -923,6 +923,7 @@ HABITS = [
     habits.MeanTeacher,
     habits.PseudoLabels,
     habits.Functional,
+    habits.Container,
     habits.Checkpointing,
     habits.Complex,
 ]

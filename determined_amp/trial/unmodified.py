@@ -183,6 +183,15 @@ class _FromOutside(MixedPrecision):
         """`AmpContext` has told the scaler that it may clip."""
 
 
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, or the members of one that has no forward, such as an `nn.ModuleDict`."""
+    if type(model).forward is not nn.Module.forward:
+        yield model
+    else:
+        for member in model.children():
+            yield from _called(member)
+
+
 class _Unmodified(pytorch.PyTorchCallback):
     """What happens between a trial and its context.
 
@@ -220,8 +229,9 @@ class _Unmodified(pytorch.PyTorchCallback):
     def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
         self._amp.prepare(model)
-        # On the instance: names, state_dict keys and types stay.
-        model.forward = partial(self._autocast, model.forward)
+        for part in _called(model):
+            # On the instance: names, state_dict keys and types stay.
+            part.forward = partial(self._autocast, part.forward)
 
     def attach(self, trial: Any) -> None:
         """From now on what `trial` asks of its context, and its batches, come through here."""
