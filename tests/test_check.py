@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,16 @@ class ClipsByHand(Right):
         self.context.step_optimizer(self.optimizer, clip, scaler=scaler)  # HERE
 
 
+class ClampsByHand(ClipsByHand):
+    def clip(self, parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.grad.clamp_(-1.0, 1.0)
+
+    def step(self) -> None:
+        clip, scaler = self.clip, self.scaler
+        self.context.step_optimizer(self.optimizer, clip, scaler=scaler)  # HERE
+
+
 # Schedules.
 
 
@@ -407,6 +419,9 @@ class Bfloat16WithScaler(Right):
 class ScalesNothing(Right):
     """As in a public trial: the scaler is wrapped, and then nobody thinks of it."""
 
+    def autocast(self) -> Any:
+        return torch.autocast(device_type="cuda")
+
     def wrap_scaler(self) -> None:
         self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
 
@@ -438,6 +453,16 @@ class SwitchesTf32(Right):
     def step(self) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False  # HERE
         super().step()
+
+
+class MasksOverflow(Right):
+    def clip(self, parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.grad[~torch.isfinite(parameter.grad)] = 0
+
+    def step(self) -> None:
+        clip, scaler = self.clip, self.scaler
+        self.context.step_optimizer(self.optimizer, clip, scaler=scaler)  # HERE
 
 
 class Averaged(Right):
@@ -482,6 +507,17 @@ class ShadowMovesOnSkipped(AverageMovesOnSkipped):
             self.shadow[name] = (0.1 * parameter.data + 0.9 * self.shadow[name]).clone()  # HERE
 
 
+class KeepsLastWeights(Averaged):
+    """A copy, not an average: to report how far a step goes."""
+
+    def move_average(self) -> None:
+        self.average.load_state_dict(self.model.state_dict())
+
+    def update(self) -> None:
+        self.scaler.update()
+        self.move_average()
+
+
 class Synchronises(Right):
     def update(self) -> None:
         super().update()
@@ -499,6 +535,7 @@ PLANTED: dict[type[Right], str] = {
     UnscalesTwice: "unscaled_twice",
     ClipsValuesScaled: "clip_value_scaled",
     ClipsByHand: "clip_by_hand_scaled",
+    ClampsByHand: "clip_by_hand_scaled",
     MovesOnSkipped: "schedule_on_skipped",
     DeterminedMovesOnSkipped: "schedule_on_skipped",
     MovesTwice: "schedule_twice",
@@ -519,6 +556,7 @@ PLANTED: dict[type[Right], str] = {
     ScalesNothing: "no_loss_scale",
     HidesNan: "nan_hidden",
     HidesNanOfGradients: "nan_hidden",
+    MasksOverflow: "overflow_hidden",
     SwitchesTf32: "tf32",
     AverageMovesOnSkipped: "average_on_skipped",
     ShadowMovesOnSkipped: "average_on_skipped",
@@ -612,6 +650,43 @@ class EnabledOnCuda(Right):
         return torch.cuda.amp.autocast(enabled=torch.cuda.is_available())
 
 
+class EnabledByDevice(Right):
+    """As most scripts do; a right trial, whose AMP is examined without a GPU, too."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(context)
+
+    def wrap_scaler(self) -> None:
+        scaler = torch.amp.GradScaler("cuda", enabled=self.device.type == "cuda")
+        self.scaler = self.context.wrap_scaler(scaler)
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, enabled=self.device.type == "cuda")
+
+    def forward(self, batch: Any) -> Any:
+        torch.cuda.synchronize()
+        return super().forward(batch) * torch.ones((), device=self.device)
+
+
+class ClipsScaledOnCuda(EnabledByDevice):
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, max_norm=1.0)  # HERE
+
+
+class ExitsOnOverflow(Right):
+    def clip(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if not nn.utils.clip_grad_norm_(parameters, max_norm=1.0).isfinite():
+            sys.exit("the gradients are not finite")
+
+
+class SetsTf32Once(Right):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+        super().__init__(context)
+
+
 class LimitTimesScale(Right):
     def clip(self, parameters: Any) -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0 * self.scaler.get_scale())
@@ -630,7 +705,10 @@ class UnscalesByHand(Right):
         """The scale stays."""
 
 
-FORMS = [Automatic, SavedByCallback, EnabledOnCuda, LimitTimesScale, UnscalesByHand]
+FORMS = [
+    *(Automatic, SavedByCallback, EnabledOnCuda, EnabledByDevice, ExitsOnOverflow, SetsTf32Once),
+    *(LimitTimesScale, UnscalesByHand, KeepsLastWeights),
+]
 PLAIN = [
     *(habits.Habit, habits.ClipsOutside, habits.StepsIfSmall, habits.OwnAccumulation, habits.Sam),
     *(habits.Wgan, habits.LineSearch, habits.Penalty, habits.HalfWeights, habits.MeanTeacher),
@@ -640,7 +718,14 @@ PLAIN = [
 
 @pytest.mark.parametrize("trial", [*FORMS, *PLAIN], ids=lambda trial: trial.__name__)
 def test_unusual_form_is_no_fault(trial: type) -> None:
-    assert [finding.text() for finding in examined(trial).faults] == []
+    findings = examined(trial)
+    assert [finding.text() for finding in findings if finding.level is not Level.COST] == []
+
+
+def test_amp_that_a_device_switches_on_is_examined_without_a_gpu() -> None:
+    findings = examined(ClipsScaledOnCuda)
+    assert [finding.key for finding in findings.faults] == ["clip_scaled"]
+    assert "a GradScaler" in findings.seen
 
 
 PAGE = [
@@ -667,16 +752,24 @@ class Trainer:
         self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = torch.amp.GradScaler("cuda")
 
+    batches = 48
+
     def train(self, file: Path) -> None:
-        points = torch.randn(192, 6)
+        points = torch.randn(4 * self.batches, 6)
         data = TensorDataset(points, points[:, :3].argmax(1))
         for batch, (inputs, labels) in enumerate(DataLoader(data, batch_size=4)):
-            with torch.autocast("cuda", dtype=torch.float16):
-                loss = functional.cross_entropy(self.model(inputs), labels)
-            torch.autograd.backward(self.scaler.scale(loss / 2))
+            loss = functional.cross_entropy(self.forward(inputs), labels)
+            self.backward(loss / 2)
             if batch % 2:
                 self.step()
         torch.save(self.state(), file)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return self.model(inputs).float()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss))
 
     def step(self) -> None:
         self.scaler.unscale_(self.optimizer)
@@ -694,15 +787,118 @@ class Trainer:
 
 class ForgetsScaler(Trainer):
     def state(self) -> dict[str, Any]:
+        self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict()}
+
+
+class SavesModelAlone(Trainer):
+    def state(self) -> dict[str, Any]:
+        self.optimizer.state_dict()
+        return self.model.state_dict()
 
 
 class ClipsInTrainer(Trainer):
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(parameters=self.model.parameters(), max_norm=1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+
+
+class StepsPastTheScaler(Trainer):
+    def step(self) -> None:
+        self.optimizer.step()
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Zeroes nothing inside a window, as the optimizers of well-known libraries do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.ends_window = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.ends_window:
+            self.optimizer.zero_grad(set_to_none)
+
+
+class WrapsOptimizer(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapper = Wrapper(self.optimizer)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self.wrapper.zero_grad()
+
+    def step(self) -> None:
+        self.wrapper.ends_window = True
+        super().step()
+        self.wrapper.zero_grad()
+        self.wrapper.ends_window = False
+
+
+class ZeroesByHand(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        super().backward(loss)
+
+
+class SetsGradients(Trainer):
+    """Without a backward, as training by functional gradients does."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        parameters = list(self.model.parameters())
+        scaled = self.scaler.scale(loss * 2)
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(scaled, parameters), strict=True
+        ):
+            parameter.grad = gradient
+
+
+class SetsGradientsAndClips(SetsGradients):
+    step = ClipsInTrainer.step
+
+
+class RareSchedule(Trainer):
+    """Its first move comes after the end of this run."""
+
+    def step(self) -> None:
+        super().step()
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps % 1000 == 0:
+            self.rare.step()
+
+    def train(self, file: Path) -> None:
+        self.rare = step_lr(self.optimizer, 4)
+        super().train(file)
+
+
+class OneStepAnEpoch(Trainer):
+    """Moves its schedule after each epoch, of which each has one step."""
+
+    batches = 2
+
+    def train(self, file: Path) -> None:
+        schedule = step_lr(self.optimizer, 4)
+        for _ in range(16):
+            super().train(file)
+            schedule.step()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # without a GPU it is off
+    MADE_BEFORE = torch.autocast("cuda", dtype=torch.float16)
+
+
+class DecoratedBefore(Trainer):
+    """Its autocast was made before the doctor came."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return MADE_BEFORE(self.model)(inputs).float()
 
 
 @pytest.mark.parametrize(
@@ -710,13 +906,22 @@ class ClipsInTrainer(Trainer):
     [
         (Trainer, set()),
         (ForgetsScaler, {"scaler_not_saved"}),
+        (SavesModelAlone, set()),
         (ClipsInTrainer, {"clip_scaled"}),
+        (StepsPastTheScaler, {"step_without_scaler"}),
+        (WrapsOptimizer, set()),
+        (ZeroesByHand, {"zero_grad_in_window"}),
+        (SetsGradients, set()),
+        (SetsGradientsAndClips, {"clip_scaled"}),
+        (RareSchedule, set()),
+        (OneStepAnEpoch, set()),
+        (DecoratedBefore, set()),
     ],
 )
 def test_trainer_of_another_library_is_watched(
     trainer: type[Trainer], keys: set[str], tmp_path: Path
 ) -> None:
-    with watching() as findings:
+    with suppress(AssertionError), watching() as findings:  # of an update that follows no step
         trainer().train(tmp_path / "checkpoint.pt")
     assert {finding.key for finding in findings.faults} == keys
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,11 +17,11 @@ from determined_amp.check.record import users_line
 if TYPE_CHECKING:
     from determined_amp.check.spies import Spies
 
-# Buffers that a forward moves, whatever comes of the step.
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
 # Elements of a tensor that is near a weight by no chance.
 _LEAST = 16
+
+# The cosine of what has one direction.
+_NEAR = 0.9
 
 
 class _Lines(TorchFunctionMode):
@@ -58,7 +57,7 @@ class Averages:
 
     def __init__(self, spies: Spies) -> None:
         self._spies = spies
-        self._before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+        self._before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
         self._lines: Any = None
 
     def begin(self, moved: bool) -> None:
@@ -66,8 +65,8 @@ class Averages:
         if not moved or self._before:
             return
         self._before = [
-            (weakref.ref(tensor), tensor.detach().clone(), weight)
-            for tensor, weight in self._candidates()
+            (weakref.ref(tensor), tensor.detach().clone(), weights)
+            for tensor, weights in self._candidates()
         ]
         if self._before:
             alive = (reference() for reference, _, _ in self._before)
@@ -85,12 +84,12 @@ class Averages:
         moved = replaced = 0
         known = {id(reference()) for reference, _, _ in before}
         known |= {id(value) for _, value, _ in before}
-        for reference, value, weight in before:
+        for reference, value, weights in before:
             tensor = reference()
             if tensor is None:
-                replaced += self._is_replaced(value, weight, known)
-            elif not torch.equal(tensor, value):
-                moved += 1
+                replaced += self._is_replaced(value, weights, known)
+            else:
+                moved += _moves_towards(value, tensor, weights)
         self._spies.note(
             "average",
             moved=moved + replaced,
@@ -98,39 +97,35 @@ class Averages:
             lines=list(lines.found) if lines is not None else [],
         )
 
-    def _is_replaced(self, value: torch.Tensor, weight: torch.Tensor, known: set[int]) -> bool:
+    def _is_replaced(
+        self, value: torch.Tensor, weights: list[torch.Tensor], known: set[int]
+    ) -> bool:
         """Whether a new tensor has come in the place of one that is gone."""
         return any(
-            other is weight and id(tensor) not in known and not torch.equal(tensor, value)
-            for tensor, other in self._candidates()
+            id(tensor) not in known and _moves_towards(value, tensor, weights)
+            for tensor, _ in self._candidates()
+            if tensor.shape == value.shape
         )
 
-    def _candidates(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors that nobody trains and that are near a weight, with that weight."""
+    def _candidates(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Tensors that nobody trains and that are near weights, with those."""
         weights = [p for p in self._spies.trained() if p.dtype.is_floating_point]
         by_shape: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for weight in weights:
             if weight.numel() < _LEAST:  # near by chance
                 continue
             by_shape.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-        not_averages = {_address(p) for p in weights}
-        not_averages |= {_address(p.grad) for p in weights if p.grad is not None}
+        theirs = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
         things = gc.get_objects()
-        for thing in things:
-            if issubclass(type(thing), nn.Module):
-                named = vars(thing).get("_buffers") or {}
-                found = (named.get(name) for name in _STATISTICS)
-                not_averages |= {_address(buffer) for buffer in found if buffer is not None}
-        for optimizer in self._spies.optimizers:
-            states = tree_leaves([dict(state) for state in optimizer.state.values()])
-            not_averages |= {_address(s) for s in states if isinstance(s, torch.Tensor)}
         for thing in things:
             if not issubclass(type(thing), torch.Tensor) or thing.layout is not torch.strided:
                 continue
-            for weight in by_shape.get((thing.shape, thing.dtype, thing.device), ()):
-                if _address(thing) not in not_averages and _near(thing.detach(), weight.detach()):
-                    yield thing, weight
-                    break
+            if _address(thing) in theirs:
+                continue
+            like = by_shape.get((thing.shape, thing.dtype, thing.device), ())
+            near = [weight for weight in like if _similarity(thing, weight) > _NEAR]
+            if near:
+                yield thing, near
 
 
 def _innermost() -> Any:
@@ -138,11 +133,24 @@ def _innermost() -> Any:
     return stack[-1] if stack else None
 
 
-def _near(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    if torch.equal(tensor, weight):
-        return False
-    similar = torch.nn.functional.cosine_similarity(tensor.flatten(), weight.flatten(), dim=0)
-    return bool(similar > 0.9)
+def _similarity(tensor: torch.Tensor, weight: torch.Tensor) -> float:
+    """The cosine between them; 0 for a copy, which is no average."""
+    one, other = tensor.detach().flatten(), weight.detach().flatten()
+    if torch.equal(one, other):
+        return 0.0
+    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+
+
+def _moves_towards(old: torch.Tensor, new: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+    """Whether a tensor has moved a part of its way to a weight, as averages do and copies do not.
+
+    What a forward moves, as running statistics, goes another way.
+    """
+    way = new.detach() - old
+    return any(
+        not torch.equal(new, weight) and _similarity(way, weight.detach() - old) > _NEAR
+        for weight in weights
+    )
 
 
 def _address(tensor: torch.Tensor) -> int:

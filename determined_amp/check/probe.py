@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,7 +20,7 @@ from torch.utils.data import DataLoader
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import float16_as
-from determined_amp.check.record import Record, is_users
+from determined_amp.check.record import Record
 from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
@@ -57,6 +55,7 @@ class Probe:
         folder: An empty folder for the checkpoint, or the one that has it.
         windows: Steps of an optimizer to wait for.
         overflows: Those whose gradients are made to overflow.
+        pretends: Whether a machine without a GPU says to all of the trial's lines that it has one.
         scale: Instead of the initial loss scale, and all autocast in float32; None for neither.
         resumes: Whether to go on from the checkpoint in `folder`.
         saves: Whether to leave a checkpoint there.
@@ -68,6 +67,7 @@ class Probe:
     folder: Path
     windows: int = 12
     overflows: tuple[int, ...] = OVERFLOWS
+    pretends: bool = True
     scale: float | None = None
     resumes: bool = False
     saves: bool = False
@@ -85,7 +85,7 @@ def run(probe: Probe) -> Record:
     checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
     try:
         with ExitStack() as stack:
-            stack.enter_context(cpu_for_cuda())
+            stack.enter_context(cpu_for_cuda(pretends=probe.pretends))
             if probe.scale is not None:
                 stack.enter_context(float16_as(None, bfloat16_too=True))
                 stack.enter_context(_beginning_at(probe.scale))
@@ -95,7 +95,7 @@ def run(probe: Probe) -> Record:
             experiment = parse(probe.config, probe.source, trial=probe.trial)
             context = trial_context(core_context, experiment)
             trial = trial_of(experiment, context)
-            _look_at(trial, context, spies)
+            _look_at(context, spies)
             record.states["made"] = {}
             stack.enter_context(controlled_by(partial(Examined, probe, spies)))
             batches = 4 * probe.windows * record.aggregation
@@ -108,7 +108,7 @@ def run(probe: Probe) -> Record:
             )
     except UserError:
         raise
-    except Exception as error:  # whatever the trial raises
+    except (Exception, SystemExit) as error:  # whatever the trial raises
         if "made" not in record.states:
             at = f" at {record.raised}" if record.raised else ""
             raise UserError(
@@ -145,10 +145,8 @@ def _beginning_at(scale: float) -> Iterator[None]:
         yield
 
 
-def _look_at(
-    trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, spies: Spies
-) -> None:
-    """Note what Determined knows, and whether the code of the trial moves its schedulers."""
+def _look_at(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
+    """Note what Determined knows."""
     record = spies.record
     record.aggregation = aggregation_frequency(context)
     record.averages = averages_gradients(context)
@@ -157,14 +155,8 @@ def _look_at(
         amp.watched = False  # its guard would end a run that the doctor makes overflow
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
     wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    users = [Path(file) for file in files if file.endswith(".py") and is_users(file)]
-    source = "\n".join(path.read_text(errors="replace") for path in users if path.is_file())
     for scheduler, known in zip(spies.schedulers, record.schedulers, strict=True):
-        names = [name for name, value in vars(trial).items() if value is scheduler]
-        name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
         known["wrapped"] = id(scheduler) in wrapped
-        known["never_named"] = re.search(rf"(?:{name})\b[\w.\[\]]*\.step\(", source) is None
 
 
 def _look_into_checkpoint(folder: Path, record: Record) -> None:

@@ -23,6 +23,10 @@ _BY_STEPS = 0.75
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
 
 
+# Findings that say why an overflow was hidden.
+_HIDE_OVERFLOWS = {"clip_value_scaled", "clip_by_hand_scaled", "nan_hidden"}
+
+
 def judge(record: Record) -> Findings:
     """All findings of one run. What two rules find on one line is one finding."""
     found: dict[tuple[str, Where | None], Finding] = {}
@@ -31,7 +35,9 @@ def judge(record: Record) -> Findings:
         same = found.get(place)
         effect = f"{same.effect}; {finding.effect}" if same else finding.effect
         found[place] = replace(same or finding, effect=effect)
-    findings = Findings([*found.values()], seen=_seen(record))
+    keys = {key for key, _ in found}
+    kept = [f for f in found.values() if f.key != "overflow_hidden" or not keys & _HIDE_OVERFLOWS]
+    findings = Findings(kept, seen=_seen(record))
     findings.sort()
     return findings
 
@@ -205,7 +211,7 @@ def _cause(record: Record, key: str) -> str:
         return "step_twice"
     if key == "update_in_window" and not any(s["used"] for s in record.scalers):
         return "no_loss_scale"
-    if key == "update_in_window" and steps and all(step.via is None for step in steps):
+    if key == "update_in_window" and steps and steps[-1].via is None and steps[-1].factor > 1.5:
         return "step_without_scaler"
     return key
 
@@ -239,21 +245,19 @@ def _clips_by_hand(record: Record) -> Iterator[Finding]:
     changed = [e for e in record.of("changed") if e.factor > 1.5 or math.isnan(e.factor)]
     if len(changed) < 3 or not _scales(record):
         return
-    after, before = [e.after for e in changed], [e.before for e in changed]
-    if max(after) <= 1.001 * min(after) and max(before) > 1.01 * min(before):
-        effect = f"in {len(changed)} steps the scaled gradients got the norm {after[-1]:.3g}"
-        yield _finding(record, "clip_by_hand_scaled", changed, effect)
+    for number, what in enumerate(("norm", "largest element")):
+        after, before = [e.after[number] for e in changed], [e.before[number] for e in changed]
+        if max(after) <= 1.001 * min(after) and max(before) > 1.01 * min(before):
+            effect = f"in {len(changed)} steps the scaled gradients got the {what} {after[-1]:.3g}"
+            yield _finding(record, "clip_by_hand_scaled", changed, effect)
+            return
 
 
 def _hidden_overflow(record: Record) -> Iterator[Finding]:
     forced = [w for w in _complete(record) if w.forced and w.steps[0].via is not None]
     forced = [w for w in forced if not w.dropped]
     stepped = [w for w in forced if not w.skipped and math.isfinite(w.steps[0].norm)]
-    hides = [e for e in record.of("hide") if e.of_gradient]
-    hides += [
-        e for e in record.of("clip") if e.of == "value" and max(e.factors.values(), default=0) > 1.5
-    ]
-    if stepped and not hides:  # or else those are the finding
+    if stepped:
         effect = f"{_count(len(stepped), len(forced), 'forced overflow')} did not skip the step"
         yield _finding(record, "overflow_hidden", [w.steps[0] for w in stepped], effect)
 
@@ -271,10 +275,11 @@ def _schedules(record: Record) -> Iterator[Finding]:
             yield from _never(record, scheduler, windows)
             continue
         moved = [[e for e in window.moves if e.scheduler == number] for window in windows]
-        if len(windows) < 3 or sum(map(bool, moved)) < _BY_STEPS * sum(
-            not w.skipped for w in windows
-        ):
+        applied = sum(not w.skipped for w in windows)
+        if len(windows) < 3 or sum(map(bool, moved)) < _BY_STEPS * applied:
             continue
+        if record.epochs >= _BY_STEPS * len(windows):
+            continue  # an epoch is one step, and the schedule may be one of epochs
         twice = [m for m in moved if len({_mover(e, scheduler) for e in m}) > 1]
         if len(twice) > 0.5 * len(windows):
             effect = (
@@ -304,7 +309,7 @@ def _never(
 ) -> Iterator[Finding]:
     if len(windows) < 3 or scheduler.get("wrapped") or not _is_amp(record):
         return
-    proven = bool(scheduler.get("never_named")) or (not record.determined and record.epochs > 1)
+    proven = bool(scheduler.get("never_named"))
     effect = (
         f"{scheduler['kind']} did not move in {len(windows)} steps and {record.epochs} "
         f"epoch{'' if record.epochs == 1 else 's'}"
@@ -352,7 +357,7 @@ def _accumulation(record: Record) -> Iterator[Finding]:
 def _is_divided(record: Record, window: Window) -> bool:
     """Whether the gradients were divided by the number of micro-batches before the step."""
     first, last = window.backwards[-1].number, window.steps[0].number
-    ratios = [e.before / e.after for e in record.of("changed") if first < e.number < last]
+    ratios = [e.before[0] / e.after[0] for e in record.of("changed") if first < e.number < last]
     return any(abs(ratio / len(window.backwards) - 1) < 1e-2 for ratio in ratios)
 
 
@@ -456,12 +461,8 @@ def _tf32(record: Record) -> Iterator[Finding]:
         if event.in_batch:
             yield _finding(record, "tf32", [event], f"{what} while batch {event.batch} trains")
             return
-        if "site-packages" in by:
-            yield _finding(record, "tf32", [event], f"{what}, set by {by}")
-            return
-        if event.value in ("True", "high", "medium", "tf32") and _is_amp(record):
-            effect = f"{what}: what autocast leaves in float32 is TF32, validation too"
-            yield _finding(record, "tf32", [event], effect, SUSPICION)
+        if "site-packages" in by and _is_amp(record):
+            yield _finding(record, "tf32", [event], f"{what}, set by {by}", SUSPICION)
             return
 
 
@@ -502,15 +503,13 @@ def _metrics(record: Record) -> Iterator[Finding]:
 
 def _checkpoint_of_a_loop(record: Record) -> Iterator[Finding]:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
-    saves = record.of("save")
-    if record.determined or not saves or not record.of("optimizer_state") or not _scales(record):
+    saves = [e for e in record.of("save") if e.optimizer]
+    if record.determined or not saves or not _scales(record):
         return
-    if not record.of("scaler_state"):
-        scale = (
-            next(e.after for e in reversed(record.of("update"))) if record.of("update") else None
-        )
+    if not any(e.scale for e in record.of("save")):
+        updates = record.of("update")
         effect = "after a resume it begins at init_scale again"
-        effect += f", not at {_number(scale)}" if scale else ""
+        effect += f", not at {_number(updates[-1].after)}" if updates else ""
         yield _finding(record, "scaler_not_saved", saves, effect)
 
 
@@ -597,8 +596,10 @@ _DEPENDS = 1.5
 def dependence(low: Record, high: Record) -> float:
     """How much gradients of the same steps differ between two scales; 1 if they are equal."""
     ratios = [1.0]
-    for one, other in zip(_usual_steps(low)[:2], _usual_steps(high)[:2], strict=False):
-        ratios += [max(one.norm / other.norm, other.norm / one.norm)]
+    steps = ([s for w in _complete(run) for s in w.steps] for run in (low, high))
+    for one, other in list(zip(*steps, strict=False))[:2]:
+        if 0 < one.norm * other.norm < math.inf:
+            ratios += [max(one.norm / other.norm, other.norm / one.norm)]
     return max(ratios)
 
 

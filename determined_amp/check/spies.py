@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import linecache
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,8 +59,11 @@ class _Tracked:
 
     Attributes:
         factor: What its gradients are multiplied by; NaN if that is not known.
-        pending: Whether a backward has left gradients that no step has used.
+        pending: Whether there are gradients that no step has used.
         norm: Of the gradients, when they were looked at last.
+        peak: Largest size of an element of theirs, at that time.
+        used: Versions of the gradients that the newest step has used.
+        emptied: Whether the gradients were zeroed after the newest backward.
         updates: Updates of the scale since the newest backward.
         windows: Windows that have begun.
         window: The newest one.
@@ -68,7 +74,9 @@ class _Tracked:
         self.optimizer = optimizer
         self.factor = 1.0
         self.pending = False
-        self.norm = math.nan
+        self.norm = self.peak = math.nan
+        self.used: list[tuple[int, int]] | None = None
+        self.emptied = False
         self.updates = 0
         self.windows = 0
         self.window = Window(number)
@@ -82,13 +90,14 @@ class _Tracked:
         found = (p.grad for p in parameters_of(self.optimizer))
         return [(0, 0) if g is None else (id(g), g._version) for g in found]
 
-    def measure(self) -> float:
-        gradients = self.gradients()
-        if not gradients:
-            return 0.0
+    def measure(self) -> None:
+        """Take norm and peak of the gradients."""
+        gradients = [gradient.detach().float() for gradient in self.gradients()]
         with torch.no_grad():
-            norms = [torch.linalg.vector_norm(g.detach().float()).cpu() for g in gradients]
-            return float(torch.linalg.vector_norm(torch.stack(norms)))
+            norms = [torch.linalg.vector_norm(g).cpu() for g in gradients]
+            peaks = [g.abs().max().cpu() for g in gradients if g.numel()]
+            self.norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+            self.peak = float(torch.stack(peaks).max()) if peaks else 0.0
 
 
 class Spies:
@@ -114,6 +123,7 @@ class Spies:
         self._in_backward = False
         self._scaler: torch.amp.GradScaler | None = None
         self._clipping = False
+        self._ended = False
         self._averages = Averages(self)
 
     # What the loop around the training calls.
@@ -157,10 +167,11 @@ class Spies:
                 self._meet_those_there_are()
             for owner, name, spy in self._spies():
                 own = getattr(owner, name)
-                stack.enter_context(patched(owner, name, _in_place_of(own, spy)))
+                stack.enter_context(patched(owner, name, self._in_place_of(own, spy)))
             for function, spy in self._functions():
                 for owner, name in _names_of(function):
-                    stack.enter_context(patched(owner, name, _in_place_of(function, spy)))
+                    stack.enter_context(patched(owner, name, self._in_place_of(function, spy)))
+            stack.callback(setattr, self, "_ended", True)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -171,6 +182,7 @@ class Spies:
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
             stack.callback(self._averages.compare)
+            stack.callback(self._look_for_moves)
             try:
                 yield
             except BaseException as error:
@@ -221,12 +233,36 @@ class Spies:
         return len(self.schedulers) - 1
 
     def _meet_those_there_are(self) -> None:
+        gc.collect()  # not those of a training that is over
         for thing in gc.get_objects():
             kind: Any = type(thing)
             if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
                 self.of(thing)
 
+    def _look_for_moves(self) -> None:
+        """Note whether a line of the user's could move each scheduler."""
+        files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+        users = [Path(file) for file in files if file.endswith(".py") and is_users(file)]
+        source = "\n".join(path.read_text(errors="replace") for path in users if path.is_file())
+        for scheduler, known in zip(self.schedulers, self.record.schedulers, strict=True):
+            where = known["where"]
+            line = linecache.getline(where.file, where.line) if where else ""
+            names = re.findall(r"(\w+)\s*=[^=]", line.split("(")[0])
+            for holder in gc.get_referrers(scheduler):
+                if isinstance(holder, dict):
+                    names += [str(key) for key, value in holder.items() if value is scheduler]
+            name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
+            known["never_named"] = re.search(rf"(?:{name})\b[\w.\[\]]*\.step\(", source) is None
+
     # The spies: what is watched, and by what. Each is called with the original and its arguments.
+
+    def _in_place_of(self, own: Callable[..., Any], spy: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # A module that was imported meanwhile may have kept this.
+            return own(*args, **kwargs) if self._ended else spy(own, *args, **kwargs)
+
+        return call
 
     def _spies(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         scaler = torch.amp.GradScaler
@@ -235,10 +271,8 @@ class Spies:
         yield scaler, "unscale_", self._unscale
         yield scaler, "step", self._scaler_step
         yield scaler, "update", self._update
-        yield scaler, "state_dict", self._simply("scaler_state")
         yield Optimizer, "__init__", self._make_optimizer
-        yield Optimizer, "state_dict", self._simply("optimizer_state")
-        yield torch, "save", self._simply("save")
+        yield torch, "save", self._save
         for kind in {Optimizer, nn.Module, *_with_own(Optimizer, "zero_grad")}:
             yield kind, "zero_grad", self._zero
         yield lr_scheduler.LRScheduler, "__init__", self._make_scheduler
@@ -259,13 +293,13 @@ class Spies:
     def _functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         yield nn.utils.clip_grad_norm_, self._clip("norm")
         yield nn.utils.clip_grad_value_, self._clip("value")
+        if hasattr(nn.utils, "clip_grads_with_norm_"):
+            yield nn.utils.clip_grads_with_norm_, self._clip("norm")
 
-    def _simply(self, kind: str) -> Callable[..., Any]:
-        def spy(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.note(kind)
-            return own(*args, **kwargs)
-
-        return spy
+    def _save(self, own: Callable[..., Any], content: Any, *args: Any, **kwargs: Any) -> Any:
+        has_optimizer, has_scale = _states_in(content)
+        self.note("save", optimizer=has_optimizer, scale=has_scale)
+        return own(content, *args, **kwargs)
 
     def _make_scaler(self, own: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
         own(scaler, *args, **kwargs)
@@ -302,15 +336,21 @@ class Spies:
             return run(*args, **kwargs)
         outputs, creates_graph = args[0], len(args) > 3 and bool(args[3])
         if not kwargs.get("accumulate_grad"):
+            scale = loss_of(outputs).scale
             found = run(*args, **kwargs)
             if creates_graph:
-                mark_gradients(found, loss_of(outputs).scale)
+                mark_gradients(found, scale)
+            for gradient in found:
+                if isinstance(gradient, torch.Tensor):
+                    gradient._scaled_by = scale or 1.0  # type: ignore[attr-defined]
             return found
         self._averages.compare()
         loss, around = loss_of(outputs), _any_autocast()
         before = [(tracked, tracked.versions()) for tracked in self._optimizers.values()]
         for tracked, _ in before:
             self._look_again(tracked)
+            if tracked.pending and tracked.norm == 0 and not tracked.emptied:
+                self._empty([tracked])  # by hand
         self._in_backward = True
         try:
             found = run(*args, **kwargs)
@@ -340,38 +380,69 @@ class Spies:
 
     def _count_backward(self, tracked: _Tracked, event: Event, loss: Loss) -> None:
         if tracked.window.steps or not tracked.window.backwards:
-            tracked.window = Window(tracked.number)
-            tracked.windows += 1
-            self.record.windows.append(tracked.window)
-        first = not tracked.window.backwards
+            self._open_window(tracked)
+        first = tracked.emptied or not tracked.window.backwards
         tracked.window.backwards.append(event)
         if first and loss.scale and tracked.windows - 1 in self._overflows:
-            for gradient in tracked.gradients()[:1]:
+            for gradient in tracked.gradients():
                 gradient.detach().fill_(math.inf)
-                tracked.window.forced = True
+            tracked.window.forced = True
         if not (tracked.pending and loss.scale is None and tracked.factor != 1.0):
             tracked.factor = loss.scale or 1.0
-        tracked.pending, tracked.updates = True, 0
-        tracked.norm = tracked.measure()
+        tracked.pending, tracked.emptied, tracked.updates = True, False, 0
+        tracked.measure()
+
+    def _open_window(self, tracked: _Tracked) -> None:
+        tracked.window = Window(tracked.number)
+        tracked.windows += 1
+        self.record.windows.append(tracked.window)
 
     def _look_again(self, tracked: _Tracked) -> None:
         """Note what was done to its gradients by hand since they were looked at last."""
         if not tracked.pending:
+            self._look_for_set(tracked)
             return
-        before, tracked.norm = tracked.norm, tracked.measure()
+        before, peak = tracked.norm, tracked.peak
+        tracked.measure()
         if math.isfinite(tracked.norm) and not math.isfinite(before):
             tracked.factor = math.nan  # somebody has taken an overflow out of them
         if not (math.isfinite(before) and math.isfinite(tracked.norm) and before * tracked.norm):
             return
         ratio = tracked.norm / before
-        if tracked.factor > 1 and abs(ratio - 1) > 1e-3:
+        if abs(ratio - 1) <= 1e-3:
+            return
+        if tracked.factor > 1:
             if abs(ratio * tracked.factor - 1) < 1e-2:
                 tracked.factor = 1.0  # divided by the scale
             elif ratio * tracked.factor < 1:
                 tracked.factor = math.nan  # divided by the scale and clipped, or clipped to little
-        if abs(ratio - 1) > 1e-3:
-            factor = tracked.factor
-            self.note("changed", factor=factor, before=before, after=tracked.norm)
+        self.note(
+            "changed",
+            factor=tracked.factor,
+            before=(before, peak),
+            after=(tracked.norm, tracked.peak),
+        )
+
+    def _look_for_set(self, tracked: _Tracked) -> None:
+        """Gradients that no backward has left were set by the training, as `p.grad = g`."""
+        gradients = tracked.gradients()
+        if not gradients or tracked.used is None or tracked.versions() == tracked.used:
+            return
+        tracked.measure()
+        if tracked.norm == 0:
+            return
+        factors = {getattr(gradient, "_scaled_by", math.nan) for gradient in gradients}
+        tracked.factor = factors.pop() if len(factors) == 1 else math.nan
+        tracked.pending = True
+        self._open_window(tracked)
+
+    def _empty(self, dropped: list[_Tracked]) -> None:
+        """Their gradients were zeroed before any step has used them."""
+        event = self.note("zero_grad", optimizers=[tracked.number for tracked in dropped])
+        for tracked in dropped:
+            tracked.window.dropped.append(event)
+            tracked.factor, tracked.norm, tracked.peak = 1.0, 0.0, 0.0
+            tracked.emptied = True
 
     # Gradients and steps.
 
@@ -391,36 +462,40 @@ class Spies:
             in_step=self._scaler is not None,
         )
         tracked.factor /= scale
-        tracked.norm = tracked.measure()
+        tracked.measure()
 
     def _clip(self, kind: str) -> Callable[..., Any]:
-        def spy(own: Callable[..., Any], parameters: Any, limit: Any, *more: Any, **kw: Any) -> Any:
+        def spy(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._clipping:
-                return own(parameters, limit, *more, **kw)
-            it = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                return own(*args, **kwargs)
+            call = signature(own).bind(*args, **kwargs)
+            name, what = next(iter(call.arguments.items()))
+            it = [what] if isinstance(what, torch.Tensor) else list(what)
+            call.arguments[name] = it
+            limit = float([*call.arguments.values()][1])
             theirs = set(map(id, it))
             clipped = [
                 tracked
                 for tracked in self._optimizers.values()
-                if tracked.pending
-                and not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
+                if not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
             ]
             for tracked in clipped:
                 self._look_again(tracked)
+            clipped = [tracked for tracked in clipped if tracked.pending]
             self._clipping = True
             try:
-                result = own(it, limit, *more, **kw)
+                result = own(*call.args, **call.kwargs)
             finally:
                 self._clipping = False
             self.note(
                 "clip",
                 of=kind,
-                limit=float(limit),
+                limit=limit,
                 norm=float(result) if isinstance(result, torch.Tensor) else math.nan,
                 factors={t.number: t.factor for t in clipped if math.isfinite(t.norm)},
             )
             for tracked in clipped:
-                tracked.norm = tracked.measure()
+                tracked.measure()
             return result
 
         return spy
@@ -436,7 +511,7 @@ class Spies:
         finally:
             self._scaler = outer
         if not any(e.kind == "step" for e in self.record.events[before:]):
-            self._stepped(tracked, scaler, factor=tracked.factor, skipped=True)
+            self._stepped(tracked, scaler, divisor=1.0, skipped=True)
         return result
 
     def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
@@ -446,33 +521,37 @@ class Spies:
         tracked = self.of(optimizer)
         self._look_again(tracked)
         scale: Any = getattr(optimizer, "grad_scale", None)
-        factor = tracked.factor / (1.0 if scale is None else float(scale))
+        divisor = 1.0 if scale is None else float(scale)
         found: Any = getattr(optimizer, "found_inf", None)
         skipped = found is not None and bool(float(found))
-        self._stepped(tracked, self._scaler, factor=factor, skipped=skipped)
+        self._stepped(tracked, self._scaler, divisor=divisor, skipped=skipped)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            tracked = self.of(optimizer)
+            tracked.used = tracked.versions()
 
-    def _stepped(self, tracked: _Tracked, scaler: Any, *, factor: float, skipped: bool) -> None:
+    def _stepped(self, tracked: _Tracked, scaler: Any, *, divisor: float, skipped: bool) -> None:
         for dtype in {p.dtype for p in parameters_of(tracked.optimizer) if p.requires_grad}:
             self.record.weights[str(dtype).removeprefix("torch.")] += 1
-        norm = tracked.measure()
+        tracked.measure()
+        norm = tracked.norm
         event = self.note(
             "step",
             optimizer=tracked.number,
             via=None if scaler is None or not scaler.is_enabled() else self.number_of(scaler),
-            factor=factor,
+            factor=tracked.factor / divisor,
             skipped=skipped,
             again=not tracked.pending and norm > 0,
             losses=[backward.loss.scale for backward in tracked.window.backwards],
             updates=tracked.updates,
-            norm=norm * factor / tracked.factor if tracked.factor else norm,
+            norm=norm / divisor,
             autocast=_any_autocast(),
         )
         if tracked.pending or norm:  # it has gradients
             tracked.window.steps.append(event)
-        tracked.pending, tracked.factor = False, 1.0
+        tracked.pending, tracked.factor, tracked.used = False, 1.0, tracked.versions()
         if skipped and not passes("amp/gradients.py"):
             self._averages.begin(tracked.windows > 2)
 
@@ -496,7 +575,7 @@ class Spies:
 
     def _zero(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
         theirs = set(map(id, parameters_of(it) if isinstance(it, Optimizer) else it.parameters()))
-        dropped = [
+        waiting = [
             tracked
             for tracked in self._optimizers.values()
             if tracked.pending
@@ -505,11 +584,10 @@ class Spies:
             and tracked.gradients()
         ]
         result = own(it, *args, **kwargs)
+        # A wrapper around an optimizer may have done nothing.
+        dropped = [t for t in waiting if not any(bool(g.any()) for g in t.gradients())]
         if dropped:
-            event = self.note("zero_grad", optimizers=[tracked.number for tracked in dropped])
-            for tracked in dropped:
-                tracked.window.dropped.append(event)
-                tracked.factor, tracked.norm = 1.0, 0.0
+            self._empty(dropped)
         return result
 
     # Schedules, autocast, and what costs or hides.
@@ -537,7 +615,8 @@ class Spies:
     def _autocast(self, own: Callable[..., Any], region: Any) -> Any:
         if region._enabled and self._forwards and torch.is_grad_enabled():
             self.record.forwards[True] += 1  # the module of this forward may enter it itself
-        if region._enabled or is_users(sys._getframe(2).f_code.co_filename):
+        made_before = region.device == "cuda" and not self.record.has_cuda
+        if region._enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
             self.note(
                 "autocast" if region._enabled else "autocast_off",
                 device=region.device,
@@ -588,7 +667,7 @@ class Spies:
         return spy
 
     def _keep_error(self, error: BaseException) -> None:
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Exception, SystemExit)):
             return
         trace, where = error.__traceback__, None
         while trace is not None:
@@ -597,14 +676,6 @@ class Spies:
                 where = type(where)(where.file, trace.tb_lineno)
             trace = trace.tb_next
         self.record.error, self.record.raised = (type(error).__name__, str(error)), where
-
-
-def _in_place_of(own: Callable[..., Any], spy: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return spy(own, *args, **kwargs)
-
-    return call
 
 
 def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:
@@ -623,6 +694,20 @@ def _with_own(base: type, method: str) -> Iterable[type]:
         if method in vars(kind):
             yield kind
         yield from _with_own(kind, method)
+
+
+def _states_in(content: Any) -> tuple[bool, bool]:
+    """Whether an object that is saved has the state of an optimizer, and a loss scale."""
+    if isinstance(content, (Optimizer, torch.amp.GradScaler)):
+        return isinstance(content, Optimizer), not isinstance(content, Optimizer)
+    if isinstance(content, dict):
+        if "param_groups" in content:
+            return True, False
+        scale = any("scale" in str(k) and isinstance(v, (int, float)) for k, v in content.items())
+        below = [(False, scale), *map(_states_in, content.values())]
+    else:
+        below = [*map(_states_in, content)] if isinstance(content, (list, tuple)) else []
+    return any(optimizer for optimizer, _ in below), any(scale for _, scale in below)
 
 
 def _scale_of(scaler: Any) -> float | None:

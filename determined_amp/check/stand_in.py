@@ -26,33 +26,34 @@ ONLY_ON_A_GPU = (
 
 
 @contextmanager
-def cpu_for_cuda() -> Iterator[None]:
-    """Let `GradScaler("cuda")`, `autocast("cuda")` and `.cuda()` mean the CPU in this block.
+def cpu_for_cuda(*, pretends: bool = True) -> Iterator[None]:
+    """Let CUDA mean the CPU in this block; where there is a GPU nothing happens.
 
-    `torch.cuda.is_available()` says yes on a line that switches mixed precision on, and no on any
-    other. Where there is a GPU nothing happens.
+    Args:
+        pretends: Whether `torch.cuda.is_available()` says yes to every line of the user's, so that
+            all that is switched on by it is examined; else to lines about mixed precision alone.
     """
     with ExitStack() as stack:
-        if not torch.cuda.is_available():
-            for owner, name, make in _REPLACED:
-                own = getattr(owner, name)
-                stack.enter_context(patched(owner, name, wraps(own)(make(own))))
+        has_cuda = torch.cuda.is_available()
+        if not has_cuda:
+            for owner, name, make in _replaced(_ANY if pretends else _SWITCHES):
+                stack.enter_context(patched(owner, name, make(getattr(owner, name))))
             stack.enter_context(warnings.catch_warnings())
             for words in ("CUDA is not available", ".*torch.cuda.amp", "User provided device_type"):
                 warnings.filterwarnings("ignore", words)
-        stack.enter_context(_noting_dtypes())
+        stack.enter_context(_noting_dtypes(has_cuda))
         yield
 
 
 @contextmanager
-def _noting_dtypes() -> Iterator[None]:
+def _noting_dtypes(has_cuda: bool) -> Iterator[None]:
     """Remember of each autocast whether its dtype was chosen by the user."""
     own = torch.autocast.__init__
 
     @wraps(own)
     def make(region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         region._given_dtype = dtype is not None
-        if dtype is None and _is_cuda(device_type) and not torch.cuda.is_available():
+        if dtype is None and _is_cuda(device_type) and not has_cuda:
             dtype = torch.float16  # CUDA's own
         own(region, device_type, dtype, *args, **kwargs)
 
@@ -69,94 +70,108 @@ def _on_cpu(device: Any) -> Any:
     return "cpu" if _is_cuda(device) else device
 
 
-def _scales_here(own: Callable[..., Any]) -> Callable[..., Any]:
-    def make(scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
-        own(scaler, _on_cpu(device), *args, **kwargs)
+def _here(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the CPU, wherever an argument names CUDA."""
 
-    return make
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return own(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in kwargs.items()})
+
+    return call
 
 
-def _region(own: Callable[..., Any]) -> Callable[..., Any]:
-    def make(region: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
-        own(region, _on_cpu(device_type), *args, **kwargs)
+def _by_default(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the CPU, where CUDA is the device if no argument names one."""
 
-    return make
+    @wraps(own)
+    def call(scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
+        return own(scaler, _on_cpu(device), *args, **kwargs)
+
+    return call
 
 
 def _question(own: Callable[..., Any]) -> Callable[..., Any]:
-    def ask(device_type: Any = "cuda") -> Any:
-        return own(_on_cpu(device_type))
-
-    return ask
-
-
-def _instead(of_a_cpu: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def replace(own: Callable[..., Any]) -> Callable[..., Any]:
-        def ask() -> Any:
-            return of_a_cpu()
-
-        return ask
-
-    return replace
-
-
-def _casts(own: Callable[..., Any]) -> Callable[..., Any]:
-    def cast(value: Any, device_type: Any, dtype: Any) -> Any:
-        return own(value, _on_cpu(device_type), dtype)
-
-    return cast
-
-
-def _available(own: Callable[..., Any]) -> Callable[..., Any]:
-    def ask() -> bool:
-        caller = sys._getframe(1)
-        while caller.f_code.co_filename == __file__ and caller.f_back is not None:
-            caller = caller.f_back
-        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
-        switches = is_users(caller.f_code.co_filename) and _SWITCHES.search(line)
-        return bool(switches) or bool(own())
-
-    return ask
+    return lambda device_type="cuda": own(_on_cpu(device_type))
 
 
 def _stays(own: Callable[..., Any]) -> Callable[..., Any]:
-    def stay(it: Any, *args: Any, **kwargs: Any) -> Any:
-        return it
-
-    return stay
+    return lambda it, *args, **kwargs: it
 
 
-def _moves(own: Callable[..., Any]) -> Callable[..., Any]:
-    def move(it: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**kwargs, "device": _on_cpu(kwargs["device"])} if "device" in kwargs else kwargs
-        return own(it, *map(_on_cpu, args), **given)
-
-    return move
+def _instead(answer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda own: lambda *args, **kwargs: answer
 
 
-# A line that switches mixed precision on where there is a GPU.
+def _to_lines(pattern: re.Pattern[str], answer: Any) -> Callable[..., Callable[..., Any]]:
+    """Answer so to the lines of the user's code that have the pattern."""
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def ask() -> Any:
+            caller = sys._getframe(1)
+            line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+            users = is_users(caller.f_code.co_filename) and pattern.search(line)
+            return answer if users else own()
+
+        return ask
+
+    return make
+
+
+class _Absent:
+    """A stream or an event of a GPU that is not there: everything can be done with it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what a stream takes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> _Absent:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave nothing."""
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+# A line that switches mixed precision on where there is a GPU; any line but one that needs a GPU.
 _SWITCHES = re.compile(r"GradScaler|autocast|amp|fp16|half", re.IGNORECASE)
+_ANY = re.compile(r"^(?!.*(fused|nccl|triton|flash))", re.IGNORECASE)
 
-_QUESTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (
-        (torch, "is_autocast_enabled", _question),
-        (torch, "get_autocast_dtype", _question),
-        (autocast_mode, "_cast", _casts),
-    )
-    if hasattr(torch, "get_autocast_dtype")
-    else (  # torch 2.3 has one question for each device
-        (torch, "is_autocast_enabled", _instead(torch.is_autocast_cpu_enabled)),
-        (torch, "get_autocast_gpu_dtype", _instead(torch.get_autocast_cpu_dtype)),
-    )
+_TAKE_A_DEVICE = (
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "normal", "ones", "rand"),
+    *("randint", "randn", "randperm", "tensor", "zeros", "empty_like", "full_like", "ones_like"),
+    *("rand_like", "randint_like", "randn_like", "zeros_like", "load", "set_default_device"),
 )
 
-_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch.amp.GradScaler, "__init__", _scales_here),
-    (torch.autocast, "__init__", _region),
-    (torch.cuda, "is_available", _available),
-    *_QUESTIONS,
-    (torch.Tensor, "cuda", _stays),
-    (nn.Module, "cuda", _stays),
-    (torch.Tensor, "to", _moves),
-    (nn.Module, "to", _moves),
-)
+
+def _replaced(lines: re.Pattern[str]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What is replaced, and what makes the replacement from it."""
+    yield torch.amp.GradScaler, "__init__", _by_default
+    yield torch.autocast, "__init__", _here
+    if hasattr(torch, "get_autocast_dtype"):
+        yield torch, "is_autocast_enabled", _question
+        yield torch, "get_autocast_dtype", _question
+        yield autocast_mode, "_cast", _here
+    else:  # torch 2.3 has one question for each device
+        yield torch, "is_autocast_enabled", lambda own: torch.is_autocast_cpu_enabled
+        yield torch, "get_autocast_gpu_dtype", lambda own: torch.get_autocast_cpu_dtype
+    for kind in (torch.Tensor, nn.Module):
+        yield kind, "cuda", _stays
+        yield kind, "to", _here
+    yield torch.Tensor, "pin_memory", _stays
+    yield torch.Tensor, "record_stream", _instead(None)
+    for name in _TAKE_A_DEVICE:
+        yield torch, name, _here
+    yield torch.cuda, "is_available", _to_lines(lines, True)
+    yield torch.cuda, "device_count", _to_lines(lines, 1)
+    for name in ("synchronize", "set_device", "reset_peak_memory_stats"):
+        yield torch.cuda, name, _instead(None)
+    for name in ("Stream", "Event", "stream", "current_stream", "get_device_properties"):
+        yield torch.cuda, name, lambda own: _Absent
+    yield torch.cuda, "current_device", _instead(0)
+    yield torch.cuda, "get_device_name", _instead("no GPU")
+    yield torch.cuda, "get_device_capability", _instead((8, 0))
+    yield torch.cuda, "is_bf16_supported", _instead(True)
