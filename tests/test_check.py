@@ -863,6 +863,25 @@ class SetsGradientsAndClips(SetsGradients):
     step = ClipsInTrainer.step
 
 
+class ScalesOneOfTwoLosses(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss), retain_graph=True)
+        torch.autograd.backward(loss * 0.1)
+
+
+class BackwardFromGradient(Trainer):
+    """As contrastive learning does: the gradient of the representations comes first."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.graph = super().forward(inputs)
+        self.leaf = self.graph.detach().requires_grad_()
+        return self.leaf
+
+    def backward(self, loss: torch.Tensor) -> None:
+        gradient = torch.autograd.grad(self.scaler.scale(loss), self.leaf)
+        torch.autograd.backward(self.graph, gradient)
+
+
 class RareSchedule(Trainer):
     """Its first move comes after the end of this run."""
 
@@ -913,6 +932,8 @@ class DecoratedBefore(Trainer):
         (ZeroesByHand, {"zero_grad_in_window"}),
         (SetsGradients, set()),
         (SetsGradientsAndClips, {"clip_scaled"}),
+        (ScalesOneOfTwoLosses, {"unscaled_loss"}),
+        (BackwardFromGradient, set()),
         (RareSchedule, set()),
         (OneStepAnEpoch, set()),
         (DecoratedBefore, set()),

@@ -28,6 +28,7 @@ class Loss:
         sums: Whether what was divided is a sum of several losses.
         dtype: `float16` or `bfloat16` if it was computed in that; else `float32`.
         hides_nan: Whether `nan_to_num` was applied to it.
+        given: Whether it is no single number, so that the backward begins with a gradient.
         penalty: The scale of gradients that are a part of it and were not unscaled; None without.
     """
 
@@ -37,6 +38,7 @@ class Loss:
     sums: bool = False
     dtype: str = "float32"
     hides_nan: bool = False
+    given: bool = False
     penalty: float | None = None
 
 
@@ -94,6 +96,7 @@ def loss_of(outputs: Any) -> Loss:
         sums=name.startswith(("Add", "Sum", "Stack")),
         dtype=str(dtype).removeprefix("torch."),
         hides_nan=hides,
+        given=tensor.numel() > 1,
         penalty=penalty,
     )
 

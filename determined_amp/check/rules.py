@@ -38,6 +38,9 @@ def judge(record: Record) -> Findings:
     keys = {key for key, _ in found}
     kept = [f for f in found.values() if f.key != "overflow_hidden" or not keys & _HIDE_OVERFLOWS]
     findings = Findings(kept, seen=_seen(record))
+    off = [scaler["where"] for scaler in record.scalers if not scaler["enabled"]]
+    if off and not _is_amp(record):
+        findings.notes.append(f"the GradScaler of {off[0]} is switched off, so no AMP was examined")
     findings.sort()
     return findings
 
@@ -144,6 +147,17 @@ def _factors(record: Record) -> Iterator[Finding]:
                 "divided by another scale than they were multiplied by"
             )
         yield _finding(record, key, lines, effect)
+
+
+def _faint(record: Record) -> Iterator[Finding]:
+    """One of several losses was not scaled, and the scaler divides the gradients of all."""
+    faint = [event for event in record.of("backward") if event.faint]
+    if faint and any(step.via is not None for step in record.of("step")):
+        effect = (
+            f"{_count(len(faint), len(record.of('backward')), 'backward')} added gradients that "
+            "are divided by the scale and were never multiplied"
+        )
+        yield _finding(record, "unscaled_loss", faint, effect)
 
 
 def _backwards_of(record: Record, steps: list[Event]) -> list[Event]:
@@ -396,7 +410,7 @@ def _losses(record: Record) -> Iterator[Finding]:
     backwards = record.of("backward")
     mixed = bool([e for e in record.of("autocast") if e.grad]) or _scales(record)
     for dtype, level in (("float16", FAULT), ("bfloat16", SUSPICION)):
-        found = [e for e in backwards if e.loss.dtype == dtype]
+        found = [e for e in backwards if e.loss.dtype == dtype and not e.loss.given]
         if found and mixed:
             limit = (
                 "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
@@ -432,7 +446,7 @@ def _scaler_and_dtype(record: Record) -> Iterator[Finding]:
     regions = [e for e in record.of("autocast") if e.grad]
     dtypes = {e.dtype for e in regions}
     enabled = [s for s in record.scalers if s["enabled"] and not s["ours"]]
-    scaled = any(e.loss.scale for e in record.of("backward"))
+    scaled = any(e.loss.scale or e.loss.divisor < 1 / 8 for e in record.of("backward"))
     if dtypes == {"bfloat16"} and _scales(record) and all(e.explicit for e in regions):
         steps = record.of("step")
         waits = sum(e.via is not None for e in steps)
@@ -529,6 +543,7 @@ RULES: tuple[Rule, ...] = (
     _ranks,
     _error,
     _factors,
+    _faint,
     _mixed,
     _step_twice,
     _clips,

@@ -367,11 +367,17 @@ class Spies:
             and tracked.factor == 1.0 != loss.scale
             and tracked.norm > 0
         ]
+        faint = [
+            tracked.number
+            for tracked in reached
+            if tracked.pending and not (loss.scale or loss.given) and tracked.factor > 1
+        ]
         event = self.note(
             "backward",
             loss=loss,
             autocast=around,
             mixed=mixed,
+            faint=faint,
             optimizers=[tracked.number for tracked in reached],
         )
         for tracked in reached:
@@ -387,7 +393,9 @@ class Spies:
             for gradient in tracked.gradients():
                 gradient.detach().fill_(math.inf)
             tracked.window.forced = True
-        if not (tracked.pending and loss.scale is None and tracked.factor != 1.0):
+        if loss.given and not loss.scale:
+            tracked.factor = math.nan  # that of the gradient it was given
+        elif not (tracked.pending and loss.scale is None and tracked.factor != 1.0):
             tracked.factor = loss.scale or 1.0
         tracked.pending, tracked.emptied, tracked.updates = True, False, 0
         tracked.measure()
