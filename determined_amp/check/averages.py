@@ -91,7 +91,7 @@ class Averages:
             else:
                 moved += _moves_towards(value, tensor, weights)
         self._spies.note(
-            "average",
+            "skipped step",
             moved=moved + replaced,
             of=len(before),
             lines=list(lines.found) if lines is not None else [],

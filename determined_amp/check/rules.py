@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,22 @@ def _usual_steps(record: Record) -> list[Event]:
     ]
 
 
+def _some(
+    record: Record,
+    key: str,
+    events: Sequence[Event],
+    effect: str,
+    *,
+    level: Level = FAULT,
+    lines: Iterable[Event | Where | None] | None = None,
+) -> Iterator[Finding]:
+    """A finding of these events, if there are any, that begins with their share of all."""
+    if events:
+        kind = events[0].kind
+        share = _count(len(events), len(record.of(kind)), kind)
+        yield _finding(record, key, events if lines is None else lines, f"{share} {effect}", level)
+
+
 def _number(value: float) -> str:
     if value >= 1000 and value == int(value):
         return str(int(value))
@@ -151,13 +167,10 @@ def _factors(record: Record) -> Iterator[Finding]:
 
 def _faint(record: Record) -> Iterator[Finding]:
     """One of several losses was not scaled, and the scaler divides the gradients of all."""
-    faint = [event for event in record.of("backward") if event.faint]
-    if faint and any(step.via is not None for step in record.of("step")):
-        effect = (
-            f"{_count(len(faint), len(record.of('backward')), 'backward')} added gradients that "
-            "are divided by the scale and were never multiplied"
-        )
-        yield _finding(record, "unscaled_loss", faint, effect)
+    if any(step.via is not None for step in record.of("step")):
+        faint = [event for event in record.of("backward") if event.faint]
+        effect = "added gradients that are divided by the scale and were never multiplied"
+        yield from _some(record, "unscaled_loss", faint, effect)
 
 
 def _backwards_of(record: Record, steps: list[Event]) -> list[Event]:
@@ -169,12 +182,11 @@ def _mixed(record: Record) -> Iterator[Finding]:
     mixed = [event for event in record.of("backward") if event.mixed]
     if mixed and record.error is None:
         lines = [e for e in record.of("unscale") if not e.in_step]
-        scale = _number(mixed[-1].loss.scale)
         effect = (
-            f"{_count(len(mixed), len(record.of('backward')), 'backward')} added gradients that "
-            f"are {scale} times as large as those which were unscaled before"
+            f"added gradients that are {_number(mixed[-1].loss.scale)} times as large as those "
+            "which were unscaled before"
         )
-        yield _finding(record, "unscale_in_window", lines, effect)
+        yield from _some(record, "unscale_in_window", mixed, effect, lines=lines)
 
 
 def _step_twice(record: Record) -> Iterator[Finding]:
@@ -187,8 +199,8 @@ def _step_twice(record: Record) -> Iterator[Finding]:
     ]
     if twice:
         steps = [step for window in twice for step in window.steps]
-        many = _count(len(twice), len(_complete(record)), "batch")
-        effect = f"{many} had {len(twice[-1].steps)} steps".replace("batchs", "batches")
+        many = _count(len(twice), len(_complete(record)), "window")
+        effect = f"{many} had {len(twice[-1].steps)} steps"
         yield _finding(record, "step_twice", steps, effect)
 
 
@@ -323,7 +335,8 @@ def _never(
 ) -> Iterator[Finding]:
     if len(windows) < 3 or scheduler.get("wrapped") or not _is_amp(record):
         return
-    proven = bool(scheduler.get("never_named"))
+    # Outside of Determined's loop a library may move it, after an epoch.
+    proven = scheduler["never_named"] and (record.determined or record.epochs > 1)
     effect = (
         f"{scheduler['kind']} did not move in {len(windows)} steps and {record.epochs} "
         f"epoch{'' if record.epochs == 1 else 's'}"
@@ -379,11 +392,8 @@ def _is_divided(record: Record, window: Window) -> bool:
 
 
 def _autocast(record: Record) -> Iterator[Finding]:
-    backwards = record.of("backward")
-    inside = [event for event in backwards if event.autocast]
-    if inside:
-        effect = f"{_count(len(inside), len(backwards), 'backward')} ran under autocast"
-        yield _finding(record, "autocast_backward", inside, effect)
+    inside = [event for event in record.of("backward") if event.autocast]
+    yield from _some(record, "autocast_backward", inside, "ran under autocast")
     regions = [e for e in record.of("autocast") if e.grad]
     uses = bool(regions) or _scales(record)
     halves = {"float16", "bfloat16"} & {*record.weights}
@@ -411,15 +421,14 @@ def _losses(record: Record) -> Iterator[Finding]:
     mixed = bool([e for e in record.of("autocast") if e.grad]) or _scales(record)
     for dtype, level in (("float16", FAULT), ("bfloat16", SUSPICION)):
         found = [e for e in backwards if e.loss.dtype == dtype and not e.loss.given]
-        if found and mixed:
-            limit = (
-                "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
-                if dtype == "float16"
-                else "it has 3 digits"
-            )
-            effect = f"{_count(len(found), len(backwards), 'loss')} in {dtype}: {limit}"
-            effect = effect.replace("losss", "losses")
-            yield _finding(record, "loss_16_bits", found, effect, level)
+        limit = (
+            "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
+            if dtype == "float16"
+            else "it has 3 digits"
+        )
+        if mixed:
+            effect = f"began at a loss in {dtype}: {limit}"
+            yield from _some(record, "loss_16_bits", found, effect, level=level)
     penalties = [e for e in backwards if e.loss.penalty]
     if penalties:
         effect = f"the gradients in it are {_number(penalties[-1].loss.penalty)} times as large"
@@ -428,8 +437,8 @@ def _losses(record: Record) -> Iterator[Finding]:
     gradients = [e for e in record.of("hide") if e.of_gradient]
     replaced = [e for e in gradients if e.hidden]
     if hidden and mixed:
-        effect = f"in {_count(len(hidden), len(backwards), 'backward')} a NaN loss would be 0"
-        yield _finding(record, "nan_hidden", hidden, effect)
+        effect = "began at a loss whose NaN would be 0"
+        yield from _some(record, "nan_hidden", hidden, effect)
     elif replaced:
         values = sum(e.hidden for e in replaced)
         effect = (
@@ -448,12 +457,10 @@ def _scaler_and_dtype(record: Record) -> Iterator[Finding]:
     enabled = [s for s in record.scalers if s["enabled"] and not s["ours"]]
     scaled = any(e.loss.scale or e.loss.divisor < 1 / 8 for e in record.of("backward"))
     if dtypes == {"bfloat16"} and _scales(record) and all(e.explicit for e in regions):
-        steps = record.of("step")
-        waits = sum(e.via is not None for e in steps)
-        effect = (
-            f"{_count(waits, len(steps), 'step')} asked the device whether to skip, for nothing"
-        )
-        yield _finding(record, "bfloat16_with_scaler", [s["where"] for s in enabled], effect)
+        waits = [e for e in record.of("step") if e.via is not None]
+        effect = "asked the device whether to skip, for nothing"
+        lines = [s["where"] for s in enabled]
+        yield from _some(record, "bfloat16_with_scaler", waits, effect, lines=lines)
     if "float16" in dtypes and not scaled and record.of("backward"):
         flush = "gradients of 16-bit products below 6e-8 are 0"
         unused = [s["where"] for s in enabled if not s["used"]]
@@ -481,14 +488,10 @@ def _tf32(record: Record) -> Iterator[Finding]:
 
 
 def _averages(record: Record) -> Iterator[Finding]:
-    seen = record.of("average")
-    moved = [e for e in seen if e.moved]
-    if moved:
-        lines = [line for event in moved for line in event.lines]
-        effect = (
-            f"{_count(len(moved), len(seen), 'skipped step')} moved it, though no weight had moved"
-        )
-        yield _finding(record, "average_on_skipped", lines, effect)
+    moved = [e for e in record.of("skipped step") if e.moved]
+    lines = [line for event in moved for line in event.lines]
+    effect = "moved it, though no weight had moved"
+    yield from _some(record, "average_on_skipped", moved, effect, lines=lines)
 
 
 def _syncs(record: Record) -> Iterator[Finding]:
@@ -618,26 +621,19 @@ def dependence(low: Record, high: Record) -> float:
     return max(ratios)
 
 
-# Findings of one run that gradients which do not depend on the scale contradict.
-_ABOUT_THE_SCALE = frozenset(
-    {
-        *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-        *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
-    }
-)
+# Faults that say why gradients depend on the scale.
+_EXPLAIN = {
+    *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
+    *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
+    *("half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"),
+}
 
 
 def confirm(findings: Findings, record: Record, ratio: float, scales: tuple[float, float]) -> None:
     """Add a finding if the gradients of two runs depend on the scale and no rule says why."""
-    about = [f for f in findings.all if f.key in _ABOUT_THE_SCALE and f.level is FAULT]
-    if ratio > _DEPENDS and not about and not _explained(findings):
+    if ratio > _DEPENDS and not _EXPLAIN & {finding.key for finding in findings.faults}:
         low, high = map(_number, scales)
         effect = f"from scale {low} to {high} the gradients of a step change {ratio:.3g} times"
         steps = [e for e in record.of("step") if e.via is not None][:1]
         findings.all.append(_finding(record, "depends_on_scale", steps, effect))
     findings.sort()
-
-
-def _explained(findings: Findings) -> bool:
-    keys = {finding.key for finding in findings.faults}
-    return bool(keys & {"half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"})

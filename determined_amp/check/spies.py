@@ -198,6 +198,15 @@ class Spies:
             self.record.optimizers.append(type(optimizer).__name__)
         return self._optimizers[key]
 
+    def _trainers_of(self, parameters: Iterable[torch.Tensor]) -> list[_Tracked]:
+        """Who trains any of these."""
+        theirs = set(map(id, parameters))
+        return [
+            tracked
+            for tracked in self._optimizers.values()
+            if not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
+        ]
+
     def number_of(self, scaler: torch.amp.GradScaler) -> int:
         for number, known in enumerate(self.scalers):
             if known is scaler:
@@ -266,12 +275,12 @@ class Spies:
 
     def _spies(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         scaler = torch.amp.GradScaler
-        yield scaler, "__init__", self._make_scaler
+        yield scaler, "__init__", self._meet(self.number_of)
         yield scaler, "scale", self._scale
         yield scaler, "unscale_", self._unscale
         yield scaler, "step", self._scaler_step
         yield scaler, "update", self._update
-        yield Optimizer, "__init__", self._make_optimizer
+        yield Optimizer, "__init__", self._meet(self.of)
         yield torch, "save", self._save
         for kind in {Optimizer, nn.Module, *_with_own(Optimizer, "zero_grad")}:
             yield kind, "zero_grad", self._zero
@@ -301,15 +310,12 @@ class Spies:
         self.note("save", optimizer=has_optimizer, scale=has_scale)
         return own(content, *args, **kwargs)
 
-    def _make_scaler(self, own: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
-        own(scaler, *args, **kwargs)
-        self.number_of(scaler)
+    def _meet(self, known_as: Callable[[Any], Any]) -> Callable[..., None]:
+        def make(own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> None:
+            own(it, *args, **kwargs)
+            known_as(it)
 
-    def _make_optimizer(
-        self, own: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        own(optimizer, *args, **kwargs)
-        self.of(optimizer)
+        return make
 
     def _make_scheduler(
         self, own: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
@@ -481,12 +487,7 @@ class Spies:
             it = [what] if isinstance(what, torch.Tensor) else list(what)
             call.arguments[name] = it
             limit = float([*call.arguments.values()][1])
-            theirs = set(map(id, it))
-            clipped = [
-                tracked
-                for tracked in self._optimizers.values()
-                if not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
-            ]
+            clipped = self._trainers_of(it)
             for tracked in clipped:
                 self._look_again(tracked)
             clipped = [tracked for tracked in clipped if tracked.pending]
@@ -582,14 +583,11 @@ class Spies:
         )
 
     def _zero(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
-        theirs = set(map(id, parameters_of(it) if isinstance(it, Optimizer) else it.parameters()))
+        theirs = parameters_of(it) if isinstance(it, Optimizer) else it.parameters()
         waiting = [
             tracked
-            for tracked in self._optimizers.values()
-            if tracked.pending
-            and self._depth == 0
-            and not theirs.isdisjoint(map(id, parameters_of(tracked.optimizer)))
-            and tracked.gradients()
+            for tracked in self._trainers_of(theirs)
+            if tracked.pending and self._depth == 0 and tracked.gradients()
         ]
         result = own(it, *args, **kwargs)
         # A wrapper around an optimizer may have done nothing.
