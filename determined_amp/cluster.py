@@ -28,7 +28,7 @@ from rich.console import Console
 
 from determined_amp.amp.errors import UserError
 from determined_amp.check.doctor import examine
-from determined_amp.experiment.errors import translating_exits
+from determined_amp.experiment.errors import limits_of_16_bits, translating_exits
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, constants, parse
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.finder.score import check_score
@@ -187,7 +187,7 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
             average_by_default(context, experiment.plan.average_aggregated_gradients)
             try:
-                with translating_exits():
+                with translating_exits(), limits_of_16_bits():
                     yield context
             except (det.InvalidHP, UserError) as error:
                 show_failure(context, str(error))

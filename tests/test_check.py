@@ -408,6 +408,31 @@ class HalfWeights(Right):
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)  # HERE
 
 
+class Masks(Right):
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        logits = self.model(inputs).masked_fill(inputs[:, :3] < -2, -1e9)  # HERE
+        return functional.cross_entropy(logits, labels)
+
+
+class WritesIntoFloat32(Right):
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        logits = torch.zeros(len(inputs), 3)
+        logits[inputs[:, 0] > -9] = self.model(inputs)  # HERE
+        return functional.cross_entropy(logits, labels)
+
+
+class MasksWithTheLeast(Right):
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        logits = self.model(inputs)
+        least = torch.finfo(logits.dtype).min
+        padded = torch.zeros(len(inputs), 3, dtype=logits.dtype)
+        padded[inputs[:, 0] > -9] = logits.masked_fill(inputs[:, :3] < -2, least)
+        return functional.cross_entropy(padded, labels)
+
+
 class Bfloat16WithScaler(Right):
     def wrap_scaler(self) -> None:
         self.scaler = self.context.wrap_scaler(torch.cuda.amp.GradScaler())  # HERE
@@ -552,6 +577,8 @@ PLANTED: dict[type[Right], str] = {
     LossInFloat16: "loss_16_bits",
     ScaledPenalty: "penalty_scaled",
     HalfWeights: "half_weights",
+    Masks: "beyond_float16",
+    WritesIntoFloat32: "mixed_dtypes",
     Bfloat16WithScaler: "bfloat16_with_scaler",
     ScalesNothing: "no_loss_scale",
     HidesNan: "nan_hidden",
@@ -564,7 +591,7 @@ PLANTED: dict[type[Right], str] = {
 WINDOWS: dict[type[Right], int] = {UpdatesEachMicroBatch: 2, ZeroesInTheWindow: 4, DividedTwice: 2}
 # What else is wrong with them, as they are planted.
 BESIDES: dict[type[Right], set[str]] = {MovesTwice: {"schedule_on_skipped"}}
-CONTROLS = [Right, TwoOptimizers, Scheduled, OwnWindow, Penalty, Averaged]
+CONTROLS = [Right, TwoOptimizers, Scheduled, OwnWindow, Penalty, Averaged, MasksWithTheLeast]
 
 
 def planted_line(trial: type) -> tuple[str, int] | None:

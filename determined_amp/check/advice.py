@@ -207,5 +207,17 @@ ADVICE = {
     "depends_on_scale": Advice(
         "the weights depend on the loss scale, which must not change anything but rounding", *_CLIP
     ),
+    "beyond_float16": Advice(
+        "a number is beyond float16, which ends at 65504",
+        "x.masked_fill(mask, torch.finfo(x.dtype).min)  # in place of a constant such as -1e9",
+    ),
+    "mixed_dtypes": Advice(
+        "an operation gets a 16-bit tensor that autocast made and one of another dtype",
+        "value.to(other.dtype)  # as in out[rows] = layer(x).to(out.dtype)",
+    ),
+    "no_16_bit_kernel": Advice(
+        "this device cannot compute an operation in 16 bits",
+        "operation(x.float())",
+    ),
     "raised": Advice("the training raised an error", "see the message"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 from determined_amp.check.advice import ADVICE
 from determined_amp.check.finding import Finding, Findings, Level, Where
 from determined_amp.check.record import Event, Record, Window
+from determined_amp.experiment.errors import name_in_16_bits
 
 Rule = Callable[[Record], Iterator[Finding]]
 
@@ -214,6 +216,10 @@ _ERRORS = (
 )
 
 
+# https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
+_CAST_ON_CUDA = re.compile(r"^(scatter|dot|grid_sampler)\b")
+
+
 def _error(record: Record) -> Iterator[Finding]:
     if record.error is None:
         return
@@ -225,7 +231,12 @@ def _error(record: Record) -> Iterator[Finding]:
         if words in text:
             yield _finding(record, _cause(record, key), [record.raised], after)
             return
-    yield _finding(record, "raised", [record.raised], after, SUSPICION)
+    name = name_in_16_bits(text)
+    # What one device lacks another may have: CUDA's autocast casts the arguments of some operations
+    # for which that of a CPU does not.
+    elsewhere = name in (None, "no_16_bit_kernel") or _CAST_ON_CUDA.search(text)
+    level = SUSPICION if elsewhere else FAULT
+    yield _finding(record, name or "raised", [record.raised], after, level)
 
 
 def _cause(record: Record, key: str) -> str:
@@ -626,6 +637,7 @@ _EXPLAIN = {
     *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
     *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
     *("half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"),
+    *("beyond_float16", "mixed_dtypes", "no_16_bit_kernel"),
 }
 
 

@@ -35,16 +35,18 @@ _IN_16_BITS = re.compile(
     re.IGNORECASE,
 )
 
-# What an operation in 16 bits can fail of, the first that fits: torch's words, our words, and what
-# to write.
+# What an operation in 16 bits can fail of, the first that fits: a name, torch's words, our words,
+# and what to write.
 _FAULTS_IN_16_BITS = (
     (
+        "beyond_float16",
         re.compile("without overflow"),
         "a number is beyond float16, which ends at 65504",
         "torch.finfo(x.dtype).min in place of a constant such as -1e9, amp.precision amp_bf16, or "
         "amp.fp32_modules with the module that computes it",
     ),
     (
+        "no_16_bit_kernel",
         re.compile(
             r"not implemented for|not supported|unsupported|only supported|create a primitive"
             r"|but got BFloat16 and"
@@ -54,6 +56,7 @@ _FAULTS_IN_16_BITS = (
         "amp.fp32_modules with the module that computes it, or a GPU if only this device lacks it",
     ),
     (
+        "mixed_dtypes",
         re.compile(r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"),
         "an operation gets a 16-bit tensor that autocast made together with one of another dtype",
         "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with the module that "
@@ -92,12 +95,19 @@ def fault_in_16_bits(error: Exception) -> str | None:
 
     None for an error that has nothing to do with 16 bits.
     """
-    text = str(error)
-    if isinstance(error, UserError) or not _IN_16_BITS.search(text):
-        return None
-    for words, fault, remedy in _FAULTS_IN_16_BITS:
-        if words.search(text):
+    name = None if isinstance(error, UserError) else name_in_16_bits(str(error))
+    for other, _, fault, remedy in _FAULTS_IN_16_BITS:
+        if name == other:
             return f"{fault}: {one_line(error)}{_place(error)}; allowed: {remedy}"
+    return None
+
+
+def name_in_16_bits(message: str) -> str | None:
+    """`beyond_float16`, `no_16_bit_kernel`, `mixed_dtypes`, or None: what a message is about."""
+    if _IN_16_BITS.search(message):
+        for name, words, _, _ in _FAULTS_IN_16_BITS:
+            if words.search(message):
+                return name
     return None
 
 

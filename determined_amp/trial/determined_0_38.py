@@ -21,7 +21,7 @@ from determined.common.api import authentication, bindings, certs, errors
 
 from determined_amp.amp.errors import ConfigError, GuardError, UserError
 from determined_amp.amp.patched import patched
-from determined_amp.experiment.errors import ending_the_program, limits_of_16_bits
+from determined_amp.experiment.errors import ending_the_program
 from determined_amp.trial.checkpoint import (
     PortableCheckpoint,
     allow_numpy_random_state,
@@ -207,8 +207,7 @@ class SafeController(_Controller):
             with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
                 self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
             self.context._steps_completed = self.start_from_batch
-        with limits_of_16_bits():
-            super().run()
+        super().run()
 
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
