@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -11,31 +11,27 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from determined_amp.amp.core import AmpCore
 from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
-from determined_amp.amp.tensors import parameters_of
+from determined_amp.amp.tensors import parameters_in
 from determined_amp.trial.outer_autocast import OuterAutocast
 from determined_amp.trial.true_gradients import TrueGradients
 
 
 @contextmanager
 def converted_hooks(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    autocast: OuterAutocast,
-    gradients: TrueGradients | None,
+    amp: AmpCore, autocast: OuterAutocast, gradients: TrueGradients | None
 ) -> Iterator[None]:
     """Let hooks see float32 and true gradients in this block, those there are and later ones.
 
     Args:
-        models: Those of the trial.
-        optimizers: The same.
+        amp: That of the trial, whose models and optimizers are all there.
         autocast: Tells whether the models compute in 16 bits, and whether a batch is trained.
         gradients: Those of a loss that is scaled; None without a loss scale.
     """
-    modules = [module for model in models for module in model.modules()]
-    parameters: list[torch.Tensor] = [p for m in modules for p in m.parameters(recurse=False)]
-    parameters += [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    modules = [module for model in amp.models for module in model.modules()]
+    parameters = parameters_in(amp.models, amp.optimizers)
     found: list[tuple[Any, str, str, Any]] = []
     if autocast.casts:
         to_float32 = partial(partial, _in_float32)

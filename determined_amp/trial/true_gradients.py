@@ -27,8 +27,8 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from determined_amp.amp.core import AmpCore
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.tensors import parameters_of
 
 logger = logging.getLogger(__name__)
@@ -44,31 +44,17 @@ class TrueGradients:
     """The gradients of everything that is trained.
 
     Args:
-        models: Those of the training.
-        optimizers: The same; more may come later.
-        scaler: Their scaler, enabled.
-        device: Where the loss is.
-        slots: The processes of the training.
+        amp: That of the training, with a loss scale.
 
     Attributes:
         scale: While something goes backward scaled, the loss scale, (), float32, on the device.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        scaler: LossScaler,
-        *,
-        device: torch.device,
-        slots: int,
-    ) -> None:
+    def __init__(self, amp: AmpCore) -> None:
         self.scale: torch.Tensor | None = None
-        self._models = models
-        self._optimizers = optimizers
-        self._slots = slots
-        self._scaler = scaler
-        self._one = torch.ones((), device=device)
+        self._amp = amp
+        self._scaler = amp.scaler
+        self._device = amp.device
         self._groups: dict[_Owners, list[torch.Tensor]] = {}
         self._known: set[int] = set()
         self._lists: list[tuple[int, int]] = []
@@ -114,12 +100,12 @@ class TrueGradients:
         for owners in self._groups_with(optimizer):
             found.append(self._found[owners])
             self._closed.add(owners)
-        return torch.stack(found).amax() if found else torch.zeros_like(self._one)
+        return torch.stack(found).amax() if found else torch.zeros((), device=self._device)
 
     @contextmanager
     def scaled(self) -> Iterator[torch.Tensor]:
         """In this block a scaled loss goes backward: the trial's hooks get true gradients."""
-        self.scale = self._scaler.times(self._one)
+        self.scale = self._amp.loss_scale()
         try:
             yield self.scale
         finally:
@@ -190,13 +176,13 @@ class TrueGradients:
 
         The graph does not show what a reentrant checkpoint computes again; the models do.
         """
-        optimizers = list(self._optimizers)
+        optimizers = list(self._amp.optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         lists = [(id(group["params"]), len(group["params"])) for group in groups]
         if lists != self._lists or not self._known:
             self._lists = lists
             owners: dict[torch.Tensor, list[Optimizer]] = {
-                parameter: [] for model in self._models for parameter in model.parameters()
+                parameter: [] for model in self._amp.models for parameter in model.parameters()
             }
             for optimizer in optimizers:
                 for parameter in dict.fromkeys(parameters_of(optimizer)):
@@ -209,7 +195,7 @@ class TrueGradients:
         return {**self._groups, (): [*self._groups[()], *others, *self._retained.values()]}
 
     def _groups_with(self, optimizer: Optimizer) -> list[_Owners]:
-        if optimizer in self._optimizers:
+        if optimizer in self._amp.optimizers:
             return [owners for owners in self._found if optimizer in owners]
         # One that the training does not know has what nobody has, and what another one has, too.
         its = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -263,7 +249,7 @@ class TrueGradients:
             self._found.get(owners) if kinds and owners not in self._closed else None
             for owners, kinds in left.items()
         ]
-        found = torch.zeros(len(carried), device=self._one.device)
+        found = torch.zeros(len(carried), device=self._device)
         for one, before in zip(found.unbind(), carried, strict=True):
             if before is not None:
                 one.copy_(before)
@@ -279,7 +265,7 @@ class TrueGradients:
                 else:  # in 16 bits or on another device, as no parameter of a model is
                     one.add_((~_are_finite(gradients)).to(one.device))
                     torch._foreach_mul_(gradients, inverse.to(device, dtype))
-        if self._slots > 1:
+        if self._amp.slots.size > 1:
             # Without an exchange of gradients in this batch, only this rank knows.
             distributed.all_reduce(found, distributed.ReduceOp.MAX)
         for kinds, one in zip(groups, found.unbind(), strict=True):

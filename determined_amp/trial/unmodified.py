@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import parameters_of
+from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.trial.determined_0_38 import (
@@ -465,22 +465,14 @@ class _Unmodified(pytorch.PyTorchCallback):
     def on_training_start(self) -> None:
         _refuse_16_bit_weights(self._context)
         if self._amp.scaler.is_enabled():
-            self._gradients = TrueGradients(
-                self._context.models,
-                self._context.optimizers,
-                self._amp.scaler,
-                device=self._context.device,
-                slots=self._context.distributed.size,
-            )
+            self._gradients = TrueGradients(self._amp)
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
-        hooks = converted_hooks(
-            self._context.models, self._context.optimizers, self._autocast, self._gradients
-        )
+        hooks = converted_hooks(self._amp, self._autocast, self._gradients)
         self._patches.enter_context(hooks)
 
     def on_trial_shutdown(self) -> None:
@@ -494,8 +486,7 @@ def _are_traced(outputs: Iterable[Any]) -> bool:
 
 
 def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
-    parameters = [p for optimizer in context.optimizers for p in parameters_of(optimizer)]
-    parameters += [p for model in context.models for p in model.parameters()]
+    parameters = parameters_in(context.models, context.optimizers)
     dtypes = {p.dtype for p in parameters if p.requires_grad}
     for dtype in dtypes & {torch.float16, torch.bfloat16}:
         raise ConfigError(
