@@ -24,7 +24,7 @@ import copy
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -149,33 +149,16 @@ def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
-    given, cast = (args, kwargs), as_float32((args, kwargs))
-    replaced = list(_replaced(given, cast))
+    replaced: list[tuple[Any, Any]] = []
+    cast_args, cast_kwargs = as_float32((args, kwargs), replaced)
     with torch.autocast(device_type, enabled=False):
-        output = forward(*cast[0], **cast[1])
-    _write_back(replaced)
+        output = forward(*cast_args, **cast_kwargs)
+    write_back(replaced)
     return output
 
 
-def _replaced(given: Any, cast: Any) -> Iterator[tuple[Any, Any]]:
-    """The tensors and containers that an island gets others for, each with its other."""
-    if given is cast:
-        return
-    yield given, cast
-    if isinstance(given, (list, tuple)):
-        for pair in zip(given, cast, strict=True):
-            yield from _replaced(*pair)
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
-            yield from _replaced(value, cast[key])
-    elif dataclasses.is_dataclass(given):
-        for field in dataclasses.fields(given):
-            names = (field.name, None)  # one may be unset
-            yield from _replaced(getattr(given, *names), getattr(cast, *names))
-
-
-def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Give the caller what an island has written into its inputs, which are copies."""
+def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
+    """Give the caller what was written into the copies that `as_float32` has made."""
     given_for = {id(cast): given for given, cast in replaced}
 
     def back(value: Any) -> Any:
@@ -195,20 +178,31 @@ def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
                     given[key] = back(value)
 
 
-def as_float32(value: Any) -> Any:
+def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
     """Cast the float16 and bfloat16 tensors of nested lists, tuples, mappings and dataclasses.
 
     A container that holds none is handed on itself, so that a module can still write to it.
+
+    Args:
+        value: Anything.
+        replaced: Gets each tensor and container that another stands for in the result, and that.
     """
+    cast = _cast(value, replaced)
+    if replaced is not None and cast is not value:
+        replaced.append((value, cast))
+    return cast
+
+
+def _cast(value: Any, replaced: list[tuple[Any, Any]] | None) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, (list, tuple)):
-        items = [as_float32(item) for item in value]
+        items = [as_float32(item, replaced) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        cast = {key: as_float32(old) for key, old in value.items()}
+        cast = {key: as_float32(old, replaced) for key, old in value.items()}
         if any(cast[key] is not old for key, old in value.items()):
             value = copy.copy(value)  # one of the same kind
             for key, new in cast.items():
@@ -219,7 +213,7 @@ def as_float32(value: Any) -> Any:
         names = set(getattr(value, "__dict__", {}))  # which one with slots has not
         names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()
         held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        cast = {name: as_float32(old) for name, old in held.items()}
+        cast = {name: as_float32(old, replaced) for name, old in held.items()}
         if any(cast[name] is not old for name, old in held.items()):
             value = copy.copy(value)
             for name, new in cast.items():

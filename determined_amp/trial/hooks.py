@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in
 from determined_amp.trial.outer_autocast import OuterAutocast
@@ -87,10 +86,8 @@ def _is_the_trials(hook: Callable[..., Any]) -> bool:
 
 def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
     """Call a hook of a forward; what it changes in place is changed."""
-    cast = as_float32(given)
-    result = hook(*cast)
+    replaced: list[tuple[Any, Any]] = []
+    result = hook(*as_float32(given, replaced))
     if result is None:
-        for old, new in zip(tree_leaves(given), tree_leaves(cast), strict=True):
-            if new is not old and isinstance(new, torch.Tensor) and new._version:
-                old.copy_(new)
+        write_back(replaced)
     return result

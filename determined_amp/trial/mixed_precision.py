@@ -114,16 +114,8 @@ class MixedPrecision(ResumedTraining):
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
         """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
 
-        A skipped step does not change the weights, so it does not move the schedule. Nothing waits
-        for the device. Do not call `scheduler.step()` yourself. A `ReduceLROnPlateau` is stepped
-        after each validation, with the searcher's metric.
-
-        Args:
-            scheduler: Any of `torch.optim.lr_scheduler`, for an optimizer that `wrap_optimizer`
-                has wrapped. For one that moves by epochs use `context.wrap_lr_scheduler`.
-
-        Returns:
-            The scheduler.
+        See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each validation,
+        with the searcher's metric. For one that moves by epochs use `context.wrap_lr_scheduler`.
 
         Raises:
             ConfigError: if its optimizer is not wrapped, or has a schedule already.

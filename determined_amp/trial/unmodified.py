@@ -364,15 +364,12 @@ class _Unmodified(pytorch.PyTorchCallback):
         for optimizer in self._context.optimizers:
             is_torchs = type(optimizer).__module__.startswith("torch.")
             if not is_torchs and optimizer not in self._weights:
-                norms = torch._foreach_norm([p.detach() for p in parameters_of(optimizer)])
-                self._weights[optimizer] = torch.stack(norms)
+                self._weights[optimizer] = _norms_of(optimizer)
 
     def _let_put_back(self, optimizer: torch.optim.Optimizer, zero_grad: bool) -> None:
-        parameters = parameters_of(optimizer)
-        norms = torch.stack(torch._foreach_norm([p.detach() for p in parameters]))
-        if torch.equal(norms, self._weights[optimizer]):
+        if torch.equal(_norms_of(optimizer), self._weights[optimizer]):
             return
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         self._drops_gradients = self._amp.scaler.stepping = True
         try:
@@ -477,6 +474,10 @@ class _Unmodified(pytorch.PyTorchCallback):
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
+
+
+def _norms_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm([p.detach() for p in parameters_of(optimizer)]))
 
 
 def _are_traced(outputs: Iterable[Any]) -> bool:
