@@ -82,6 +82,21 @@ class TestSettings:
             "_growth_tracker": 0,
         }
 
+    def test_stay_when_a_saved_scale_is_loaded(self) -> None:
+        saved = {**LossScaler(AmpSettings(Precision.AMP_FP16), "cpu").state_dict(), "scale": 2.0}
+        scaler = LossScaler(AmpSettings(Precision.AMP_FP16, 8.0, 3.0, 0.25, 7), "cpu")
+        scaler.load_state_dict({**saved, "_growth_tracker": 5})
+        assert scaler.state_dict() == {
+            "scale": 2.0,
+            "growth_factor": 3.0,
+            "backoff_factor": 0.25,
+            "growth_interval": 7,
+            "_growth_tracker": 5,
+        }
+        without = LossScaler(AmpSettings(Precision.FP32), "cpu")
+        without.load_state_dict(saved)
+        assert without.state_dict() == {}
+
 
 class TestStep:
     @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, Fused])
@@ -426,6 +441,15 @@ def test_counts_that_a_checkpoint_brought_are_the_hosts_too() -> None:
     )
     counts.count(True)
     assert (counts.attempted, int(counts.applied), int(counts.consecutive_skips())) == (6, 4, 3)
+
+
+@pytest.mark.parametrize(("last_applied", "is_applied"), [(5, True), (3, False)])
+def test_newest_step_of_a_checkpoint_is_known_before_the_next_one(
+    last_applied: int, *, is_applied: bool
+) -> None:
+    counts = StepCounts(CPU, can_skip=True)
+    counts.load_state_dict({"attempted": 5, "applied": 2, "last_applied": last_applied})
+    assert bool(counts.last_step_applied) is is_applied
 
 
 def test_counting_leaves_the_device_alone_until_somebody_asks() -> None:

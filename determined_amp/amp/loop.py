@@ -71,6 +71,7 @@ class AmpLoop(AmpCore):
                 "determined_amp.find_loss_scale(model, loss_fn, batches).init_scale",
             )
         super().__init__(settings, device, slots=slots or OneSlot(), models=[], optimizers=[])
+        self.guard.without_replay = _NOT_REPLAYED
         self._newest: tuple[Any, Callable[[Any], torch.Tensor]] | None = None
 
     # Before the training.
@@ -163,7 +164,6 @@ class AmpLoop(AmpCore):
         metrics, batches = self.metrics.cross_slot_reduce(everywhere), self.metrics.batches
         self.metrics.reset()
         self._newest = None if loss_fn is None else (batch, loss_fn)
-        self.guard.without_replay = _NOT_REPLAYED
         self.guard.judge(metrics, batches)
         return metrics
 
@@ -181,15 +181,11 @@ class AmpLoop(AmpCore):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, after models and optimizers have been restored.
 
-        The scale comes from the state; its factors and interval stay those of the settings.
-
         Raises:
             ConfigError: if it holds the counts of several optimizers that are not known here.
         """
-        scaler = state_dict.get("scaler")
-        if scaler and self.scaler.is_enabled():
-            kept = {key: scaler[key] for key in ("scale", "_growth_tracker")}
-            self.scaler.load_state_dict({**self.scaler.state_dict(), **kept})
+        if state_dict.get("scaler"):
+            self.scaler.load_state_dict(state_dict["scaler"])
         saved = len(state_dict.get("optimizers", ()))
         if saved > max(1, len(self.optimizers)):
             raise self._wrong(

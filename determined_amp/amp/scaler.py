@@ -129,6 +129,12 @@ class LossScaler(torch.amp.GradScaler):
         assert self._scale is not None
         self._scale.clamp_(min=self._min_scale)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved scale; its factors and interval stay those of the settings."""
+        if self._enabled:
+            kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
+            super().load_state_dict({**self.state_dict(), **kept})
+
     # What the loop around it calls.
 
     @property

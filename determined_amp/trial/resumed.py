@@ -102,13 +102,13 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
                 precision = self.settings.precision.value
                 logger.info("the checkpoint has a loss scale; %s needs none", precision)
             return
-        ours = self.scaler.state_dict()
         if not state:
             logger.info("the checkpoint has no loss scale; %s", self._instead())
-        elif not self._warm_start:
+        if not state or self._warm_start:
+            state = self.scaler.state_dict()
+        else:
             self.finds_scale = False
-            ours |= {"scale": state["scale"], "_growth_tracker": state["_growth_tracker"]}
-        checkpoint["scaler_state_dict"] = ours
+        checkpoint["scaler_state_dict"] = state
 
     def _remember_constructed(self) -> list[list[dict[str, Any]]]:
         """What the optimizers were made with, before a checkpoint or a step changes it."""
