@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +29,7 @@ from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.steps import give_hooks
+from determined_amp.amp.tensors import unwrapped
 
 
 class AmpCore:
@@ -120,7 +120,7 @@ class AmpCore:
         Raises:
             IslandError: if a pattern is no regular expression, or the patterns match all of it.
         """
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = unwrapped(model)
         patterns, compiled = self.settings.fp32_modules, self.settings.compile
         here = matching(inner, patterns)
         keep_in_float32(inner, here, self.device.type, compiled=compiled is not Compile.OFF)

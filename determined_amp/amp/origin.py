@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from determined_amp.amp.patched import patched
+from determined_amp.amp.tensors import numbered
 
 # In place of a module's name: what no module computes, usually the loss; and the model itself.
 OUTSIDE = "(outside the model)"
@@ -91,10 +92,8 @@ class Origin:
 def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """Names of all modules, prefixed with the model's number if there are several models."""
     names: dict[nn.Module, str] = {}
-    for number, model in enumerate(models):
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        prefix = f"model {number}: " if len(models) > 1 else ""
-        for name, module in inner.named_modules():
+    for prefix, model in numbered(models):
+        for name, module in model.named_modules():
             names.setdefault(module, prefix + (name or WHOLE_MODEL))
     return names
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -47,12 +48,22 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [g for g in gradients if g is not None and not g.is_sparse]
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that `DistributedDataParallel` holds, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The models, each with what its names begin with: its number if there are several."""
+    for number, model in enumerate(models):
+        yield f"model {number}: " if len(models) > 1 else "", unwrapped(model)
+
+
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with their names, after the number of their model if there are several."""
-    for number, model in enumerate(models):
-        prefix = f"model {number}: " if len(models) > 1 else ""
+    for prefix, model in numbered(models):
         for name, parameter in model.named_parameters():
-            yield prefix + name.removeprefix("module."), parameter  # of DistributedDataParallel
+            yield prefix + name, parameter
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
