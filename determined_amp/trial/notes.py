@@ -62,9 +62,8 @@ def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
 
     Called when its loop is over, which shows the state "checkpointing" at its end.
     """
-    note_on_master(context, failure=reason)
     if context.distributed.rank == 0:
-        show_status(train_context(context), cause_first(reason))
+        show_failure_of_run(train_context(context), reason)
 
 
 def show_failure_of_run(train: core.TrainContext, reason: str) -> None:

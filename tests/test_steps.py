@@ -1,0 +1,269 @@
+"""`amp.steps`: what is known of the steps of one optimizer, and what it needs before the first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.schedules import schedule_of
+from determined_amp.amp.steps import OptimizerSteps, StepsOfEach, fill_momentum, give_hooks
+from tests.test_metrics import having
+
+CPU = torch.device("cpu")
+
+
+def fused_sgd(*, fused: bool = True, momentum: float = 0.5, dampening: float = 0.0) -> SGD:
+    """With the settings of a fused one; not every torch has it for a CPU."""
+    made = SGD([nn.Parameter(torch.ones(2))], lr=0.5, momentum=momentum, dampening=dampening)
+    made.param_groups[0]["fused"] = fused
+    return made
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[Any]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    buffers = [optimizer.state[p].get("momentum_buffer") for p in parameters]
+    return [None if buffer is None else buffer.tolist() for buffer in buffers]
+
+
+class TestClip:
+    """Gradients (3, 4) and 12 have the norm 13."""
+
+    @pytest.mark.parametrize(
+        ("max_norm", "left"),
+        [(6.5, [[1.5, 2.0], [6.0]]), (13.5, [[3, 4], [12]]), (math.inf, [[3, 4], [12]])],
+    )
+    def test_measures_the_norm_before_it_clips(self, max_norm: float, left: list[Any]) -> None:
+        steps = OptimizerSteps(CPU, scaled=True)
+        parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
+        steps.clip(parameters, max_norm, lambda: torch.tensor(8.0))
+        assert steps.has_norm
+        assert steps.norm_sum.total().item() == 13
+        assert steps.largest.item() == 12 * 8
+        for parameter, values in zip(parameters, left, strict=True):
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
+
+    @pytest.mark.parametrize("max_norm", [1.0, math.inf])
+    def test_without_a_gradient_measures_nothing(self, max_norm: float) -> None:
+        steps = OptimizerSteps(CPU, scaled=True)
+        steps.clip([nn.Parameter(torch.ones(1))], max_norm, lambda: torch.ones(()))
+        assert steps.has_norm is False
+        assert steps.largest.item() == 0
+
+    def test_of_gradients_of_which_some_are_missing_clips_the_others(self) -> None:
+        steps = OptimizerSteps(CPU, scaled=True)
+        (has_one,) = having(torch.tensor([4.0]))
+        steps.clip([nn.Parameter(torch.ones(1)), has_one], 2.0, lambda: torch.ones(()))
+        assert steps.norm_sum.total().item() == 4
+        assert has_one.grad is not None
+        assert has_one.grad.item() == pytest.approx(2.0, rel=1e-6)
+
+
+class TestMeasure:
+    def test_keeps_the_largest_of_a_report(self) -> None:
+        steps = OptimizerSteps(CPU, scaled=True)
+        for gradient in (2.0, -5.0, 3.0, math.inf, math.nan):
+            steps.measure(having(torch.tensor([gradient, 1.0])))
+        assert steps.largest.item() == 5
+
+    @pytest.mark.parametrize(
+        ("scaled", "attempted", "largest"), [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)]
+    )
+    def test_looks_at_every_tenth_step_where_there_is_a_loss_scale(
+        self, attempted: int, largest: float, *, scaled: bool
+    ) -> None:
+        steps = OptimizerSteps(CPU, scaled=scaled)
+        steps.counts.attempted = attempted
+        steps.measure(having(torch.ones(1)))
+        assert steps.largest.item() == largest
+
+
+class TestReport:
+    def test_has_five_numbers_until_the_next_one_begins(self) -> None:
+        steps = OptimizerSteps(CPU, scaled=True)
+        steps.add_norm(torch.tensor(3.0))
+        steps.measure(having(torch.tensor([7.0])))
+        for skipped in (False, False, True):
+            steps.finish(skipped)
+        assert [number.item() for number in steps.on_device()] == [3, 7, 2, 0, 1]
+        assert steps.attempted_before == 0
+        steps.reset()
+        assert [number.item() for number in steps.on_device()] == [0, 0, 2, 2, 1]
+        assert (steps.attempted_before, steps.has_norm) == (3, True)
+
+
+class TestBegin:
+    def test_fills_the_groups_that_came_later_too(self) -> None:
+        steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
+        steps.begin(optimizer)
+        assert momenta(optimizer) == [[0, 0]]
+        optimizer.state.clear()
+        steps.begin(optimizer)
+        assert momenta(optimizer) == [None]  # nothing has changed
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fused": True})
+        steps.begin(optimizer)
+        assert momenta(optimizer) == [[0, 0], [0]]
+
+    def test_places_the_rate_of_the_first_step_alone(self) -> None:
+        steps, optimizer = OptimizerSteps(CPU, scaled=False), fused_sgd()
+        steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
+        assert steps.is_scheduled
+        for rate, group in ((77.0, 0.5), (66.0, 66.0)):
+            optimizer.param_groups[0]["lr"] = rate
+            steps.begin(optimizer)
+            assert optimizer.param_groups[0]["lr"] == group
+
+
+@pytest.mark.parametrize(
+    ("skips", "rates"),
+    [([False, False, False], [0.25, 0.125, 0.0625]), ([False, True, False], [0.25, 0.25, 0.125])],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rate_follows_the_applied_steps(
+    skips: list[bool], rates: list[float], *, fused: bool
+) -> None:
+    optimizer = fused_sgd(fused=fused)
+    optimizer.defaults["fused"] = fused
+    steps = OptimizerSteps(CPU, scaled=True)
+    steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=True)
+    used = []
+    for skipped in skips:
+        steps.finish(torch.tensor(float(skipped)) if fused else skipped)
+        used.append(float(optimizer.param_groups[0]["lr"]))
+    assert used == rates
+
+
+def test_optimizer_without_a_schedule_keeps_its_rate() -> None:
+    steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
+    steps.begin(optimizer)
+    steps.finish(False)
+    assert (optimizer.param_groups[0]["lr"], steps.is_scheduled) == (0.5, False)
+
+
+class TestStepsOfEach:
+    def test_numbers_come_from_a_state_and_begin_a_report(self) -> None:
+        optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
+        saved = StepsOfEach(CPU, optimizers, scaled=True)
+        for number, steps in enumerate(saved.all(), start=1):
+            for _ in range(number):
+                steps.finish(False)
+        state = saved.state_dict()
+        assert [each["applied"] for each in state["optimizers"]] == [1, 2]
+        known: list[torch.optim.Optimizer] = optimizers[:1]
+        loaded = StepsOfEach(CPU, known, scaled=True)
+        loaded.load_state_dict(state)
+        known.append(optimizers[1])  # it comes later
+        assert loaded.of(optimizers[1]).counts.attempted == 0
+        loaded.restore(optimizers[1])
+        assert [steps.counts.attempted for steps in loaded.all()] == [1, 2]
+        assert [steps.attempted_before for steps in loaded.all()] == [1, 2]
+        assert [int(steps.applied_before) for steps in loaded.all()] == [1, 2]
+
+    def test_optimizer_that_no_state_knows_begins_at_zero(self) -> None:
+        optimizers: list[torch.optim.Optimizer] = [fused_sgd()]
+        steps = StepsOfEach(CPU, optimizers, scaled=True)
+        steps.load_state_dict({})
+        steps.restore(optimizers[0])
+        assert steps.of(optimizers[0]).counts.attempted == 0
+
+    def test_rate_of_the_next_step_is_that_of_the_restored_count(self) -> None:
+        optimizers: list[torch.optim.Optimizer] = [fused_sgd()]
+        steps = StepsOfEach(CPU, optimizers, scaled=True)
+        scheduler = lr_scheduler.StepLR(optimizers[0], 1, 0.5)
+        steps.of(optimizers[0]).schedule = schedule_of(scheduler, CPU, skips=True)
+        counts = {"attempted": 3, "applied": 2, "last_applied": 2}
+        steps.load_state_dict({"optimizers": [counts]})
+        assert optimizers[0].param_groups[0]["lr"] == 0.125
+
+    def test_plateau_is_among_those_that_move_with_validations(self) -> None:
+        optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
+        steps = StepsOfEach(CPU, optimizers, scaled=True)
+        for optimizer, make in zip(
+            optimizers, (lr_scheduler.ReduceLROnPlateau, lr_scheduler.ExponentialLR), strict=True
+        ):
+            scheduler: Any = make(optimizer, **({"gamma": 0.5} if "Exp" in make.__name__ else {}))
+            steps.of(optimizer).schedule = schedule_of(scheduler, CPU, skips=True)
+        (plateau,) = steps.plateaus()
+        assert plateau.optimizer is optimizers[0]
+        plateau.validated(3.0)
+        state = steps.state_dict()
+        assert [each["best"] for each in state["plateaus"]] == [3.0]
+        plateau.validated(2.0)
+        steps.load_state_dict(state)
+        assert plateau.state_dict()["best"] == 3.0
+
+
+class TestFillMomentum:
+    @pytest.mark.parametrize(
+        ("settings", "filled"),
+        [
+            ({}, [[0, 0]]),
+            ({"fused": False}, [None]),
+            ({"momentum": 0.0}, [None]),
+        ],
+    )
+    def test_is_for_fused_ones_with_momentum(self, settings: Any, filled: list[Any]) -> None:
+        optimizer = fused_sgd(**settings)
+        fill_momentum(optimizer, can_skip=True)
+        assert momenta(optimizer) == filled
+
+    def test_leaves_what_is_there_alone(self) -> None:
+        optimizer = fused_sgd()
+        (weight,) = optimizer.param_groups[0]["params"]
+        optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3.0)
+        fill_momentum(optimizer, can_skip=True)
+        assert momenta(optimizer) == [[3, 3]]
+
+    def test_leaves_other_optimizers_alone(self) -> None:
+        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+        optimizer.param_groups[0] |= {"fused": True, "momentum": 0.5, "dampening": 0.5}
+        fill_momentum(optimizer, can_skip=True)
+        assert momenta(optimizer) == [None]
+
+    def test_goes_on_with_the_other_groups(self) -> None:
+        optimizer = fused_sgd(fused=False)
+        later = {"params": [nn.Parameter(torch.ones(1))], "fused": True}
+        optimizer.add_param_group({**later, "dampening": 0.25})
+        optimizer.add_param_group({**later, "params": [nn.Parameter(torch.ones(1))]})
+        fill_momentum(optimizer, can_skip=False)
+        assert momenta(optimizer) == [None, None, [0]]
+
+    def test_with_dampening_is_refused_where_steps_can_be_skipped(self) -> None:
+        optimizer = fused_sgd(dampening=0.25)
+        with pytest.raises(ConfigError, match=r"SGD: got fused and dampening 0\.25, which goes"):
+            fill_momentum(optimizer, can_skip=True)
+        fill_momentum(optimizer, can_skip=False)
+        assert momenta(optimizer) == [None]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Never calls `Optimizer.__init__`."""
+
+    def __init__(self) -> None:
+        self.stepped: list[Any] = []
+
+    def step(self, closure: Any = None, *, twice: bool = False) -> Any:
+        """Its own."""
+        self.stepped.append((closure, twice))
+        return "stepped"
+
+
+def test_wrapper_without_hooks_gets_its_own() -> None:
+    wrapper, other = Wrapper(), Wrapper()
+    give_hooks(wrapper)
+    seen: list[Any] = []
+    wrapper.register_step_pre_hook(lambda *call: seen.append(("before", len(wrapper.stepped))))
+    wrapper.register_step_post_hook(lambda *call: seen.append(("after", len(wrapper.stepped))))
+    result: Any = wrapper.step("closure", twice=True)
+    assert result == "stepped"
+    assert wrapper.stepped == [("closure", True)]
+    assert seen == [("before", 0), ("after", 1)]
+    assert wrapper.step.__doc__ == "Its own."
+    other.step()
+    assert len(seen) == 2
