@@ -139,6 +139,21 @@ def test_rate_follows_the_applied_steps(
     assert used == rates
 
 
+def test_everything_is_kept_on_the_device_and_the_host_does_not_ask_for_what_it_knows() -> None:
+    device, optimizer = torch.device("meta"), fused_sgd(fused=False)
+    each = StepsOfEach(device, [optimizer, fused_sgd()], scaled=True)
+    for steps in each.all():
+        numbers = steps.on_device()
+        assert {number.device for number in numbers} == {device}
+        assert (steps.applied_before.dtype, steps.has_norm) == (torch.int64, False)
+    first = each.of(optimizer)
+    assert first is each.first
+    first.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), device, skips=True)
+    first.finish(False)  # a number of that device has no value
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert first.schedule is not each.of(fused_sgd()).schedule
+
+
 def test_optimizer_without_a_schedule_keeps_its_rate() -> None:
     steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
     steps.begin(optimizer)
