@@ -361,7 +361,8 @@ def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(f
     scheduler = lr_scheduler.LambdaLR(optimizer, forgets_a_name)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
     with pytest.raises(
-        ConfigError, match=r"LambdaLR raised at its first step: NameError: name 'fa"
+        ConfigError,
+        match=r"^wrap_lr_scheduler: LambdaLR raised at its first step: NameError: name 'fa",
     ):
         schedule.move(0, torch.tensor(0))
 
@@ -480,8 +481,35 @@ def test_scheduler_that_others_step_or_load_too_is_an_error(
         schedule.move(step, torch.tensor(step))
         optimizer.step()
     meddle(scheduler)
-    with pytest.raises(ConfigError, match=r"StepLR was stepped, or its state loaded, outside"):
+    words = r"^wrap_lr_scheduler: StepLR was stepped, or its state loaded, outside"
+    with pytest.raises(ConfigError, match=words):
         schedule.move(2, torch.tensor(2))
+
+
+def test_scheduler_that_the_training_steps_is_an_error() -> None:
+    scheduler = lr_scheduler.StepLR(make_optimizer(), 2)
+    AppliedStepSchedule(scheduler, CPU, skips=True)
+    with pytest.raises(ConfigError, match=r"^wrap_lr_scheduler: leave StepLR\.step\(\) to Mixed"):
+        scheduler.step()
+
+
+@FUSED_OR_NOT
+def test_group_that_comes_later_keeps_its_own_rate(fused: bool) -> None:
+    optimizer = make_optimizer(says_fused=fused)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
+    schedule.move(0, torch.tensor(0))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 7.0})
+    schedule.move(1, torch.tensor(1))
+    assert [values["lr"] for values in used_by(optimizer)] == [0.15, 0.025, 7.0]
+
+
+def test_resume_where_no_step_can_be_skipped_goes_on_after_those_that_were() -> None:
+    optimizer = make_optimizer(groups=1)
+    schedule = AppliedStepSchedule(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
+    for attempted, applied in ((5, 3), (6, 4)):
+        schedule.move(attempted, applied)
+        assert optimizer.param_groups[0]["lr"] == 0.3 * 0.5**applied
 
 
 def test_plateau_scheduler_is_no_schedule_of_steps() -> None:
@@ -583,7 +611,8 @@ def test_rate_that_is_already_on_the_device_is_refused() -> None:
         weight = nn.Parameter(torch.zeros(1, device="cuda"))
         rate = torch.tensor(0.1, device="cuda")
         scheduler = lr_scheduler.StepLR(torch.optim.Adam([weight], lr=rate, fused=True), 2)
-        with pytest.raises(ConfigError, match=r"group 0 is a tensor on cuda.*allowed: a number"):
+        words = r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on cuda.*allowed: a number"
+        with pytest.raises(ConfigError, match=words):
             AppliedStepSchedule(scheduler, torch.device("cuda"), skips=True)
 
 
@@ -619,6 +648,7 @@ def test_plateau_goes_on_exactly_after_every_validation() -> None:
         second.optimizer.load_state_dict(first.optimizer.state_dict())  # as Determined does
         second.load_state_dict(torch.load(saved, weights_only=True))
         assert second.state_dict() == first.state_dict()
+        assert second._scheduler.get_last_lr() == first._scheduler.get_last_lr()
         assert rates_after(second, METRICS[validated:]) == undisturbed[validated:]
 
 
