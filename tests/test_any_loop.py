@@ -36,7 +36,7 @@ from determined_amp import (
     find_loss_scale,
 )
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.metrics import TrainingMetrics
+from determined_amp.amp.metrics import WARMUP_BATCHES, TrainingMetrics
 from determined_amp.audit import audit_loss
 from tests import loops
 from tests.fake_cuda import fake_cuda
@@ -303,7 +303,10 @@ class TestState:
     def test_of_several_optimizers_asks_which_is_which(self) -> None:
         _, state = plain(CASES["fp32, two optimizers"], stop_after=WINDOW)
         amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
-        with pytest.raises(ConfigError, match="steps of 2 optimizers, and 0 are known here"):
+        words = (
+            r"^the loop: load_state_dict: the state has the steps of 2 optimizers, and 0 are known"
+        )
+        with pytest.raises(ConfigError, match=words):
             amp.load_state_dict(state["amp"])
 
     def test_of_the_only_optimizer_waits_for_it(self) -> None:
@@ -393,6 +396,41 @@ class TestGuard:
         with pytest.raises(GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"):
             made.amp.report()
 
+    def test_names_the_scale_at_which_nothing_overflows(self) -> None:
+        """The gradient is 1 times the scale, and float16 ends at 65504."""
+        made = OneWeight(**{**HIGH, "init_scale": 2.0**20})
+        for _ in range(2):
+            batch = made.backward(1.0)
+        with pytest.raises(GuardError, match=r"a loss scale of 262144; at 2\^15 nothing overflow"):
+            made.amp.report(batch, made.loss_fn)
+        assert float(made.amp.loss_scale()) == 2.0**18
+
+    def test_names_weights_that_have_grown(self) -> None:
+        made = OneWeight(**HIGH)
+        for _ in range(2):
+            made.backward(math.inf)
+        nn.init.constant_(made.model.get_parameter("weight"), 40.0)
+        with pytest.raises(GuardError, match="the weights are 40 times as large as at the start"):
+            made.amp.report(torch.full((1, 1), 60000.0), made.loss_fn)
+
+    def test_looks_for_a_cause_once_where_it_only_warns(self, caplog: Any) -> None:
+        made = OneWeight(**HIGH, on_overflow=OnOverflow.WARN)
+        for _ in range(3):
+            batch = made.backward(math.inf)
+            made.amp.report(batch, made.loss_fn)
+        causes = [line.partition(". ")[2] for line in caplog.messages if "in a row" in line]
+        assert [cause[:14] for cause in causes] == ["Cause: input 0", "Its cause is n"]
+
+    def test_warns_of_a_loop_that_never_steps(self, caplog: Any) -> None:
+        made = OneWeight(**HIGH)
+        for _ in range(3):
+            with made.amp.autocast():
+                loss = made.loss_fn(torch.ones(1, 1))
+            made.amp.scaler.scale(loss).backward()
+            made.amp.update(loss)
+        made.amp.report()
+        assert "3 batches went backward, and no optimizer was stepped" in caplog.text
+
     def test_loop_goes_on_exactly_where_it_only_warns(self, caplog: Any) -> None:
         made = OneWeight(**HIGH, on_overflow=OnOverflow.WARN)
         quiet = OneWeight(**{**HIGH, "max_consecutive_skips": 9})
@@ -411,6 +449,15 @@ class TestGuard:
             model(torch.full((4, 1), math.inf))
         amp.report()
         assert model.get_buffer("running_mean").tolist() == [0.0]
+
+
+@pytest.mark.parametrize("samples", [8, None])
+def test_speed_is_that_of_the_samples_that_are_given(samples: int | None) -> None:
+    amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+    for _ in range(WARMUP_BATCHES + 1):
+        with amp.autocast():
+            amp.update(torch.zeros(()), samples)
+    assert (amp.report().get("samples_per_second", 0) > 0) is (samples is not None)
 
 
 class TestMistakes:

@@ -239,6 +239,18 @@ class TestTrouble:
             with pytest.raises(GuardError, match="60% of the optimizer steps"):
                 judge(watched, counted(18, 66, name=name))
 
+    def test_skips_of_a_resumed_run_that_settles_again_are_its_start(self) -> None:
+        """It has applied 25 steps before, and 5 since: the next report is not judged either."""
+        watched = guard(optimizers=1)
+        (gradients,) = watched._guard._metrics.all()
+        gradients.counts.load_state_dict({"attempted": 25, "applied": 25, "last_applied": 25})
+        watched.on_training_start()
+        judge(watched, counted(30, 0))
+        judge(watched, counted(34, 6))
+        judge(watched, counted(40, 6))
+        with pytest.raises(GuardError, match="60% of the optimizer steps"):
+            judge(watched, counted(44, 12))
+
     def test_scale_at_its_floor_is_no_trouble_while_steps_are_applied(self) -> None:
         judge(guard(), loss_scale=2.0)
 
