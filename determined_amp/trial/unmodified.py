@@ -184,12 +184,16 @@ class _FromOutside(MixedPrecision):
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or the members of one that has no forward, such as an `nn.ModuleDict`."""
-    if type(model).forward is not nn.Module.forward:
-        yield model
-    else:
+    """The model, or the members of a container of torch, which nobody calls.
+
+    Of another one without a forward a method is called, and what that computes is seen by nobody.
+    """
+    has_none = type(model).forward is nn.Module.forward
+    if has_none and isinstance(model, (nn.ModuleDict, nn.ModuleList)):
         for member in model.children():
             yield from _called(member)
+    else:
+        yield model
 
 
 class _Unmodified(pytorch.PyTorchCallback):
