@@ -594,7 +594,7 @@ BESIDES: dict[type[Right], set[str]] = {MovesTwice: {"schedule_on_skipped"}}
 CONTROLS = [Right, TwoOptimizers, Scheduled, OwnWindow, Penalty, Averaged, MasksWithTheLeast]
 
 
-def planted_line(trial: type) -> tuple[str, int] | None:
+def planted_line(trial: Any) -> tuple[str, int] | None:
     lines, first = inspect.getsourcelines(trial)
     found = [first + n for n, line in enumerate(lines) if line.rstrip().endswith("# HERE")]
     return ("tests/test_check.py", found[0]) if found else None
@@ -972,6 +972,31 @@ def test_trainer_of_another_library_is_watched(
     with suppress(AssertionError), watching() as findings:  # of an update that follows no step
         trainer().train(tmp_path / "checkpoint.pt")
     assert {finding.key for finding in findings.faults} == keys
+
+
+def train_with_rate_by_hand() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(16):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = functional.cross_entropy(model(torch.randn(4, 6)), torch.tensor([0, 1, 2, 0]))
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.9  # HERE
+
+
+def test_rate_that_is_moved_by_hand_on_skipped_steps_is_a_suspicion_with_its_line() -> None:
+    with watching() as findings:
+        train_with_rate_by_hand()
+    assert [(each.key, each.level) for each in findings] == [
+        ("schedule_on_skipped", Level.SUSPICION)
+    ]
+    line = planted_line(train_with_rate_by_hand)
+    assert line is not None
+    assert [where.line for where in findings.all[0].where] == [line[1]]
 
 
 def train_on_rank(rank: int, differs: int) -> None:

@@ -48,9 +48,13 @@ def users_line() -> Where | None:
 
 def where_of(frame: FrameType) -> Where:
     """The line at which a frame is."""
-    path = frame.f_code.co_filename
+    return where_in(frame.f_code.co_filename, frame.f_lineno)
+
+
+def where_in(path: str, line: int) -> Where:
+    """A line of a file."""
     inside = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-    return Where(inside, frame.f_lineno)
+    return Where(inside, line)
 
 
 def passes(*ends: str) -> bool:
@@ -123,6 +127,7 @@ class Record:
         optimizers: Their class names.
         scalers: What is known of each `GradScaler`.
         schedulers: What is known of each scheduler.
+        rates_set_at: Lines of the user's that set a learning rate without a scheduler.
         forwards: Forwards of modules with weights of their own that train: by whether autocast
             was on for their device.
         syncs: Reads of tensors on the host, by line and method.
@@ -146,6 +151,7 @@ class Record:
     optimizers: list[str] = field(default_factory=list)
     scalers: list[dict[str, Any]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
+    rates_set_at: list[Where] = field(default_factory=list)
     forwards: Counter[bool] = field(default_factory=Counter)
     syncs: Counter[tuple[Where, str]] = field(default_factory=Counter)
     weights: Counter[str] = field(default_factory=Counter)

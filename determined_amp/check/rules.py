@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from determined_amp.check.advice import ADVICE
@@ -336,6 +337,24 @@ def _schedules(record: Record) -> Iterator[Finding]:
             yield _finding(record, "schedule_on_skipped", lines, effect)
 
 
+def _rates_by_hand(record: Record) -> Iterator[Finding]:
+    """A rate that no scheduler of torch's moves, and that moves on skipped steps."""
+    scheduled = {scheduler["optimizer"] for scheduler in record.schedulers}
+    for number in {*range(len(record.optimizers))} - scheduled:
+        windows = [w for w in _complete(record) if w.optimizer == number]
+        moved = [
+            window
+            for window, later in pairwise(windows)
+            if window.steps[0].rates != later.steps[0].rates
+        ]
+        skipped = [window for window in windows[:-1] if window.skipped]
+        on_skipped = [window for window in moved if window.skipped]
+        if len(moved) >= _BY_STEPS * (len(windows) - 1) and on_skipped:
+            what = _count(len(on_skipped), len(skipped), "skipped step")
+            effect = f"{what} moved a learning rate that no scheduler of torch has"
+            yield _finding(record, "schedule_on_skipped", record.rates_set_at, effect, SUSPICION)
+
+
 def _mover(move: Event, scheduler: Mapping[str, Any]) -> Where | None:
     """The line that moved it; where Determined did, the line that made the scheduler."""
     return move.where or scheduler["where"]
@@ -564,6 +583,7 @@ RULES: tuple[Rule, ...] = (
     _clips_by_hand,
     _hidden_overflow,
     _schedules,
+    _rates_by_hand,
     _accumulation,
     _autocast,
     _losses,

@@ -41,6 +41,7 @@ from determined_amp.check.record import (
     is_users,
     passes,
     users_line,
+    where_in,
     where_of,
 )
 
@@ -249,10 +250,20 @@ class Spies:
                 self.of(thing)
 
     def _look_for_moves(self) -> None:
-        """Note whether a line of the user's could move each scheduler."""
+        """Note which lines of the user's set a rate, and whether one could move each scheduler."""
         files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-        users = [Path(file) for file in files if file.endswith(".py") and is_users(file)]
-        source = "\n".join(path.read_text(errors="replace") for path in users if path.is_file())
+        lines = {
+            file: Path(file).read_text(errors="replace").splitlines()
+            for file in sorted(files)
+            if file.endswith(".py") and is_users(file) and Path(file).is_file()
+        }
+        self.record.rates_set_at = [
+            where_in(file, number)
+            for file, texts in lines.items()
+            for number, text in enumerate(texts, 1)
+            if re.search(r"""\[["']lr["']\]\s*[-+*/]?=[^=]""", text)
+        ]
+        source = "\n".join(text for texts in lines.values() for text in texts)
         for scheduler, known in zip(self.schedulers, self.record.schedulers, strict=True):
             where = known["where"]
             line = linecache.getline(where.file, where.line) if where else ""
@@ -557,6 +568,7 @@ class Spies:
             updates=tracked.updates,
             norm=norm / divisor,
             autocast=_any_autocast(),
+            rates=[group.get("lr") for group in tracked.optimizer.param_groups],
         )
         if tracked.pending or norm:  # it has gradients
             tracked.window.steps.append(event)
@@ -678,8 +690,7 @@ class Spies:
         trace, where = error.__traceback__, None
         while trace is not None:
             if is_users(trace.tb_frame.f_code.co_filename):
-                where = where_of(trace.tb_frame)
-                where = type(where)(where.file, trace.tb_lineno)
+                where = where_in(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
             trace = trace.tb_next
         self.record.error, self.record.raised = (type(error).__name__, str(error)), where
 
