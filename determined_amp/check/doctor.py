@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import determined as det
-
 from determined_amp.amp.errors import UserError
 from determined_amp.check import probe as probes
 from determined_amp.check.finding import Findings
@@ -22,6 +20,7 @@ from determined_amp.check.probe import Probe
 from determined_amp.check.record import Record
 from determined_amp.check.rules import confirm, dependence, judge, judge_checkpoint, judge_resume
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
+from determined_amp.trial.determined_0_38 import leave_the_cluster
 
 # Two scales at which the gradients of a step must be the same.
 SCALES = (16.0, 4096.0)
@@ -130,7 +129,7 @@ def run_afresh(probe: Probe) -> Record:
 
 def _serve(connection: Connection, probe: Probe, directory: str) -> None:
     os.chdir(directory)
-    det.get_cluster_info = lambda: None  # the doctor may be a task of a cluster, its runs are not
+    leave_the_cluster()  # the doctor may be a task of one, but its runs are not
     multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a training
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

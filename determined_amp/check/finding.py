@@ -6,7 +6,6 @@ import enum
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 class Level(str, enum.Enum):
@@ -54,10 +53,6 @@ class Finding:
     effect: str
     write: str
     page: str = "docs/check.md"
-
-    @property
-    def proven(self) -> bool:
-        return self.level is not Level.SUSPICION
 
     def text(self) -> str:
         """Some lines for the terminal."""
@@ -112,11 +107,10 @@ class Findings:
 
     def to_json(self) -> str:
         """The same for programs; `faults` is the number of the first line."""
-        return json.dumps({"faults": len(self.faults), **self._plain()}, indent=2)
-
-    def _plain(self) -> dict[str, Any]:
-        return {
+        content = {
+            "faults": len(self.faults),
             "seen": self.seen,
             "findings": [{**asdict(each), "level": each.level.value} for each in self.all],
             "notes": self.notes,
         }
+        return json.dumps(content, indent=2)
