@@ -34,6 +34,8 @@ LACKING = (
     else "fake CUDA tensors of this torch need a driver: it has no _ensureCUDADeviceGuardSet"
 )
 
+needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+
 Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 

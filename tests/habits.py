@@ -882,3 +882,20 @@ class Spectral(Net):
 class Complex(Habit):
     def net(self) -> Any:
         return Spectral()
+
+
+# Refused, or made to overflow.
+APART = {LoudAtFirst, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
+# What these keep Determined does not save: histories, and parameters and optimizers that nobody
+# wrapped.
+KEEP_THEIR_OWN = {
+    *(KeepsNorms, SecondOptimizer, UnknownOptimizer, LooksAhead, Sam, SamInItsStep, TwoTowers),
+    MeanTeacher,
+}
+# Do something with the gradients of a window that overflows.
+USE_GRADIENTS = (
+    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsItself, StepsByHand, ZeroesItself),
+    *(UnknownOptimizer, SharedParameters, OwnOptimizer, LooksAhead, Sam, SamInItsStep),
+    *(ParameterHook, AccumulatedHook, ModuleHook, ActivationHook, Penalty, SetsGradients),
+    *(SparseEmbedding, Complex),
+)

@@ -88,148 +88,135 @@ ISLANDS = found(verdict=Verdict.ISLANDS, low_log2=16, islands=("model 1: head.ou
 HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
 
 
-# The choice is 2^13. What lies outside the predictions is that of the nearest of them.
-TEXT = """\
-mlp [amp]: 3 batches, 192 samples, on Some GPU
-
-16-bit gradients by loss scale
-┏━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━┓
-┃ init_scale ┃ overflow ┃ flushed to 0 ┃ measured in float16 ┃
-┡━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━┩
-│        2^5 │        0 │        10.0% │                     │
-│        2^6 │        0 │        10.0% │                     │
-│        2^7 │        0 │         5.0% │                     │
-│        2^8 │        0 │         2.5% │                     │
-│        2^9 │        0 │            0 │                     │
-│       2^10 │        0 │            0 │                     │
-│       2^11 │        0 │            0 │                     │
-│       2^12 │        0 │            0 │                     │
-│       2^13 │        0 │            0 │                0.2% │
-│       2^14 │        0 │            0 │               4e-04 │
-│       2^15 │    25.0% │            0 │            overflow │
-│       2^16 │    25.0% │            0 │                     │
-│       2^17 │    25.0% │            0 │                     │
-│       2^18 │    25.0% │            0 │                     │
-│       2^19 │    25.0% │            0 │                     │
-│       2^20 │    25.0% │            0 │                     │
-└────────────┴──────────┴──────────────┴─────────────────────┘
-modules that limit it
-┏━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━┓
-┃ module    ┃ largest gradient ┃ overflows at ┃ 0.1% flushed below ┃
-┡━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━┩
-│ head      │              2^0 │         2^15 │                2^2 │
-│ blocks[0] │            2^-20 │         2^36 │                2^9 │
-└───────────┴──────────────────┴──────────────┴────────────────────┘
-safe window: 2^9 to 2^14, 6 powers of two
-verdict: use 2^13
-starting at the YAML's 2^16 costs 2 skipped steps: negligible beyond 40 steps
-
-hyperparameters:
-  amp:
-    init_scale: 8192.0
-"""
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables in a text, without their heads."""
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
 
 
-class TestText:
-    def test_has_tables_sentences_and_the_lines_to_paste(self) -> None:
-        lines = [line.rstrip() for line in str(FOUND).splitlines()]
-        assert lines == TEXT.splitlines()
-
-    def test_choice_is_bold_and_what_is_outside_the_window_dim(self) -> None:
-        text = io.StringIO()
-        FOUND.show(Console(file=text, width=100, force_terminal=True, color_system="standard"))
-        # The codes of bold and dim in a row, by its scale.
-        rows = [line for line in text.getvalue().splitlines() if line.startswith("│")]
-        styles = {
-            re.findall(r"2\^\d+|$", row)[0]: {*re.findall(r"\x1b\[[12]m", row)} for row in rows
-        }
-        assert styles["2^13"] == {"\x1b[1m"}
-        assert styles["2^8"] == styles["2^15"] == {"\x1b[2m"}
-        assert styles["2^9"] == styles["2^14"] == set()
-
-    def test_lists_four_modules_a_side_and_none_without_gradients(self) -> None:
-        def module(index: int) -> ModuleGradients:
-            return ModuleGradients(f"m{index}", True, 0, {0: 1}, 15 + index, index)
-
-        modules = (*map(module, range(12)), ModuleGradients("dead", True, 5, {}, None, None))
-        listed = [
-            line.strip("│").split("│")[0].strip()
-            for line in str(found(modules=modules)).splitlines()
-            if line.startswith(("│ m", "│ dead"))
-        ]
-        assert listed == ["m0", "m1", "m2", "m3", "m11", "m10", "m9", "m8"]
+def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
+    """The choice is 2^13. What lies outside the predictions is that of the nearest of them."""
+    text = "\n".join(line.rstrip() for line in str(FOUND).splitlines())
+    assert text.startswith("mlp [amp]: 3 batches, 192 samples, on Some GPU\n")
+    assert text.endswith("\n".join([*sentences(FOUND), "", lines_to_paste(FOUND)]))
+    *scales, head, deep = cells(text)
+    assert [row[0] for row in scales] == [f"2^{scale}" for scale in range(5, 21)]
+    overflow, flushed, measured = (
+        {row[0]: row[column] for row in scales if row[column] not in ("0", "")}
+        for column in (1, 2, 3)
+    )
+    assert overflow == {f"2^{scale}": "25.0%" for scale in range(15, 21)}
+    assert flushed == {"2^5": "10.0%", "2^6": "10.0%", "2^7": "5.0%", "2^8": "2.5%"}
+    assert measured == {"2^13": "0.2%", "2^14": "4e-04", "2^15": "overflow"}
+    assert head == ["head", "2^0", "2^15", "2^2"]
+    assert deep == ["blocks[0]", "2^-20", "2^36", "2^9"]
 
 
-class TestSentences:
-    def test_of_a_window_with_another_scale_than_the_default(self) -> None:
-        assert [*sentences(FOUND)] == [
+def test_choice_is_bold_and_what_is_outside_the_window_dim() -> None:
+    text = io.StringIO()
+    FOUND.show(Console(file=text, width=100, force_terminal=True, color_system="standard"))
+    # The codes of bold and dim in a row, by its scale.
+    rows = [line for line in text.getvalue().splitlines() if line.startswith("│")]
+    styles = {re.findall(r"2\^\d+|$", row)[0]: {*re.findall(r"\x1b\[[12]m", row)} for row in rows}
+    assert styles["2^13"] == {"\x1b[1m"}
+    assert styles["2^8"] == styles["2^15"] == {"\x1b[2m"}
+    assert styles["2^9"] == styles["2^14"] == set()
+
+
+DEAD = ModuleGradients("dead", True, 5, {}, None, None)
+
+
+def test_text_lists_four_modules_a_side_and_none_without_gradients() -> None:
+    made = [ModuleGradients(f"m{i}", True, 0, {0: 1}, 15 + i, i) for i in range(12)]
+    listed = [row[0] for row in cells(str(found(modules=(*made, DEAD)))) if "^" not in row[0]]
+    assert listed == ["m0", "m1", "m2", "m3", "m11", "m10", "m9", "m8"]
+
+
+SKIPS = "2^16 costs 2 skipped steps: negligible beyond 40 steps"
+NO_WINDOW = (
+    "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses more than "
+    "0.1% of its norm, flushed to 0"
+)
+# What is said; "..." stands for the sentences before.
+SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
+    "another scale than the default": (
+        FOUND,
+        [
             "safe window: 2^9 to 2^14, 6 powers of two",
             "verdict: use 2^13",
-            "starting at the YAML's 2^16 costs 2 skipped steps: negligible beyond 40 steps",
-        ]
-
-    def test_of_a_scale_below_the_window(self) -> None:
-        """From 2^6 three doublings, each after 2000 steps."""
-        assert [*sentences(of_run(init_scale=64.0))][2:] == [
+            f"starting at the YAML's {SKIPS}",
+        ],
+    ),
+    "scale below the window": (  # from 2^6 three doublings, each after 2000 steps
+        of_run(init_scale=64.0),
+        [
+            "...",
             "starting at the YAML's 2^6 flushes 10.0% of a gradient to 0, and takes 6000 steps to "
             "grow into the window",
-            "starting at the default 2^16 costs 2 skipped steps: negligible beyond 40 steps",
-        ]
-
-    def test_of_a_trial_without_a_section_amp_name_its_scaler(self) -> None:
-        sentence = [*sentences(of_run(is_ours=False))][2]
-        assert sentence.startswith("starting at the scaler's 2^16 costs 2 skipped steps")
-
-    def test_of_the_default(self) -> None:
-        given = found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16)
-        assert [*sentences(given)] == [
+            f"starting at the default {SKIPS}",
+        ],
+    ),
+    "no section amp": (of_run(is_ours=False), ["...", f"starting at the scaler's {SKIPS}"]),
+    "default": (
+        found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=16),
+        [
             "safe window: 2^9 to 2^16, 8 powers of two",
             "verdict: default is fine: 2^16 is safe here; tuning it cannot help",
-        ]
-
-    def test_of_a_default_close_to_the_top(self) -> None:
-        given = found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=12)
-        assert [*sentences(given)][1] == (
+        ],
+    ),
+    "default close to the top": (
+        found(verdict=Verdict.DEFAULT, top_log2=16, choice_log2=12),
+        [
+            "...",
             "verdict: default is fine: 2^16 is safe here, 1 bit below an overflow. Gradients can "
             "grow by 2 to 5 bits while learning begins: 2^12 may save a short training some "
-            "skipped steps"
-        )
-
-    def test_of_no_window(self) -> None:
-        none = (
-            "no safe window: above 2^14 gradients overflow, and below 2^16 some tensor loses more "
-            "than 0.1% of its norm, flushed to 0"
-        )
-        skips = [*sentences(FOUND)][2]
-        assert [*sentences(BF16)] == [
-            none,
+            "skipped steps",
+        ],
+    ),
+    "bfloat16": (
+        BF16,
+        [
+            NO_WINDOW,
             "verdict: use amp_bf16, or fp32 where the device has no bfloat16; float16 loses "
             "gradients at every scale, the fewest at 2^13",
-            skips,
-        ]
-        assert [*sentences(ISLANDS)] == [
-            none,
+            f"starting at the YAML's {SKIPS}",
+        ],
+    ),
+    "islands": (
+        ISLANDS,
+        [
+            NO_WINDOW,
             "verdict: keep these modules in float32: model 1: head.out, stem.0; then run this "
             "again",
-            skips,
-        ]
-
-    def test_of_a_forward_that_overflows_end_with_the_cause(self) -> None:
-        assert [*sentences(HOPELESS)] == ["verdict: no scale helps: head overflows"]
-
-    def test_of_a_recording_in_float16_say_why(self) -> None:
-        given = found(recorded_log2=7, reason="no kernel")
-        assert next(sentences(given)) == (
-            "recorded in float16 at 2^7: this trial cannot run in bfloat16: no kernel"
-        )
-
-    def test_of_modules_without_gradients(self) -> None:
-        dead = ModuleGradients("dead", True, 5, {}, None, None)
-        given = found(modules=(HEAD, dead, dataclasses.replace(dead, name="other")))
-        assert [*sentences(given)][-1] == (
+            f"starting at the YAML's {SKIPS}",
+        ],
+    ),
+    "forward that overflows": (HOPELESS, ["verdict: no scale helps: head overflows"]),
+    "modules without gradients": (
+        found(modules=(HEAD, DEAD, dataclasses.replace(DEAD, name="other"))),
+        [
+            "...",
             "2 modules have gradients of exactly 0, for instance dead: an output that starts at 0 "
-            "hides them. Train ten steps and run this again from there (a trial: with --checkpoint)"
-        )
+            "hides them. Train ten steps and run this again from there (a trial: with "
+            "--checkpoint)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_sentences_say_what_to_do(name: str) -> None:
+    given, expected = SENTENCES[name]
+    said = [*sentences(given)]
+    known = [line for line in expected if line != "..."]
+    assert said[-len(known) :] == known
+    assert len(said) == len(known) or expected[0] == "..."
+
+
+def test_recording_in_float16_is_said_first_with_the_reason() -> None:
+    assert next(sentences(found(recorded_log2=7, reason="no kernel"))) == (
+        "recorded in float16 at 2^7: this trial cannot run in bfloat16: no kernel"
+    )
 
 
 class TestChanges:

@@ -6,96 +6,88 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from determined_amp import ConfigError
+from determined_amp import ConfigError, MixedPrecision
 from determined_amp.amp.patched import patched
 from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
-from determined_amp.trial.mixed_precision import MixedPrecision
-from tests.loops import Fitted, fit
-from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from tests.test_metrics import Context
+from tests.harness import Context, needs_fused
+from tests.trials import AMP, BF16, FP32, INF, ONE, ByHand, OneWeight, Recipe, weigh
 from trials.schedule import LRSchedule, warmup_then
 
-ONE = [1.0, 1.0]
-INF = [math.inf, 1.0]
-FP32 = AmpSettings(Precision.FP32)
-BF16 = AmpSettings(Precision.AMP_BF16)
+without_a_scale = pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
 
 
 class TestLossScale:
-    def test_follows_growth_and_overflow_exactly(self, folder: Path) -> None:
+    def test_follows_growth_and_overflow_exactly(self) -> None:
         """From 4, doubled after two applied steps in a row, halved by a skipped one.
 
         good 4, good 8, good 8, inf 4 (the run of good steps begins anew), good 4, good 8, good 8.
         """
-        trial = run(Recipe([ONE, ONE, ONE, INF, ONE, ONE, ONE]), folder).trial
+        trial = weigh([ONE, ONE, ONE, INF, ONE, ONE, ONE]).trial
         assert trial.scales == [4, 8, 8, 4, 4, 8, 8]
 
-    def test_skipped_step_leaves_the_weight_alone(self, folder: Path) -> None:
+    def test_skipped_step_leaves_the_weight_alone(self) -> None:
         """Every applied step moves w by -0.5 * mean(1, 1) = -0.5."""
-        trial = run(Recipe([ONE, INF, ONE]), folder).trial
-        assert trial.weights == [0.5, 0.5, 0.0]
+        trial = weigh([ONE, INF, ONE]).trial
+        assert trial.trace == [0.5, 0.5, 0.0]
 
     @pytest.mark.parametrize("scale", [2.0**8, 2.0**15])
-    def test_does_not_change_the_weights(self, folder: Path, scale: float) -> None:
+    def test_does_not_change_the_weights(self, scale: float) -> None:
         """Powers of two neither round nor, up to 2^15, overflow: the scale cancels exactly."""
         amp = dataclasses.replace(AMP, init_scale=scale, growth_interval=100)
-        assert run(Recipe([ONE, [2.0, 1.0]], amp), folder).trial.weights == [0.5, -0.25]
+        assert weigh([ONE, [2.0, 1.0]], amp).trial.trace == [0.5, -0.25]
 
-    def test_overflow_of_float16_skips_until_the_scale_fits(self, folder: Path) -> None:
+    def test_overflow_of_float16_skips_until_the_scale_fits(self) -> None:
         """The scaled gradient of w is scale * mean(x) = 2^14 * 2^4 = 2^18 > 65504, then 2^17, 2^16.
 
         Three skips bring the scale to 2^11 and the gradient to 2^15, which fits.
         """
         amp = dataclasses.replace(AMP, init_scale=2.0**14, growth_interval=100)
-        trial = run(Recipe([[16.0, 16.0]] * 4, amp, learning_rate=2.0**-4), folder).trial
+        trial = weigh([[16.0, 16.0]] * 4, amp, rate=2.0**-4).trial
         assert trial.scales == [2.0**13, 2.0**12, 2.0**11, 2.0**11]
-        assert trial.weights == [1, 1, 1, 0]
+        assert trial.trace == [1, 1, 1, 0]
 
 
 class TestAccumulation:
     @pytest.mark.parametrize("amp", [AMP, BF16, FP32], ids=lambda amp: amp.precision.value)
-    def test_of_micro_batches_equals_one_batch(self, folder: Path, amp: AmpSettings) -> None:
+    def test_of_micro_batches_equals_one_batch(self, amp: AmpSettings) -> None:
         """Means 1, 2, 4, 1, at once or in turn: the mean gradient is 2, so w = 1 - 0.5 * 2."""
         rows = [[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]
-        micro = run(Recipe(rows, amp, aggregation_frequency=4), folder).trial
-        whole = run(Recipe([[x for row in rows for x in row]], amp), folder).trial
-        assert micro.weights == [1, 1, 1, 0]
-        assert whole.weights == [0]
+        micro = weigh(rows, amp, aggregation_frequency=4).trial
+        whole = weigh([[x for row in rows for x in row]], amp).trial
+        assert micro.trace == [1, 1, 1, 0]
+        assert whole.trace == [0]
 
-    def test_updates_the_scale_once_per_step(self, folder: Path) -> None:
+    def test_updates_the_scale_once_per_step(self) -> None:
         """Growth after every applied step: 4 while a window of two is open, then 8, then 16."""
         amp = dataclasses.replace(AMP, growth_interval=1)
-        trial = run(Recipe([ONE] * 4, amp, aggregation_frequency=2), folder).trial
+        trial = weigh([ONE] * 4, amp, aggregation_frequency=2).trial
         assert trial.scales == [4, 8, 8, 16]
 
     @pytest.mark.parametrize("position", [0, 1])
-    def test_overflow_in_one_micro_batch_skips_exactly_one_step(
-        self, folder: Path, position: int
-    ) -> None:
+    def test_overflow_in_one_micro_batch_skips_exactly_one_step(self, position: int) -> None:
         """Windows good, bad, good: two steps of -0.5, one skip, whichever micro-batch is bad."""
         bad = [INF, ONE] if position == 0 else [ONE, INF]
-        made = run(Recipe([ONE, ONE, *bad, ONE, ONE], aggregation_frequency=2), folder)
-        assert made.trial.weights[-1] == 0
-        assert made.reports[-1]["watch_applied_steps"] == 2
-        assert made.reports[-1]["skipped_steps"] == 1
+        made = weigh([ONE, ONE, *bad, ONE, ONE], aggregation_frequency=2)
+        assert made.trial.trace[-1] == 0
+        assert made.report["watch_applied_steps"] == 2
+        assert made.report["skipped_steps"] == 1
         assert made.trial.scales == [4, 4, 4, 2, 2, 2]
 
 
 class TestOtherPrecisions:
-    @pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
-    def test_need_no_scaler_in_the_checkpoint(self, folder: Path, amp: AmpSettings) -> None:
+    @without_a_scale
+    def test_need_no_scaler_in_the_checkpoint(self, amp: AmpSettings) -> None:
         """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
-        made = run(Recipe([ONE, ONE], amp), folder)
+        made = weigh([ONE, ONE], amp)
         assert "scaler_state_dict" not in made.checkpoint
-        assert made.trial.weights == [0.5, 0]
-        assert not {"loss_scale_log2", "skipped_steps"} & made.reports[-1].keys()
+        assert made.trial.trace == [0.5, 0]
+        assert not {"loss_scale_log2", "skipped_steps"} & made.report.keys()
 
     @pytest.mark.parametrize(
         ("precision", "dtype"),
@@ -106,11 +98,9 @@ class TestOtherPrecisions:
             (Precision.AMP_BF16, torch.bfloat16),
         ],
     )
-    def test_compute_in_their_dtype(
-        self, folder: Path, precision: Precision, dtype: torch.dtype
-    ) -> None:
+    def test_compute_in_their_dtype(self, precision: Precision, dtype: torch.dtype) -> None:
         """Training in the precision's dtype, validation in float32, weights always float32."""
-        amp = run(Recipe([ONE], AmpSettings(precision)), folder).trial.amp
+        amp = weigh([ONE], AmpSettings(precision)).trial.amp
         linear = nn.Linear(2, 2)
         with amp.autocast():
             assert linear(torch.ones(1, 2)).dtype is dtype
@@ -119,7 +109,7 @@ class TestOtherPrecisions:
         assert linear.weight.dtype is torch.float32
 
 
-class ClipsScaledGradients(OneWeightTrial):
+class ClipsScaledGradients(OneWeight):
     """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""
 
     def train_on(self, batch: Any) -> dict[str, float]:
@@ -131,7 +121,7 @@ class ClipsScaledGradients(OneWeightTrial):
         return lambda parameters: found.add_norm(nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
-class StepsTwice(OneWeightTrial):
+class StepsTwice(OneWeight):
     """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request 4874)."""
 
     def train_on(self, batch: Any) -> dict[str, float]:
@@ -148,7 +138,7 @@ class StepsTwice(OneWeightTrial):
             return super().train_on(batch)
 
 
-class ForgetsTheScaler(OneWeightTrial):
+class ForgetsTheScaler(OneWeight):
     """Planted: the scaler is not in the checkpoint (nanoGPT's train.py)."""
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
@@ -156,7 +146,7 @@ class ForgetsTheScaler(OneWeightTrial):
         context._scaler = None
 
 
-class UpdatesEveryBatch(OneWeightTrial):
+class UpdatesEveryBatch(OneWeight):
     """Planted: `scaler.update()` on every batch (Determined's own AMP test fixture)."""
 
     def train_on(self, batch: Any) -> dict[str, float]:
@@ -166,30 +156,30 @@ class UpdatesEveryBatch(OneWeightTrial):
         return reported
 
 
-def clip_sees_unscaled_gradients(trial_class: type[OneWeightTrial], folder: Path) -> None:
+def clip_sees_unscaled_gradients(trial: type[OneWeight]) -> None:
     """The gradient is 1, clipped to 0.25: w = 1 - 0.5 * 0.25. Reported is the norm before: 1.
 
     `clip_grad_norm_` divides by norm + 1e-6, hence the tolerance.
     """
-    made = run(Recipe([ONE], max_norm=0.25), folder, trial_class)
-    assert made.trial.weights == [pytest.approx(0.875, abs=2e-7)]
-    assert made.reports[-1]["watch_grad_norm"] == pytest.approx(1.0, abs=1e-6)
+    made = weigh([ONE], max_norm=0.25, trial=trial)
+    assert made.trial.trace == [pytest.approx(0.875, abs=2e-7)]
+    assert made.report["watch_grad_norm"] == pytest.approx(1.0, abs=1e-6)
 
 
-def steps_once(trial_class: type[OneWeightTrial], folder: Path) -> None:
+def steps_once(trial: type[OneWeight]) -> None:
     """One step of -0.5, and none at all on an overflow."""
-    assert run(Recipe([ONE, INF]), folder, trial_class).trial.weights == [0.5, 0.5]
+    assert weigh([ONE, INF], trial=trial).trial.trace == [0.5, 0.5]
 
 
-def saves_the_scaler(trial_class: type[OneWeightTrial], folder: Path) -> None:
+def saves_the_scaler(trial: type[OneWeight]) -> None:
     """Three applied steps from 4: doubled once to 8, one step on the way to the next doubling."""
-    state = run(Recipe([ONE] * 3), folder, trial_class).checkpoint.get("scaler_state_dict")
+    state = weigh([ONE] * 3, trial=trial).checkpoint.get("scaler_state_dict")
     assert state is not None
     assert (state["scale"], state["_growth_tracker"]) == (8, 1)
 
 
-def updates_once_per_window(trial_class: type[OneWeightTrial], folder: Path) -> None:
-    run(Recipe([ONE] * 2, aggregation_frequency=2), folder, trial_class)
+def updates_once_per_window(trial: type[OneWeight]) -> None:
+    weigh([ONE] * 2, trial=trial, aggregation_frequency=2)
 
 
 @pytest.mark.parametrize(
@@ -203,105 +193,69 @@ def updates_once_per_window(trial_class: type[OneWeightTrial], folder: Path) -> 
     ids=lambda value: value.__name__,
 )
 def test_famous_bug_is_absent_and_would_be_seen(
-    check: Callable[[type[OneWeightTrial], Path], None], planted: type[OneWeightTrial], folder: Path
+    check: Callable[[type[OneWeight]], None], planted: type[OneWeight]
 ) -> None:
-    check(OneWeightTrial, folder)
+    check(OneWeight)
     with pytest.raises((AssertionError, ConfigError)):
-        check(planted, folder)
+        check(planted)
 
 
 class TestCheckpointOfAnotherPrecision:
-    @pytest.mark.parametrize("first", [FP32, BF16], ids=lambda amp: amp.precision.value)
-    def test_without_a_scale_starts_from_init_scale(self, folder: Path, first: AmpSettings) -> None:
-        run(Recipe([ONE], first), folder)
-        (saved,) = folder.iterdir()
-        trial = run(Recipe([ONE, ONE]), folder, resume=saved.name).trial
+    """A run that starts from the weights of another one, as a trial of its own."""
+
+    @without_a_scale
+    def test_without_a_scale_starts_from_init_scale(self, amp: AmpSettings) -> None:
+        trial = weigh([ONE, ONE], resume=weigh([ONE], amp), warm_start=True).trial
         assert trial.scales == [4, 8]
-        assert trial.weights[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
+        assert trial.trace[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
 
-    @pytest.mark.parametrize("second", [FP32, BF16], ids=lambda amp: amp.precision.value)
-    def test_with_a_scale_that_is_not_needed_is_accepted(
-        self, folder: Path, second: AmpSettings
-    ) -> None:
-        run(Recipe([ONE]), folder)
-        (saved,) = folder.iterdir()
-        assert run(Recipe([ONE], second), folder, resume=saved.name).trial.weights == [0]
+    @without_a_scale
+    def test_with_a_scale_that_is_not_needed_is_accepted(self, amp: AmpSettings) -> None:
+        assert weigh([ONE], amp, resume=weigh([ONE]), warm_start=True).trial.trace == [0]
 
-    def test_empty_scaler_state_is_accepted(self, folder: Path) -> None:
+    def test_empty_scaler_state_is_accepted(self) -> None:
         """What a trial saves that wraps a disabled scaler; `load_state_dict({})` raises on it."""
-        run(Recipe([ONE], FP32), folder)
-        (saved,) = folder.iterdir()
-        content = torch.load(saved / "state_dict.pth", weights_only=True)
-        torch.save({**content, "scaler_state_dict": {}}, saved / "state_dict.pth")
-        assert run(Recipe([ONE]), folder, resume=saved.name).trial.scales == [4]
+        first = weigh([ONE], FP32)
+        emptied = {**first.checkpoint, "scaler_state_dict": {}}
+        torch.save(emptied, first.saved / "state_dict.pth")
+        assert weigh([ONE], resume=first, warm_start=True).trial.scales == [4]
 
-    def test_warm_start_uses_this_trials_scale_and_counts(self, folder: Path) -> None:
+    def test_warm_start_uses_this_trials_scale_and_counts(self) -> None:
         """A search over init_scale from given weights must not inherit their scale."""
-        run(Recipe([ONE] * 3), folder)
-        (saved,) = folder.iterdir()
         amp = dataclasses.replace(AMP, init_scale=2.0**10, growth_interval=3)
-        made = run(Recipe([ONE, ONE], amp), folder, resume=saved.name)
+        made = weigh([ONE, ONE], amp, resume=weigh([ONE] * 3), warm_start=True)
         assert made.trial.scales == [2.0**10, 2.0**10]
-        assert made.reports[-1]["watch_applied_steps"] == 2
+        assert made.report["watch_applied_steps"] == 2
 
 
-def has_fused_on_cpu() -> bool:
-    try:
-        torch.optim.Adam([nn.Parameter(torch.ones(1))], fused=True)
-    except RuntimeError:
-        return False
-    return True
-
-
-FUSED_ON_CPU = has_fused_on_cpu()
-
-
-@pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizers on a CPU")
+@needs_fused
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
 def test_fused_optimizer_that_skips_moves_neither_count_nor_rate(optimizer_class: Any) -> None:
     """A fused optimizer is called on a skip too (accelerate issue 4242); it must not be counted.
 
     Its second step overflows: the steps after the four are numbers 1, 1, 2 and 3.
     """
-    context: Any = Context()
-    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = context.wrap_optimizer(optimizer_class([weight], lr=0.5, fused=True))
+    schedule = partial(warmup_then, schedule=LRSchedule.COSINE, warmup_steps=2, total_steps=6)
+    made = ByHand(partial(optimizer_class, lr=0.5, fused=True), make_scheduler=schedule)
     calls = []
-    optimizer.register_step_pre_hook(lambda *arguments: calls.append(weight.item()))
+    made.optimizer.register_step_pre_hook(lambda *arguments: calls.append(made.weight.item()))
     rates = [0.5 * factor for factor in (1 / 3, 2 / 3, 1.0, 0.8535533905932737)]
-    amp.wrap_lr_scheduler(warmup_then(optimizer, LRSchedule.COSINE, 2, 6))
-    amp.on_training_start()
-    seen = []
-    for gradient in (1.0, math.inf, 1.0, 1.0):
-        weight.grad = amp.scaler.scale(torch.full((1,), gradient))
-        amp.scaler.step(optimizer)
-        amp.update()
-        seen.append((int(amp.applied_steps), float(optimizer.param_groups[0]["lr"])))
-    assert [steps for steps, _ in seen] == [1, 1, 2, 3]
-    expected = [rates[1], rates[1], rates[2], rates[3]]
-    assert [rate for _, rate in seen] == pytest.approx(expected, rel=1e-12)
+    for gradient, applied in ((1.0, 1), (math.inf, 1), (1.0, 2), (1.0, 3)):
+        made.step(gradient)
+        assert int(made.amp.applied_steps) == applied
+        rate = float(made.optimizer.param_groups[0]["lr"])
+        assert rate == pytest.approx(rates[applied], rel=1e-12)
     assert len(calls) == 4
     assert calls[2] == calls[1] != calls[0]
 
 
 def weights_after(gradients: list[float], **options: Any) -> list[float]:
     """The weights after each of these gradients, by SGD with momentum."""
-    context: Any = Context()
-    amp = MixedPrecision(context, AmpSettings(Precision.AMP_FP16, init_scale=4.0))
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = context.wrap_optimizer(torch.optim.SGD([weight], lr=0.5, momentum=0.5, **options))
-    amp.on_training_start()
-    seen = []
-    for gradient in gradients:
-        weight.grad = amp.scaler.scale(torch.full((1,), gradient))
-        amp.scaler.step(optimizer)
-        amp.update()
-        seen.append(weight.item())
-    return seen
+    made = ByHand(partial(torch.optim.SGD, lr=0.5, momentum=0.5, **options))
+    return [made.step(gradient) for gradient in gradients]
 
 
-@pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused optimizers on a CPU")
+@needs_fused
 @pytest.mark.usefixtures("_deterministic")
 class TestMomentumOfFusedSGD:
     """Its first step writes the momentum, into memory that holds anything before."""
@@ -324,22 +278,14 @@ class TestMomentumOfFusedSGD:
 
     @pytest.mark.parametrize("stops_after", [0, 1, 2])
     def test_is_right_in_a_run_that_resumes_before_its_first_applied_step(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, stops_after: int
+        self, monkeypatch: pytest.MonkeyPatch, stops_after: int
     ) -> None:
         """The first two of four steps are skipped; the momenta of the others are 1 and 1.5."""
         fused = partial(torch.optim.SGD, momentum=0.5, fused=True)
         monkeypatch.setattr(torch.optim, "SGD", fused)
-
-        def train(batches: int, **start: Any) -> Fitted:
-            def make(context: Any) -> OneWeightTrial:
-                return OneWeightTrial(context, Recipe([INF, INF, ONE, ONE]))
-
-            return fit(make, folder, None, batches=batches, batch_size=2, **start)
-
-        start: dict[str, Any] = {}
-        if stops_after:
-            start = {"first_batch": stops_after, "resume": train(stops_after).checkpoint}
-        assert train(4, **start).trial.weights[-2:] == [0.5, -0.25]
+        rows = [INF, INF, ONE, ONE]
+        first = weigh(rows, batches=stops_after) if stops_after else None
+        assert weigh(rows, resume=first).trial.trace[-2:] == [0.5, -0.25]
 
     def test_with_dampening_is_refused(self) -> None:
         assert weights_after([1.0], dampening=0.5, fused=False) == [0.5]
@@ -347,7 +293,7 @@ class TestMomentumOfFusedSGD:
             weights_after([1.0], dampening=0.5, fused=True)
 
 
-class NotesTheLastStep(OneWeightTrial):
+class NotesTheLastStep(OneWeight):
     """Keeps an average of the weight by the flag alone, as one does that must not synchronise."""
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
@@ -364,30 +310,24 @@ class NotesTheLastStep(OneWeightTrial):
 
 
 class TestLastStepApplied:
-    def test_gates_an_average_of_the_weights(self, folder: Path) -> None:
+    def test_gates_an_average_of_the_weights(self) -> None:
         """W is 0.5, 0.5 (skipped), 0: the average 0.25, still 0.25, then 0.125."""
-        made = run(Recipe([ONE, INF, ONE]), folder, NotesTheLastStep)
-        trial: Any = made.trial
-        assert trial.applied == [True, False, True]
-        assert trial.average.item() == 0.125
-        assert made.reports[-1]["watch_applied_steps"] == 2
+        made = weigh([ONE, INF, ONE], trial=NotesTheLastStep)
+        assert made.trial.applied == [True, False, True]
+        assert made.trial.average.item() == 0.125
+        assert made.report["watch_applied_steps"] == 2
 
-    @pytest.mark.parametrize("amp", [FP32, BF16], ids=lambda amp: amp.precision.value)
-    def test_is_always_true_where_no_loss_is_scaled(self, folder: Path, amp: AmpSettings) -> None:
-        made = run(Recipe([ONE, ONE], amp), folder, NotesTheLastStep)
-        trial: Any = made.trial
-        assert trial.applied == [True, True]
-        assert made.reports[-1]["watch_applied_steps"] == 2
-
-    def test_is_false_before_the_first_step_that_could_be_skipped(self) -> None:
-        context: Any = Context()
-        assert not MixedPrecision(context, AMP).last_step_applied
+    @without_a_scale
+    def test_is_always_true_where_no_loss_is_scaled(self, amp: AmpSettings) -> None:
+        made = weigh([ONE, ONE], amp, trial=NotesTheLastStep)
+        assert made.trial.applied == [True, True]
+        assert made.report["watch_applied_steps"] == 2
 
 
 AT_IMPORT = dict(vars(torch))
 
 
-class LooksAtTorch(OneWeightTrial):
+class LooksAtTorch(OneWeight):
     """Notes, in every forward, which names of torch are not what they were at import."""
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
@@ -412,10 +352,9 @@ class ReplacesNoGrad(LooksAtTorch):
     ("trial_class", "replaced"), [(LooksAtTorch, set()), (ReplacesNoGrad, {"no_grad"})]
 )
 def test_training_replaces_nothing_in_torch(
-    folder: Path, trial_class: type[LooksAtTorch], replaced: set[str]
+    trial_class: type[LooksAtTorch], replaced: set[str]
 ) -> None:
-    trial: Any = run(Recipe([ONE, INF]), folder, trial_class).trial
-    assert trial.replaced == replaced
+    assert weigh([ONE, INF], trial=trial_class).trial.replaced == replaced
 
 
 @pytest.mark.parametrize("precision", [Precision.AMP_FP16, Precision.AMP_BF16])

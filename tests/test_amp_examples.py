@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from determined_amp import MixedPrecision
-from tests.loops import fit
+from tests.harness import fit, same_bits
 
 INIT_SCALE = 2.0**22
 BATCHES = 12
@@ -49,9 +48,10 @@ def weights(*models: nn.Module) -> list[torch.Tensor]:
 
 
 class Example(pytorch.PyTorchTrial):
-    """One model, Adam, cross-entropy; a case overrides `train_batch`, or `models` too."""
+    """One model, Adam, cross-entropy; a case does something else with them."""
 
     models = 1
+    max_norm: float | None = None
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
@@ -61,13 +61,22 @@ class Example(pytorch.PyTorchTrial):
             context.wrap_optimizer(torch.optim.Adam(net.parameters(), lr=0.01)) for net in self.nets
         ]
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        raise NotImplementedError
+    def outputs(self, images: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.nets[0](images)
+        return outputs
 
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float = math.inf) -> None:
-        self.context.step_optimizer(
-            optimizer, clip_grads=self.amp.clip(optimizer, max_norm), scaler=self.amp.scaler
-        )
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+        images, labels = batch
+        with self.amp.autocast():
+            loss = functional.cross_entropy(self.outputs(images), labels)
+        self.context.backward(self.amp.scaler.scale(loss))
+        self.step(self.optimizers[0], self.max_norm)
+        return self.amp.update(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+        """Without a clip there is nothing to unscale for: `scaler.step` does it."""
+        clip = None if max_norm is None else self.amp.clip(optimizer, max_norm)
+        self.context.step_optimizer(optimizer, clip_grads=clip, scaler=self.amp.scaler)
 
     def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, float]:
         return {"validation_loss": 0.0}
@@ -92,13 +101,7 @@ def by_hand() -> Iterator[tuple[Any, Any, Any, Any, Any]]:
 
 
 class Clipped(Example):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        with self.amp.autocast():
-            loss = functional.cross_entropy(self.nets[0](images), labels)
-        self.context.backward(self.amp.scaler.scale(loss))
-        self.step(self.optimizers[0], max_norm=0.1)
-        return self.amp.update(loss)
+    max_norm = 0.1
 
 
 def clipped() -> list[torch.Tensor]:
@@ -112,18 +115,6 @@ def clipped() -> list[torch.Tensor]:
         scaler.step(optimizer)
         scaler.update()
     return weights(model)
-
-
-class Unclipped(Example):
-    """Without a clip there is nothing to unscale for: `scaler.step` does it."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        with self.amp.autocast():
-            loss = functional.cross_entropy(self.nets[0](images), labels)
-        self.context.backward(self.amp.scaler.scale(loss))
-        self.context.step_optimizer(self.optimizers[0], scaler=self.amp.scaler)
-        return self.amp.update(loss)
 
 
 def unclipped(window: int = 1) -> list[torch.Tensor]:
@@ -152,7 +143,7 @@ class GradientPenalty(Example):
             penalty = sum((g * inverse).pow(2).sum() for g in scaled)
             loss = loss + penalty.sqrt()  # type: ignore[union-attr]  # a tensor
         self.context.backward(self.amp.scaler.scale(loss))
-        self.step(self.optimizers[0])
+        self.step(self.optimizers[0], math.inf)
         return self.amp.update(loss)
 
 
@@ -187,7 +178,7 @@ class SeveralLossesAndModels(Example):
         self.context.backward(self.amp.scaler.scale(first), retain_graph=True)
         self.context.backward(self.amp.scaler.scale(second))
         self.step(self.optimizers[0], max_norm=1.0)
-        self.step(self.optimizers[1])
+        self.step(self.optimizers[1], math.inf)
         return self.amp.update(first + second)
 
 
@@ -242,13 +233,10 @@ def with_custom_function(net: nn.Module, images: torch.Tensor) -> torch.Tensor:
 
 
 class CustomFunction(Example):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-        images, labels = batch
-        with self.amp.autocast():
-            loss = functional.cross_entropy(with_custom_function(self.nets[0], images), labels)
-        self.context.backward(self.amp.scaler.scale(loss))
-        self.step(self.optimizers[0])
-        return self.amp.update(loss)
+    max_norm = math.inf
+
+    def outputs(self, images: torch.Tensor) -> torch.Tensor:
+        return with_custom_function(self.nets[0], images)
 
 
 def custom_function() -> list[torch.Tensor]:
@@ -264,17 +252,17 @@ def custom_function() -> list[torch.Tensor]:
 
 CASES: dict[str, tuple[type[Example], Callable[[], list[torch.Tensor]]]] = {
     "clipping": (Clipped, clipped),
-    "no clipping": (Unclipped, unclipped),
+    "no clipping": (Example, unclipped),
     "gradient penalty": (GradientPenalty, gradient_penalty),
     "several losses, models and optimizers": (SeveralLossesAndModels, several_losses_and_models),
     "custom autograd function": (CustomFunction, custom_function),
 }
 
 
-def trained(example: type[Example], folder: Path, **options: Any) -> tuple[list[torch.Tensor], int]:
+def trained(example: type[Example], **options: Any) -> tuple[list[torch.Tensor], int]:
     """The weights after all batches, and the number of skipped steps of the first optimizer."""
     amp = {"precision": "amp_fp16", "init_scale": INIT_SCALE}
-    made = fit(example, folder, amp, batches=BATCHES, **options)
+    made = fit(example, amp, batches=BATCHES, **options)
     counts = made.trial.amp.steps(made.trial.optimizers[0])
     return weights(*made.trial.nets), counts.attempted - int(counts.applied)
 
@@ -282,25 +270,20 @@ def trained(example: type[Example], folder: Path, **options: Any) -> tuple[list[
 @pytest.mark.parametrize(
     "case", [case for case in CASES if HAS_CUSTOM or case != "custom autograd function"]
 )
-def test_case_of_the_page_ends_in_the_same_weights_to_the_bit(case: str, folder: Path) -> None:
+def test_case_of_the_page_ends_in_the_same_weights_to_the_bit(case: str) -> None:
     example, reference = CASES[case]
-    found, skipped = trained(example, folder)
-    expected = reference()
+    found, skipped = trained(example)
     assert 0 < skipped < BATCHES
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert same_bits(found, reference())
 
 
-def test_accumulation_ends_in_the_weights_of_the_page(folder: Path) -> None:
+def test_accumulation_ends_in_the_weights_of_the_page() -> None:
     """The page divides the loss, Determined the sum of the gradients: by 4 that is the same."""
-    found, skipped = trained(Unclipped, folder, aggregation_frequency=4)
-    expected = unclipped(window=4)
+    found, skipped = trained(Example, aggregation_frequency=4)
     assert skipped > 0
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert same_bits(found, unclipped(window=4))
 
 
-def test_another_clip_ends_elsewhere(folder: Path) -> None:
+def test_another_clip_ends_elsewhere() -> None:
     """Negative control: the comparison sees the smallest of the differences between two cases."""
-    found, _ = trained(Clipped, folder)
-    assert not all(torch.equal(a, b) for a, b in zip(found, unclipped(), strict=True))
+    assert not same_bits(trained(Clipped)[0], unclipped())

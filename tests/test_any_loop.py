@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from determined import core, pytorch
-from determined.common import storage
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -36,12 +35,11 @@ from determined_amp import (
     find_loss_scale,
 )
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.metrics import WARMUP_BATCHES, TrainingMetrics
+from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.audit import audit_loss
-from tests import loops
-from tests.fake_cuda import fake_cuda
-from tests.test_amp import FUSED_ON_CPU
-from tests.test_no_sync import needs_fake_cuda
+from tests.fake_cuda import fake_cuda, needs_fake_cuda
+from tests.harness import Reports, core_context_of, fit, needs_fused, same_bits
+from tests.test_no_sync import ReadsTheLoss
 
 ROOT = Path(__file__).parents[1]
 WINDOW, BATCHES, RATE, MAX_NORM = 2, 24, 0.05, 0.1
@@ -96,7 +94,6 @@ def one_cycle(optimizer: Any) -> Any:
     return lr_scheduler.OneCycleLR(optimizer, RATE, BATCHES // WINDOW)
 
 
-NEEDS_FUSED = pytest.mark.skipif(not FUSED_ON_CPU, reason="this torch has no fused one on the CPU")
 CASES = {
     "fp16": Case(),
     "fp16, scheduled": Case(schedule=halving),
@@ -107,7 +104,7 @@ CASES = {
 }
 every_case = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=NEEDS_FUSED if case.fused else ()) for name, case in CASES.items()],
+    [pytest.param(name, marks=needs_fused if case.fused else ()) for name, case in CASES.items()],
 )
 
 
@@ -238,13 +235,6 @@ class TheTrial(pytorch.PyTorchTrial):
         return self.amp.callbacks(self)
 
 
-def same_bits(one: Trained, other: Trained) -> bool:
-    return len(one.bits) == len(other.bits) and all(
-        len(left) == len(right) and all(map(torch.equal, left, right))
-        for left, right in zip(one.bits, other.bits, strict=True)
-    )
-
-
 @pytest.fixture
 def core_context(folder: Path) -> Iterator[core.Context]:
     with core.init(checkpoint_storage=str(folder)) as context:
@@ -258,9 +248,8 @@ def test_every_step_has_the_same_bits_in_every_loop(
     case = CASES[name]
     alone, _ = plain(case)
     by_core_api, _ = plain(case, core_context=core_context)
-    fitted = loops.fit(
+    fitted = fit(
         lambda context: TheTrial(context, case),
-        folder,
         case.hyperparameters,
         batches=BATCHES,
         reporting_period=WINDOW,
@@ -269,8 +258,7 @@ def test_every_step_has_the_same_bits_in_every_loop(
     in_trial: Trained = fitted.trial.trained
     in_trial.reports = fitted.reports.training
     assert len(alone.bits) == BATCHES // WINDOW
-    assert same_bits(alone, in_trial)
-    assert same_bits(alone, by_core_api)
+    assert same_bits(alone.bits, in_trial.bits, by_core_api.bits)
     assert alone.counts == by_core_api.counts == in_trial.counts
     skipped = [v for k, v in alone.counts[-1].items() if k.startswith("skipped_steps")]
     if case.settings.scales_the_loss:
@@ -290,13 +278,12 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     second, _ = plain(CASES[name], state=loaded)
-    joined = Trained(first.bits + second.bits)
-    assert same_bits(joined, whole)
+    assert same_bits(first.bits + second.bits, whole.bits)
     assert first.counts + second.counts == whole.counts
     # Negative control: without the state of the loop something is another.
     if CASES[name].settings.scales_the_loss:
         lost, _ = plain(CASES[name], state={**loaded, "amp": {}})
-        assert not same_bits(Trained(first.bits + lost.bits), whole)
+        assert not same_bits(first.bits + lost.bits, whole.bits)
 
 
 class TestState:
@@ -460,52 +447,6 @@ def test_speed_is_that_of_the_samples_that_are_given(samples: int | None) -> Non
     assert (amp.report().get("samples_per_second", 0) > 0) is (samples is not None)
 
 
-class TestMistakes:
-    def test_step_of_the_optimizer_itself_is_refused(self) -> None:
-        made = OneWeight(**HIGH)
-        made.backward(1.0)
-        with pytest.raises(ConfigError, match=r"the loop: it steps .* amp\.scaler\.step\(optim"):
-            made.optimizer.step()
-
-    def test_second_step_without_an_update_is_refused(self) -> None:
-        made = OneWeight(**HIGH)
-        made.backward(1.0)
-        made.amp.scaler.scale(made.loss_fn(torch.ones(1, 1))).backward()
-        made.amp.scaler.step(made.optimizer)
-        with pytest.raises(ConfigError, match="the loop: steps an optimizer twice"):
-            made.amp.scaler.step(made.optimizer)
-        made.amp.finish_steps()
-        made.amp.scaler.scale(made.loss_fn(torch.ones(1, 1))).backward()
-        made.amp.scaler.step(made.optimizer)
-
-    def test_loss_that_is_not_scaled_is_refused_in_every_precision(self) -> None:
-        for precision in Precision:
-            made = OneWeight(precision=precision)
-            torch.autograd.backward(made.loss_fn(torch.ones(1, 1)))
-            with pytest.raises(ConfigError, match=r"it does not scale the loss; .*\.backward\(\)"):
-                made.amp.scaler.step(made.optimizer)
-
-    @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
-    def test_norm_that_clips_everything_away_is_refused(self, max_norm: float) -> None:
-        made = OneWeight(**HIGH)
-        with pytest.raises(ConfigError, match=f"clip_gradients: got max_norm {max_norm}"):
-            made.amp.clip_gradients(made.optimizer, max_norm)
-
-    def test_second_schedule_is_refused(self) -> None:
-        made = OneWeight(**HIGH)
-        made.amp.wrap_lr_scheduler(halving(made.optimizer))
-        with pytest.raises(ConfigError, match="its optimizer has a schedule already"):
-            made.amp.wrap_lr_scheduler(halving(made.optimizer))
-
-    @pytest.mark.parametrize("pattern", ["head", "0"])
-    def test_module_that_is_nowhere_is_refused_at_the_first_batch(self, pattern: str) -> None:
-        amp = AmpLoop(AmpSettings(Precision.AMP_FP16, fp32_modules=(pattern,)), "cpu")
-        if pattern == "head":
-            amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-        with pytest.raises(Exception, match=r"matches no module|no model was given to amp\.prep"):
-            amp.autocast()
-
-
 class TestModelAndLossFunction:
     """What the loop trains is what the finder and the audit take."""
 
@@ -522,7 +463,7 @@ class TestModelAndLossFunction:
         audit = audit_loss(amp, loss_fn, (x, y))
         assert audit.share == 1
         assert audit.dtype is torch.float16
-        assert all(map(torch.equal, model.state_dict().values(), before.values()))
+        assert same_bits(model.state_dict(), before)
         assert all(parameter.grad is None for parameter in model.parameters())
         with pytest.raises(AuditError, match=r"0\.0% of the FLOPs are in float16"):
             audit_loss(amp, lambda batch: in_float32(loss_fn, batch), (x, y))
@@ -532,20 +473,12 @@ class TestModelAndLossFunction:
     def test_audit_before_the_training_changes_no_bit_of_it(self) -> None:
         plain_bits, _ = plain(CASES["fp16, scheduled"])
         audited_bits, _ = plain(CASES["fp16, scheduled"], audits=True)
-        assert same_bits(plain_bits, audited_bits)
+        assert same_bits(plain_bits.bits, audited_bits.bits)
 
 
 def in_float32(loss_fn: Any, batch: Any) -> Any:
     with torch.autocast("cpu", enabled=False):
         return loss_fn(batch)
-
-
-class ReadsTheLoss(TrainingMetrics):
-    """Planted: `loss.item()`."""
-
-    def add(self, loss: Any, samples: int | None, **named: bool) -> dict[str, float]:
-        loss.item()
-        return super().add(loss, samples, **named)
 
 
 @needs_fake_cuda
@@ -601,20 +534,9 @@ def test_page_shows_the_whole_script_and_its_yaml() -> None:
     assert len(PAGE.splitlines()) <= 220
 
 
-class Reports(loops.Reports):
-    """Keeps what the script reports."""
-
-
 def core_of(folder: Path, *, preempts: bool = False) -> tuple[core.Context, Reports]:
     reports = Reports()
-    distributed = core.DummyDistributedContext()
-    made = core.Context(
-        checkpoint=core.DummyCheckpointContext(
-            distributed, storage.SharedFSStorageManager(str(folder))
-        ),
-        distributed=distributed,
-        train=reports,
-    )
+    made = core_context_of(folder, reports=reports)
     made.preempt.should_preempt = lambda *_, **named: preempts  # type: ignore[method-assign]
     return made, reports
 
@@ -645,7 +567,7 @@ def test_script_that_was_paused_goes_on_to_the_same_bits(folder: Path) -> None:
         latest = saved[-1].name
         reports += each.training
     assert len(saved) == 4
-    assert all(map(torch.equal, whole.state_dict().values(), paused.state_dict().values()))
+    assert same_bits(whole.state_dict(), paused.state_dict())
     both = (Trained(reports=whole_reports.training), Trained(reports=reports))
     assert both[0].counts == both[1].counts
     assert both[0].counts[-1]["skipped_steps"] > 0

@@ -31,7 +31,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.audit import audit_here
 from determined_amp.local.open_trial import open_trial
 from tests import training
-from tests.one_weight import Recipe, run
+from tests.trials import weigh
 from trials.mlp import MLPTrial
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -385,19 +385,13 @@ def random_state() -> list[Any]:
     return [random.getstate(), torch.get_rng_state()]
 
 
-def test_metrics_are_in_the_first_report_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_in_the_first_report_alone() -> None:
     """One weight, rows of two: (2, 1) by (1, 1) forward, (1, 2) by (2, 1) backward, 4 FLOPs each.
 
     A second report would be of another stretch of training: Determined resets all reducers before.
     """
-    work, checkpoints = tmp_path / "work", tmp_path / "checkpoints"
-    work.mkdir()
-    checkpoints.mkdir()
-    monkeypatch.chdir(work)  # which the loop copies into its checkpoint
-    made = run(Recipe([[1.0, 2.0], [1.0, 2.0]]), checkpoints)
-    (report,) = made.reports
+    made = weigh([[1.0, 2.0], [1.0, 2.0]])
+    (report,) = made.reports.training
     assert report["watch_audit_share"] == 1.0
     metrics = made.trial.amp._audit_metrics
     assert metrics is not None

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from determined import core, pytorch
-from determined.common import storage
 
 from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import (
@@ -26,8 +25,9 @@ from determined_amp.local.checkpoint_storage import (
     read_metadata,
 )
 from determined_amp.trial.checkpoint import CheckpointError, allow_numpy_random_state
-from tests import loops, training
-from tests.test_mixed_precision import FP16, StrangersTrial
+from tests import training
+from tests.harness import Fitted, core_context_of, fit
+from tests.trials import FP16_SECTION, Weights
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +67,23 @@ class RunsCode:
         return Path.touch, (self._victim,)
 
 
+def plant(path: Path, victim: Path) -> None:
+    content = {"planted": RunsCode(victim)}
+    if path.suffix == ".pth":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps(content))
+
+
 class TestUnsafeContent:
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_is_refused_and_not_run(
         self, run_folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
         victim = tmp_path / "victim"
-        content = {"planted": RunsCode(victim)}
         path = newest(run_folder) / name
-        if name == "state_dict.pth":
-            torch.save(content, path)
-        else:
-            path.write_bytes(pickle.dumps(content))
+        plant(path, victim)
+        if name == "trial_state.pkl":
             metadata = json.loads((path.parent / "metadata.json").read_text())
             metadata["trial_state_crc32"] = zlib.crc32(path.read_bytes())  # whoever plants it can
             (path.parent / "metadata.json").write_text(json.dumps(metadata))
@@ -97,20 +102,18 @@ class TestDeterminedsOwnTrainer:
     """A stranger's trial in a stranger's script: `MixedPrecision` alone sees to its checkpoints."""
 
     @pytest.fixture
-    def saved(self, folder: Path) -> str:
-        """The checkpoint of two batches."""
-        saved = loops.fit(StrangersTrial, folder, FP16, batches=2).checkpoint
-        assert saved is not None
-        return saved
+    def first(self) -> Fitted:
+        """The run of two batches."""
+        return fit(Weights, FP16_SECTION, batches=2)
 
-    def test_saves_numpys_random_state_as_plain_numbers(self, folder: Path, saved: str) -> None:
-        state = loops.content(folder, saved)["rng_state"]["np_rng_state"]
+    def test_saves_numpys_random_state_as_plain_numbers(self, first: Fitted) -> None:
+        state = first.checkpoint["rng_state"]["np_rng_state"]
         assert [type(part) for part in state] == [str, list, int, int, float]
 
-    def test_goes_on_from_a_checkpoint(self, folder: Path, saved: str) -> None:
+    def test_goes_on_from_a_checkpoint(self, first: Fitted) -> None:
         """Two more steps, counted on from two."""
-        fitted = loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
-        assert fitted.reports.training[-1]["watch_applied_steps"] == 4
+        made = fit(Weights, FP16_SECTION, batches=4, resume=first)
+        assert made.report["watch_applied_steps"] == 4
 
     def test_goes_on_off_a_cluster_with_the_batches_of_an_undisturbed_run(
         self, folder: Path
@@ -118,7 +121,7 @@ class TestDeterminedsOwnTrainer:
         """There it tells the loop of no earlier batches, and seeds nothing: the script does."""
         seen: list[float] = []
 
-        class Shuffles(StrangersTrial):
+        class Shuffles(Weights):
             def build_training_data_loader(self) -> Any:
                 samples = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(6, 1))
                 return pytorch.DataLoader(samples, batch_size=2, shuffle=True)
@@ -130,11 +133,9 @@ class TestDeterminedsOwnTrainer:
         def train(batches: int, checkpoint: str | None) -> str:
             torch.manual_seed(7)
             with pytorch.init(
-                hparams={"amp": dict(FP16)}, exp_conf={}, enable_tensorboard_logging=False
+                hparams={"amp": FP16_SECTION}, exp_conf={}, enable_tensorboard_logging=False
             ) as context:
-                context._core.checkpoint = core.DummyCheckpointContext(
-                    context.distributed, storage.SharedFSStorageManager(str(folder))
-                )
+                context._core.checkpoint = core_context_of(folder).checkpoint
                 pytorch.Trainer(Shuffles(context), context).fit(
                     max_length=pytorch.Batch(batches), latest_checkpoint=checkpoint
                 )
@@ -148,62 +149,31 @@ class TestDeterminedsOwnTrainer:
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_refuses_a_checkpoint_that_runs_code(
-        self, folder: Path, saved: str, tmp_path: Path, name: str
+        self, first: Fitted, tmp_path: Path, name: str
     ) -> None:
-        content = {"planted": RunsCode(tmp_path / "victim")}
-        path = folder / saved / name
-        if name == "state_dict.pth":
-            torch.save(content, path)
-        else:
-            path.write_bytes(pickle.dumps(content))
+        plant(first.saved / name, tmp_path / "victim")
         with pytest.raises(CheckpointError, match="cannot be restored into this trial"):
-            loops.fit(StrangersTrial, folder, FP16, batches=4, first_batch=2, resume=saved)
+            fit(Weights, FP16_SECTION, batches=4, resume=first)
         assert not (tmp_path / "victim").exists()
 
 
-class TestDamage:
-    @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl", "metadata.json"])
-    def test_of_a_truncated_file_is_one_clear_error(
-        self, run_folder: Path, name: str, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        path = newest(run_folder) / name
-        path.write_bytes(path.read_bytes()[:20])
-        assert door.main(["train", "--resume", str(run_folder)]) == 2
-        message = capfd.readouterr().err
-        assert str(newest(run_folder)) in message
-        assert "Traceback" not in message
-
-    def test_of_a_missing_file_is_one_clear_error(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        (newest(run_folder) / "state_dict.pth").unlink()
-        assert door.main(["train", "--resume", str(run_folder)]) == 2
-        assert "has no state_dict.pth" in capfd.readouterr().err
-
-    def test_checkpoint_of_another_model_is_one_clear_error(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        wider = ["--config", "hyperparameters.hidden_features=17"]
-        assert door.main(["train", "--resume", str(run_folder), *wider]) == 2
-        assert "size mismatch" in capfd.readouterr().err
-
-    def test_folder_without_a_checkpoint_is_one_clear_error(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        shutil.rmtree(run_folder / "checkpoints")
-        assert door.main(["train", "--resume", str(run_folder)]) == 2
-        assert "no checkpoint to resume from" in capfd.readouterr().err
+@pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl", "metadata.json"])
+@pytest.mark.parametrize("size", [None, 20])
+def test_file_that_is_cut_off_or_missing_is_one_clear_error(
+    run_folder: Path, name: str, size: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = newest(run_folder) / name
+    whole = path.read_bytes()
+    path.unlink()
+    if size is not None:
+        path.write_bytes(whole[:size])
+    assert door.main(["train", "--resume", str(run_folder)]) == 2
+    message = capfd.readouterr().err
+    assert str(path.parent) in message
+    assert "Traceback" not in message
 
 
 class TestPortability:
-    def test_random_state_of_numpy_is_plain_numbers(self, finished: Path) -> None:
-        """An array would be refused by weights-only loading without an allowlist."""
-        content = training.checkpoint(finished, 12)  # loads weights only
-        state = content["rng_state"]["np_rng_state"]
-        assert [type(part) for part in state] == [str, list, int, int, float]
-        np.random.set_state(state)
-        assert cast("tuple[Any, ...]", np.random.get_state())[2] == state[2]
-
     @pytest.mark.skipif(
         not hasattr(torch.serialization, "add_safe_globals"),
         reason="this torch has no allowlist: there such a checkpoint is refused",
@@ -384,40 +354,10 @@ class TestSaving:
         saving_in(tmp_path)
         assert not partial.exists()
 
-    def test_keeps_them_in_a_whole_run(self, finished: Path) -> None:
-        """Checkpoints come after 4, 6, 8 and 12 batches; the best validation is after 6 or 12."""
-        losses = {
-            line["batches"]: line["validation_loss"]
-            for line in training.metrics(finished)
-            if line["group"] == "validation"
-        }
-        best = min(losses, key=lambda batches: losses[batches])
-        saved = complete_checkpoints(finished / "checkpoints")
-        assert {read_metadata(path)["steps_completed"] for path in saved} == {best, 12}
-        assert {p.name for p in (finished / "checkpoints").iterdir()} == {p.name for p in saved}
-
     def test_holds_the_trials_and_no_copy_of_anything_else(self, finished: Path) -> None:
         code = newest(finished) / "code"
         assert {path.name for path in code.iterdir()} == {"determined_amp", "trials"}
         assert (code / "trials" / "mlp.py").exists()
-
-    def test_that_fails_leaves_the_one_before(
-        self, run_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """A disk that fills up while the metadata of batch 16 is written."""
-        before = newest(run_folder)
-
-        def full(*arguments: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(LocalCheckpoints, "_write_metadata_file", full)
-        more = ["--config", "hyperparameters.training.max_length.batches=16"]
-        assert door.main(["train", "--resume", str(run_folder), *more]) == 2
-        message = capfd.readouterr().err
-        assert "No space left on device" in message
-        assert "intact" in message
-        assert newest(run_folder) == before
-        assert not list((run_folder / "checkpoints").glob(".*"))
 
     def test_half_written_one_of_a_killed_process_is_ignored(self, run_folder: Path) -> None:
         leftover = run_folder / "checkpoints" / ".batch-00000014.partial"

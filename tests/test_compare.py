@@ -29,7 +29,7 @@ from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
 from tests import shapes
 from tests.cluster_task import TaskMaster, start_task
-from tests.test_unmodified import run
+from tests.harness import fit_as_it_is
 
 PRECISIONS = [precision.value for precision in Precision]
 SHAPES = [
@@ -43,12 +43,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-def test_shape_trains_in_every_precision(folder: Path, shape: Any) -> None:
+def test_shape_trains_in_every_precision(shape: Any) -> None:
     """With the audit of the first batch. Steps of 1e-3 and 16-bit rounding keep losses near."""
     losses = {}
     for precision in PRECISIONS:
         amp = {"precision": precision} | ({"init_scale": 256.0} if "fp16" in precision else {})
-        made = run(shape, folder, amp, batches=4, batch_size=8)
+        made = fit_as_it_is(shape, amp, batches=4, batch_size=8)
         assert made.reports.training[0]["watch_audit_share"] > 0.5
         skipped = [v for n, v in made.reports.training[-1].items() if n.startswith("skipped")]
         assert set(skipped) == ({0} if precision == "amp_fp16" else set())

@@ -26,9 +26,10 @@ from determined_amp.amp.fp32_modules import keep_in_float32
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.audit import ProductCount
 from determined_amp.experiment.fields import plain, read_section
-from tests import test_unmodified, training
-from tests.loops import content
+from tests import training
+from tests.harness import fit_as_it_is, same_bits
 from tests.test_latte import run_tiny
+from tests.trials import Converted, Plain
 
 pytestmark = [
     # torch looks at gradients where a float32 module interrupts the graph.
@@ -248,13 +249,13 @@ class TestSetting:
         said = capsys.readouterr().err
         assert "reduce-overhead and aggregation_frequency 2" in said
 
-    def test_needs_a_model_that_was_prepared(self, folder: Path) -> None:
+    def test_needs_a_model_that_was_prepared(self) -> None:
         amp = {"precision": "fp32", "compile": "default"}
         with pytest.raises(ConfigError, match=r"compile: given, .*amp\.prepare\(model\)"):
-            test_unmodified.run(Unprepared, folder, amp, batches=1)
+            fit_as_it_is(Unprepared, amp, batches=1)
 
 
-class Unprepared(test_unmodified.Converted):
+class Unprepared(Converted):
     """Leaves `amp.prepare` out."""
 
     def prepared(self, model: nn.Module) -> nn.Module:
@@ -286,16 +287,15 @@ class TestRun:
         assert graphs() > 0
         assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-3)
 
-    def test_of_an_unmodified_trial_is_that_of_the_converted_one(self, folder: Path) -> None:
-        amp = {**test_unmodified.FP16, "compile": "default"}
+    def test_of_an_unmodified_trial_is_that_of_the_converted_one(self) -> None:
+        amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "compile": "default"}
         seen = []
-        for trial in (test_unmodified.Plain, test_unmodified.Converted):
+        for trial in (Plain, Converted):
             before = graphs()
-            made = test_unmodified.run(trial, folder, amp, batches=4)
-            seen.append(content(folder, made.checkpoint)["models_state_dict"])
+            seen.append(fit_as_it_is(trial, amp, batches=4).checkpoint["models_state_dict"])
             assert graphs() > before
             torch._dynamo.reset()
-        assert training.digest(seen[0]) == training.digest(seen[1])
+        assert same_bits(*seen)
 
     def test_finds_the_loss_scale_of_the_model_itself(
         self, capsys: pytest.CaptureFixture[str]

@@ -33,8 +33,8 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report.precision_comparison import CLAIMS, MIN_EFFECT, WAITS_FOR_DATA
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial.mixed_precision import MixedPrecision
-from tests import one_weight
-from tests.test_metrics import Context
+from tests.harness import Context
+from tests.trials import OneWeight
 from trials import latte, mlp, resnet50
 
 ROOT = Path(__file__).parents[1]
@@ -200,7 +200,7 @@ OF_LATTE = (("self.max_norm()", "self.hparams.max_norm"), ("metrics = self", "re
     [
         (resnet50.ResNet50Trial.train_batch, ()),
         (latte.LatteTrial.train_batch, OF_LATTE),
-        (one_weight.OneWeightTrial.train_on, (("len(x)", "len(labels)"),)),
+        (OneWeight.train_on, (("len(x)", "len(labels)"),)),
     ],
     ids=["resnet50", "latte", "one weight"],
 )

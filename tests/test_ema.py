@@ -13,16 +13,16 @@ from determined import pytorch
 from diffusers.training_utils import EMAModel
 from torch import distributed, nn
 
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp import MixedPrecision
 from tests.fake_cuda import Syncs
-from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from tests.test_metrics import Context
+from tests.harness import Context
+from tests.trials import AMP, OneWeight, Recipe, weigh
 from trials.ema import EMAWeights
 
-DECAY = 0.9
+DECAY, INF = 0.9, float("inf")
 
 
-class Averaged(OneWeightTrial):
+class Averaged(OneWeight):
     """The one-weight trial with an average; its weight is 1 - (sum of x) / 2.
 
     Attributes:
@@ -34,9 +34,7 @@ class Averaged(OneWeightTrial):
         self.ema = EMAWeights(self.model, self.amp, DECAY)
         self.averages: list[float] = []
 
-    def train_batch(
-        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         self.ema.step()
         (average,) = self.ema.state_dict().values()
@@ -47,7 +45,7 @@ class Averaged(OneWeightTrial):
         return {**super().build_callbacks(), "ema": self.ema}
 
 
-def averages_of(weights: list[float]) -> list[float]:
+def averages_of(weights: list[float]) -> Any:
     """What diffusers' own `EMAModel` makes of these weights, one step each."""
     parameter = nn.Parameter(torch.ones(1, 1))
     average = EMAModel([parameter], decay=DECAY)
@@ -56,71 +54,73 @@ def averages_of(weights: list[float]) -> list[float]:
         nn.init.constant_(parameter, weight)
         average.step([parameter])
         made.append(float(average.shadow_params[0]))
-    return made
+    return pytest.approx(made, rel=1.0e-6)
+
+
+def averaged(*models: nn.Module) -> tuple[MixedPrecision, list[Any], list[EMAWeights]]:
+    """Mixed precision of some models, an optimizer for each, and their averages."""
+    context: Any = Context()
+    amp = MixedPrecision(context, AMP)
+    optimizers = [
+        context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models
+    ]
+    # By default an average follows the first optimizer of the trial.
+    others = zip(models[1:], optimizers[1:], strict=True)
+    averages = [
+        EMAWeights(models[0], amp, DECAY),
+        *(EMAWeights(m, amp, DECAY, o) for m, o in others),
+    ]
+    amp.on_training_start()
+    return amp, optimizers, averages
+
+
+def step(amp: MixedPrecision, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    amp.scaler.scale(torch.ones(()))
+    amp.scaler.step(optimizer)
+    amp.update()
 
 
 class TestAverage:
-    def test_is_that_of_diffusers_when_every_step_is_applied(self, tmp_path: Path) -> None:
+    def test_is_that_of_diffusers_when_every_step_is_applied(self) -> None:
         """Past step 81 the warm-up n / (9 + n) has reached 0.9."""
-        recipe = Recipe([[1.0], [2.0], [0.5]] * 40, dataclasses.replace(AMP, growth_interval=1000))
-        trial = run(recipe, tmp_path, Averaged).trial
-        assert isinstance(trial, Averaged)
-        assert trial.averages == pytest.approx(averages_of(trial.weights), rel=1.0e-6)
+        amp = dataclasses.replace(AMP, growth_interval=1000)
+        trial = weigh([[1.0], [2.0], [0.5]] * 40, amp, Averaged).trial
+        assert trial.averages == averages_of(trial.trace)
 
-    def test_skipped_step_neither_moves_it_nor_its_warm_up(self, tmp_path: Path) -> None:
-        xs = [[1.0], [2.0], [float("inf")], [0.5], [float("inf")], [float("inf")], [1.0]]
-        trial = run(Recipe(xs), tmp_path, Averaged).trial
-        assert isinstance(trial, Averaged)
+    def test_skipped_step_neither_moves_it_nor_its_warm_up(self) -> None:
+        trial: Any = weigh([[1.0], [2.0], [INF], [0.5], [INF], [INF], [1.0]], trial=Averaged).trial
         assert trial.averages[2] == trial.averages[1]
         assert trial.averages[4:6] == [trial.averages[3]] * 2
         applied = [0, 1, 3, 6]
-        expected = averages_of([trial.weights[batch] for batch in applied])
-        assert [trial.averages[batch] for batch in applied] == pytest.approx(expected, rel=1.0e-6)
+        expected = averages_of([trial.trace[batch] for batch in applied])
+        assert [trial.averages[batch] for batch in applied] == expected
         # Negative control: diffusers' own moves at every step, and ends elsewhere.
-        assert averages_of(trial.weights)[-1] != pytest.approx(expected[-1], rel=1.0e-3)
+        assert [trial.averages[batch] for batch in range(7)] != averages_of(trial.trace)
 
-    def test_moves_once_per_window(self, tmp_path: Path) -> None:
-        recipe = Recipe([[1.0], [2.0], [0.5], [1.0]], aggregation_frequency=2)
-        trial = run(recipe, tmp_path, Averaged).trial
-        assert isinstance(trial, Averaged)
-        assert trial.averages[1::2] == pytest.approx(averages_of(trial.weights[1::2]), rel=1.0e-6)
+    def test_moves_once_per_window(self) -> None:
+        rows = [[1.0], [2.0], [0.5], [1.0]]
+        trial: Any = weigh(rows, trial=Averaged, aggregation_frequency=2).trial
+        assert trial.averages[1::2] == averages_of(trial.trace[1::2])
         assert trial.averages[2] == trial.averages[1]
 
     def test_follows_the_optimizer_that_steps_its_model(self) -> None:
         """Two optimizers, a step of the second: the average of the first's model stays."""
-        context: Any = Context()
-        amp = MixedPrecision(context, AMP)
-        first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-        optimizers = [
-            context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-            for model in (first, second)
-        ]
-        averages = [EMAWeights(first, amp, DECAY), EMAWeights(second, amp, DECAY, optimizers[1])]
-        amp.on_training_start()
-        before = [copy.deepcopy(average.state_dict()) for average in averages]
-        for model in (first, second):
+        models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        amp, optimizers, averages = averaged(*models)
+        before = copy.deepcopy(averages[0].state_dict())
+        for model in models:
             nn.init.constant_(model.weight, 7.0)
-        second.weight.grad = torch.zeros(1, 1)
-        amp.scaler.scale(torch.ones(()))
-        amp.scaler.step(optimizers[1])
-        amp.update()
+        step(amp, optimizers[1])
         for average in averages:
             average.step()
-        assert averages[0].state_dict()["weight"].item() == before[0]["weight"].item()
+        assert averages[0].state_dict()["weight"].item() == before["weight"].item()
         assert averages[1].state_dict()["weight"].item() == 7.0  # the first step is a copy
 
     def test_step_does_not_synchronise(self) -> None:
-        context: Any = Context()
-        amp = MixedPrecision(context, AMP)
-        model = nn.Linear(3, 2)
-        optimizer = context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        average = EMAWeights(model, amp, DECAY, optimizer)
-        amp.on_training_start()
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        amp.scaler.scale(torch.ones(()))
-        amp.scaler.step(optimizer)
-        amp.update()
+        amp, (optimizer,), (average,) = averaged(nn.Linear(3, 2))
+        step(amp, optimizer)
         with Syncs("cpu") as syncs, syncs.during("step"):
             average.step()
         assert syncs.calls["step"]
@@ -129,27 +129,22 @@ class TestAverage:
             float(amp.steps(optimizer).applied)
         assert syncs.waits["control"] == {"read": 1}
 
-    def test_survives_a_checkpoint(self, tmp_path: Path) -> None:
-        first = run(Recipe([[1.0], [2.0], [0.5]]), tmp_path, Averaged)
-        assert isinstance(first.trial, Averaged)
-        (name,) = (path.name for path in tmp_path.iterdir())
+    def test_survives_a_checkpoint(self) -> None:
+        first = weigh([[1.0], [2.0], [0.5]], trial=Averaged)
         saved = first.checkpoint["callbacks"]["ema"]
-        assert {key: float(value) for key, value in saved.items()} == {
-            "weight": first.trial.averages[-1]
-        }
+        assert [(key, float(value)) for key, value in saved.items()] == [
+            ("weight", first.trial.averages[-1])
+        ]
         # The steps that another trial applied are none of this one's: its first step is a copy.
-        second = run(Recipe([[float("inf")], [1.0]]), tmp_path, Averaged, resume=name).trial
-        assert isinstance(second, Averaged)
+        second = weigh([[INF], [1.0]], trial=Averaged, resume=first, warm_start=True).trial
         assert second.averages[0] == first.trial.averages[-1]
-        assert second.averages[1] == second.weights[1]
+        assert second.averages[1] == second.trace[1]
 
 
 class TestModelWithAveragedWeights:
     @pytest.fixture
     def ema(self) -> EMAWeights:
-        context: Any = Context()
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        ema = EMAWeights(model, MixedPrecision(context, AMP), DECAY)
+        _, _, (ema,) = averaged(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
         for average in ema.state_dict().values():
             nn.init.ones_(average)
         return ema
@@ -170,12 +165,11 @@ class TestModelWithAveragedWeights:
         assert all(after[name] is weight for name, weight in weights.items())
 
     def test_of_a_parallel_model_is_that_of_the_model_inside(self, tmp_path: Path) -> None:
-        context: Any = Context()
         meeting = f"file://{tmp_path / 'meeting'}"
         distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
         try:
             parallel = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
-            ema = EMAWeights(parallel, MixedPrecision(context, AMP), DECAY)
+            _, _, (ema,) = averaged(parallel)
             assert [*ema.state_dict()] == ["weight", "bias"]
             assert ema._model is parallel.module
         finally:

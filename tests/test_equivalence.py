@@ -6,11 +6,9 @@ arithmetic have the same bits, and no comparison of whole runs needs a tolerance
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -18,17 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 from torch.nn import functional
 
-from determined_amp.amp.settings import AmpSettings, OnOverflow, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import training
-from tests.one_weight import AMP, OneWeightTrial, Recipe, run
-from tests.test_metrics import Context
+from tests.harness import needs_fused
+from tests.trials import ByHand
 from trials.data import images as data
 from trials.data.loading import Batch, EpochSampler
 from trials.mlp import MLPHparams
@@ -52,6 +47,10 @@ LOOSE_CLIP = ("hyperparameters.max_grad_norm=1.0e+6",)
 TIGHT_CLIP = ("hyperparameters.max_grad_norm=0.125",)
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+FLOAT16, BFLOAT16 = (
+    functools.partial(torch.autocast, "cpu", dtype=dtype)
+    for dtype in (torch.float16, torch.bfloat16)
+)
 Config = experiment.Experiment[Any]
 
 
@@ -112,39 +111,30 @@ class PlainLoop:
                 assert parameter.grad is not None
                 parameter.grad /= self.hparams.aggregation_frequency
 
-    def run(self, autocast: Autocast = nullcontext) -> PlainLoop:
-        """Train without a scaler."""
+    def run(
+        self, autocast: Autocast = nullcontext, scaler: torch.amp.GradScaler | None = None
+    ) -> PlainLoop:
+        """Train without a scaler, or with one as torch's documentation of `GradScaler` does."""
         frequency = self.hparams.aggregation_frequency
         for index, (images, labels) in enumerate(self.batches()):
             with autocast():
                 loss = functional.cross_entropy(self.model(images / 127.5 - 1.0), labels)
-            torch.autograd.backward(loss)
+            torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
             if (index + 1) % frequency == 0:
                 self.average()
+                if scaler is not None:
+                    scaler.unscale_(self.optimizer)
                 self.clip()
                 self.optimizer.param_groups[0]["lr"] = self.rate()
-                self.optimizer.step()
+                if scaler is None:
+                    self.optimizer.step()
+                    self.steps += 1
+                else:
+                    before = scaler.get_scale()
+                    scaler.step(self.optimizer)
+                    scaler.update()
+                    self.steps += scaler.get_scale() >= before
                 self.optimizer.zero_grad()
-                self.steps += 1
-        return self
-
-    def run_scaled(self, scaler: torch.amp.GradScaler) -> PlainLoop:
-        """Train as torch's documentation of `GradScaler` does."""
-        frequency = self.hparams.aggregation_frequency
-        for index, (images, labels) in enumerate(self.batches()):
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = functional.cross_entropy(self.model(images / 127.5 - 1.0), labels)
-            torch.autograd.backward(scaler.scale(loss))
-            if (index + 1) % frequency == 0:
-                self.average()
-                scaler.unscale_(self.optimizer)
-                self.clip()
-                self.optimizer.param_groups[0]["lr"] = self.rate()
-                before = scaler.get_scale()
-                scaler.step(self.optimizer)
-                scaler.update()
-                self.optimizer.zero_grad()
-                self.steps += scaler.get_scale() >= before
         return self
 
     def digest(self) -> str:
@@ -179,16 +169,11 @@ class TestAmpOff:
         reference = PlainLoop(parsed("mlp/fp32.yaml", overrides)).run()
         assert digest(trained("mlp/fp32.yaml", tmp_path, *overrides)) == reference.digest()
 
-    def test_clip_that_nothing_reaches_changes_nothing(self) -> None:
+    def test_clip_that_nothing_reaches_changes_nothing(self, tmp_path: Path) -> None:
         """`clip_grad_norm_` multiplies by min(1, 10^6 / norm) = 1, which is exact."""
-        loose, none = (
-            PlainLoop(parsed("mlp/fp32.yaml", clip)).run() for clip in (LOOSE_CLIP, NO_CLIP)
-        )
-        assert loose.digest() == none.digest()
-
-    def test_loose_clip_of_the_trial_is_no_clip(self, tmp_path: Path) -> None:
-        loose = trained("mlp/fp32.yaml", tmp_path, *LOOSE_CLIP)
-        assert digest(loose) == PlainLoop(parsed("mlp/fp32.yaml", NO_CLIP)).run().digest()
+        none = PlainLoop(parsed("mlp/fp32.yaml", NO_CLIP)).run().digest()
+        assert PlainLoop(parsed("mlp/fp32.yaml", LOOSE_CLIP)).run().digest() == none
+        assert digest(trained("mlp/fp32.yaml", tmp_path, *LOOSE_CLIP)) == none
 
     @pytest.mark.parametrize("change", [TIGHT_CLIP, COSINE, ACCUMULATION])
     def test_every_option_moves_the_weights(self, change: tuple[str, ...]) -> None:
@@ -207,10 +192,9 @@ class TestAmpOn:
     def test_bf16_is_a_plain_autocast_loop(
         self, tmp_path: Path, overrides: tuple[str, ...]
     ) -> None:
-        autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
         reference = PlainLoop(parsed("mlp/bf16.yaml", overrides))
         found = digest(trained("mlp/bf16.yaml", tmp_path, *overrides))
-        assert found == reference.run(autocast).digest()
+        assert found == reference.run(BFLOAT16).digest()
         assert found != PlainLoop(parsed("mlp/fp32.yaml", overrides)).run().digest()
 
     @pytest.mark.parametrize("overrides", [NO_CLIP, RICH], ids=["plain", "rich"])
@@ -222,7 +206,7 @@ class TestAmpOn:
         """
         scale = ("hyperparameters.amp.init_scale=2097152", "hyperparameters.amp.growth_interval=2")
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21, growth_interval=2)
-        reference = PlainLoop(parsed("mlp/amp.yaml", (*overrides, *scale))).run_scaled(scaler)
+        reference = PlainLoop(parsed("mlp/amp.yaml", (*overrides, *scale))).run(FLOAT16, scaler)
         attempted = BATCHES // reference.hparams.aggregation_frequency
         assert 0 < reference.steps < attempted, "steps of both kinds"
 
@@ -234,80 +218,6 @@ class TestAmpOn:
         assert counts["attempted"] == attempted
 
 
-SMALLEST_NORMAL, LARGEST = torch.finfo(torch.float16).tiny, torch.finfo(torch.float16).max
-
-
-def with_scale(scale: float) -> tuple[str, ...]:
-    """Batches of 8: a sample weighs 50 times what it does in one of 400."""
-    return (
-        *RICH,
-        "hyperparameters.global_batch_size=8",
-        f"hyperparameters.amp.init_scale={scale}",
-        f"hyperparameters.amp.min_scale={min(scale, 1.0)}",
-    )
-
-
-def scaled_gradients(scale: float) -> torch.Tensor:
-    """The magnitude of every nonzero gradient that a run computes in float16."""
-    loop = PlainLoop(parsed("mlp/amp.yaml", with_scale(scale)))
-    seen: list[torch.Tensor] = []
-    for layer in loop.model[1:]:
-        layer.register_full_backward_pre_hook(lambda layer, outputs: seen.extend(outputs))
-    for parameter in loop.model.parameters():
-        parameter.register_hook(seen.append)  # type: ignore[no-untyped-call]  # torch's has no types
-    loop.run_scaled(torch.amp.GradScaler("cpu", init_scale=scale))
-    magnitudes = torch.cat([gradient.detach().abs().flatten().float() for gradient in seen])
-    return magnitudes[magnitudes > 0]
-
-
-class TestLossScale:
-    """A power of two moves the exponent alone, unless float16 runs out of exponents."""
-
-    @pytest.mark.parametrize("scale", [2.0**8, 2.0**16])
-    def test_of_this_size_neither_underflows_nor_overflows(self, scale: float) -> None:
-        """The premise of the next test: every gradient is a normal number of float16."""
-        gradients = scaled_gradients(scale)
-        assert len(gradients) > 10_000
-        assert gradients.min() >= SMALLEST_NORMAL
-        assert gradients.max() <= LARGEST
-
-    def test_does_not_change_the_weights(self, tmp_path: Path) -> None:
-        small, large = (
-            digest(trained("mlp/amp.yaml", tmp_path / f"{scale:g}", *with_scale(scale)))
-            for scale in (2.0**8, 2.0**16)
-        )
-        assert small == large
-
-    def test_that_underflows_would_be_seen(self, tmp_path: Path) -> None:
-        """Negative control: at 2^-4 gradients fall below 2^-14 and lose bits."""
-        assert scaled_gradients(2.0**-4).min() < SMALLEST_NORMAL
-        small, large = (
-            digest(trained("mlp/amp.yaml", tmp_path / f"{scale:g}", *with_scale(scale)))
-            for scale in (2.0**-4, 2.0**16)
-        )
-        assert small != large
-
-    @pytest.mark.parametrize("scale", [2.0**8, 2.0**16])
-    def test_does_not_change_one_weight(self, folder: Path, scale: float) -> None:
-        """Gradients 1/4, 1/8, 1/2 at rate 1/2: w = 1 - 7/16.
-
-        The largest number in float16 is the scaled gradient of each of two outputs, 2^16 / 2.
-        """
-        amp = AmpSettings(Precision.AMP_FP16, init_scale=scale)
-        trial = run(Recipe([[x, x] for x in (0.25, 0.125, 0.5)], amp), folder).trial
-        assert trial.weights == [0.875, 0.8125, 0.5625]
-
-
-def require_fused(optimizer_class: Any) -> None:
-    """Skip the test unless this torch has the fused kernel of this optimizer for a CPU."""
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    try:
-        optimizer_class([parameter], lr=0.1, fused=True).step()
-    except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"torch {torch.__version__} has no fused kernel for a CPU: {error}"[:150])
-
-
 STEPS = 24
 
 
@@ -316,123 +226,19 @@ def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return warmup_then(optimizer, LRSchedule.COSINE, warmup_steps=5, total_steps=STEPS)
 
 
-def rates(learning_rate: float) -> list[float]:
-    """Those of `cosine` for every step, of an optimizer that never skips one."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=learning_rate)
-    scheduler = cosine(optimizer)
-    found = []
-    for _ in range(STEPS):
-        found.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        scheduler.step()
-    return found
-
-
-RATES = rates(0.3)
-
-# However many steps are skipped.
-ON_AND_ON = dataclasses.replace(AMP, on_overflow=OnOverflow.WARN)
-
-
-class ScheduledTrial(OneWeightTrial):
-    """Follows `RATES`.
-
-    Attributes:
-        used: The rate of every step that the optimizer applied.
-    """
-
-    def __init__(self, context: Any, recipe: Recipe) -> None:
-        super().__init__(context, recipe)
-        self.schedule()
-        self.used: list[float] = []
-        self.optimizer.register_step_pre_hook(self.note_rate)
-
-    def schedule(self) -> None:
-        self.amp.wrap_lr_scheduler(cosine(self.optimizer))
-
-    def note_rate(self, optimizer: Any, *arguments: Any) -> None:
-        # A fused optimizer is called on an overflow, too, and skips the step by this flag.
-        if not getattr(optimizer, "found_inf", False):
-            self.used.append(float(optimizer.param_groups[0]["lr"]))
-
-
-class DriftingTrial(ScheduledTrial):
-    """Planted: the schedule moves with the attempted steps, as Determined's own does."""
-
-    def schedule(self) -> None:
-        scheduler: Any = cosine(self.optimizer)
-        every_step = pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP
-        self.context.wrap_lr_scheduler(scheduler, every_step)
-
-
-def random_overflows(seed: int) -> list[list[float]]:
-    """24 batches; with seed 0 all are good, with seed 9 nine in ten overflow."""
-    draw = random.Random(seed)
-    return [[math.inf if draw.random() < seed / 10 else 1.0] for _ in RATES]
-
-
-class TestLearningRate:
-    @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-    @pytest.mark.parametrize("seed", range(10))
-    def test_of_every_applied_step_is_that_of_the_schedule(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int, fused: bool
-    ) -> None:
-        """`lr_drift` is 0: the k-th applied step uses rate k, however many were skipped before.
-
-        The weight says the same: from 1, less each rate rounded to float32, the gradient being 1.
-        """
-        if fused:
-            require_fused(torch.optim.SGD)
-            fused_sgd = functools.partial(torch.optim.SGD, fused=True)
-            monkeypatch.setattr(torch.optim, "SGD", fused_sgd)
-        xs = random_overflows(seed)
-        applied = sum(map(math.isfinite, itertools.chain(*xs)))
-        made = run(Recipe(xs, ON_AND_ON, learning_rate=0.3), folder, ScheduledTrial)
-        assert isinstance(made.trial, ScheduledTrial)
-        assert made.trial.used == RATES[:applied]
-        assert made.reports[-1]["watch_applied_steps"] == applied
-        left = float(made.trial.optimizer.param_groups[0]["lr"])
-        assert left == RATES[min(applied, len(RATES) - 1)]
-        weight = functools.reduce(lambda w, rate: w - torch.tensor(rate), RATES[:applied], ONE)
-        assert made.trial.weight() == weight
-
-    # torch says so, too, where the first step is skipped.
-    @pytest.mark.filterwarnings(r"ignore:Detected call of .lr_scheduler\.step:UserWarning")
-    @pytest.mark.parametrize("seed", range(1, 10))
-    def test_that_drifts_would_be_seen(self, folder: Path, seed: int) -> None:
-        """Negative control: after the first skipped step every rate is a later one's."""
-        xs = random_overflows(seed)
-        made = run(Recipe(xs, ON_AND_ON, learning_rate=0.3), folder, DriftingTrial)
-        trial = made.trial
-        assert isinstance(trial, DriftingTrial)
-        good = [step for step, (x,) in enumerate(xs) if math.isfinite(x)]
-        assert trial.used == [RATES[step] for step in good]
-        assert good != list(range(len(good)))
-        assert made.reports[-1]["watch_lr_drift_steps"] == len(xs) - len(good)
-
-
-ONE = torch.ones(())
-
-
-def stepped(optimizer_class: Any, *, fused: bool) -> tuple[nn.Parameter, Any, MixedPrecision]:
+def stepped(optimizer_class: Any, *, fused: bool) -> ByHand:
     """8 steps on given gradients, the third and the sixth of which overflow in one element."""
-    context: Any = Context()
-    amp = MixedPrecision(context, AMP)
-    parameter = nn.Parameter(torch.linspace(-1, 1, 1001))
-    optimizer = context.wrap_optimizer(optimizer_class([parameter], lr=0.3, fused=fused))
-    amp.wrap_lr_scheduler(cosine(optimizer))
-    amp.on_training_start()
+    optimizer = functools.partial(optimizer_class, lr=0.3, fused=fused)
+    made = ByHand(optimizer, weight=torch.linspace(-1, 1, 1001), make_scheduler=cosine)
     generator = torch.Generator().manual_seed(0)
     for step in range(8):
         gradient = torch.rand(1001, generator=generator) - 0.5
         gradient[7] = math.inf if step in (2, 5) else 0.25
-        parameter.grad = amp.scaler.scale(gradient)
-        amp.scaler.unscale_(optimizer)
-        amp.scaler.step(optimizer)
-        amp.update()
-    return parameter, optimizer.state[parameter], amp
+        made.step(gradient, unscales=True)
+    return made
 
 
+@needs_fused
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.SGD])
 def test_fused_optimizer_is_the_unfused_one(optimizer_class: Any) -> None:
     """Same skips, counts and scale; the weights to the rounding of another order of operations.
@@ -442,11 +248,11 @@ def test_fused_optimizer_is_the_unfused_one(optimizer_class: Any) -> None:
     |m| <= max |g| <= sqrt(t * v). Some ten operations make the change, another adds it to a weight
     of at most 2; each rounds by 2^-24 of its result, and 6 steps are applied.
     """
-    require_fused(optimizer_class)
-    plain, plain_state, plain_amp = stepped(optimizer_class, fused=False)
-    fused, fused_state, fused_amp = stepped(optimizer_class, fused=True)
-    assert int(plain_amp.applied_steps) == int(fused_amp.applied_steps) == 6
-    assert float(plain_amp.loss_scale()) == float(fused_amp.loss_scale())
-    assert plain_state.get("step") == fused_state.get("step")
-    assert torch.isfinite(fused).all()
-    torch.testing.assert_close(fused, plain, rtol=0, atol=6 * (2 + 10 * 0.75) * 2.0**-24)
+    plain, fused = (stepped(optimizer_class, fused=fused) for fused in (False, True))
+    assert int(plain.amp.applied_steps) == int(fused.amp.applied_steps) == 6
+    assert float(plain.amp.loss_scale()) == float(fused.amp.loss_scale())
+    states = [made.optimizer.state[made.weight] for made in (plain, fused)]
+    assert states[0].get("step") == states[1].get("step")
+    assert torch.isfinite(fused.weight).all()
+    tolerance = 6 * (2 + 10 * 0.75) * 2.0**-24
+    torch.testing.assert_close(fused.weight, plain.weight, rtol=0, atol=tolerance)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from torch import nn
 
@@ -39,9 +38,7 @@ from tests.loss_scale import (
     Context,
     Trial,
     config,
-    fewest_islands,
     looked_at,
-    prediction_of,
     skipped_steps,
 )
 from tests.reporting import finding as written
@@ -109,17 +106,6 @@ class TestPrediction:
         predicted, measured = looked_at(trial, work, steps=steps)
         assert predicted == measured
 
-    @pytest.mark.parametrize("steps", [0, 10])
-    @pytest.mark.parametrize(("path", "overrides"), [MLP, LATTE])
-    def test_of_this_repository_too(self, path: str, overrides: Sequence[str], steps: int) -> None:
-        def work(context: Context, batches: Batches) -> None:
-            predicted = predict(context, batches)
-            first = predicted.first_overflow_log2
-            assert observe(context, batches, first, predicted).overflow
-            assert not observe(context, batches, first - 1, predicted).overflow
-
-        trained(path, overrides, steps, work)
-
     @pytest.mark.parametrize("steps", [0, 1])
     def test_fifty_convolutions_are_right_within_two_bits(self, steps: int) -> None:
         """bfloat16 rounds eight times as coarsely as float16, and fifty layers pass that on.
@@ -154,19 +140,6 @@ class TestPrediction:
             assert above.flushed_share <= share < below.flushed_share
 
         looked_at(trial, work, steps=steps)
-
-    @pytest.mark.parametrize("share", [0.01, 0.1])
-    @pytest.mark.parametrize(("path", "overrides"), [MLP, LATTE])
-    def test_share_of_this_repository_too(
-        self, path: str, overrides: Sequence[str], share: float
-    ) -> None:
-        def work(context: Context, batches: Batches) -> None:
-            predicted = predict(context, batches)
-            low = predicted.smallest_scale_log2(share)
-            above, below = (observe(context, batches, s, predicted) for s in (low + 1, low - 2))
-            assert above.flushed_share <= share < below.flushed_share
-
-        trained(path, overrides, 0, work)
 
     def test_parameter_gradients_alone_mispredict(self) -> None:
         """The control: what a tool sees that looks at `.grad` only."""
@@ -305,23 +278,6 @@ class TestVerdict:
 
 
 class TestIslands:
-    def test_modules_without_a_gradient_are_not_the_loudest(self) -> None:
-        quiet = {name: {-45: 10} for name in "abcdefgh"}
-        modules = {"hidden": {}, "loud": {-1: 10}, **quiet}
-        assert fewest_islands(prediction_of(modules)) == ("loud",)
-
-    def test_what_fits_at_no_price_is_for_bfloat16(self) -> None:
-        assert (
-            fewest_islands(
-                prediction_of(
-                    {name: {-50: 10} for name in "abcdefgh"}
-                    | {"i": {0: 10}}
-                    | {n: {0: 1} for n in "jklmn"}
-                )
-            )
-            == ()
-        )
-
     def test_patterns_in_the_yaml_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
         found = finding(DeepPlain)
@@ -331,21 +287,6 @@ class TestIslands:
 
 
 class TestJson:
-    def test_finding_is_read_as_it_was_written(self, tmp_path: Path) -> None:
-        run = FinderRun("a", "cpu", "2.6", "2026-01-01", 2, 32, 8.0, 9, True, 1.0, ("^0$",))
-        found = FoundScale(finding(SummedLoss), run)
-        found.write(tmp_path / "found.json")
-        assert FoundScale.read(tmp_path / "found.json") == found
-
-    def test_finding_without_a_scale_is_read_as_it_was_written(self) -> None:
-        document = {**written(), "verdict": "no scale helps", "choice_log2": None}
-        found = FoundScale.from_json(document, "")
-        assert (found.init_scale, found.finding.verdict) == (None, Verdict.FORWARD_OVERFLOW)
-        assert FoundScale.from_json(json.loads(json.dumps(found.as_json())), "") == found
-
-    def test_samples_count_every_pass(self) -> None:
-        assert FoundScale.from_json(written(), "").passed_samples == 128 * 2
-
     def test_prediction_is_that_of_the_scale_or_of_the_power_of_two_below_it(self) -> None:
         found = FoundScale.from_json(written(low=-6, top=18), "").finding
         assert [found.at(scale).scale_log2 for scale in (-7, -6.5, 18.9, 19)] == [-7, -7, 18, 19]
@@ -357,31 +298,6 @@ class TestJson:
     def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
         with pytest.raises(LossScaleError, match=r"x.json: is not a finding.*determined_amp find"):
             FoundScale.from_json(broken, "x.json")
-
-
-class TestNothingToFind:
-    def test_all_gradients_zero(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loss = SummedLoss.loss
-        monkeypatch.setattr(SummedLoss, "loss", lambda *given: loss(*given) * 0.0)
-        with pytest.raises(LossScaleError, match="all 16-bit gradients are exactly 0"):
-            finding(SummedLoss)
-
-    def test_loss_that_is_not_finite(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loss = SummedLoss.loss
-        monkeypatch.setattr(SummedLoss, "loss", lambda *given: loss(*given) * math.nan)
-        with pytest.raises(LossScaleError, match="the loss is not finite"):
-            finding(SummedLoss)
-
-    def test_model_without_a_16_bit_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loss = SummedLoss.loss
-
-        def outside_autocast(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", enabled=False):
-                return loss(trial, *batch)
-
-        monkeypatch.setattr(SummedLoss, "loss", outside_autocast)
-        with pytest.raises(LossScaleError, match="no backward makes a 16-bit gradient"):
-            finding(SummedLoss)
 
 
 class TestCommand:

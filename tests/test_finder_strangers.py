@@ -20,12 +20,11 @@ from determined_amp.amp.replay import own_copy
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FinderRun, FoundScale, sentences
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
 from determined_amp.local.open_trial import open_trial
-from determined_amp.trial.frozen import in_training, wrapped_scaler
-from determined_amp.trial.mixed_precision import MixedPrecision
+from determined_amp.trial.frozen import in_training
 from tests.loss_scale import Context, Trial, config, looked_at
 from tests.training import ROOT, SMALL
 
@@ -118,19 +117,6 @@ class TestWithoutBfloat16:
         with pytest.raises(KeyError, match="its own"):
             finding(SummedLoss)
 
-    def test_nothing_recorded_at_any_scale_says_what_to_write(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def hopeless(trial: SummedLoss, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = trial.model(images)
-            logits.detach().numpy()
-            infinite: torch.Tensor = (logits * 1.0e9).sum()
-            return infinite
-
-        monkeypatch.setattr(SummedLoss, "loss", hopeless)
-        with pytest.raises(LossScaleError, match=r"Write \.float\(\) before .*logits\.float\(\)"):
-            finding(SummedLoss)
-
 
 def popped(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     labels = batch.pop()
@@ -206,29 +192,6 @@ class TestOwnBatch:
 
 
 class TestNotFloat16:
-    @pytest.mark.parametrize("given", [{}, {"dtype": torch.bfloat16}])
-    def test_bfloat16_autocast_is_not_called_float16(
-        self, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def in_bfloat16(trial: SummedLoss, batch: Any, *numbers: int) -> dict[str, Any]:
-            with torch.autocast("cpu", **given):
-                loss = trial.loss(*batch)
-            trial.context.backward(trial.scaler.scale(loss))
-            return {}
-
-        monkeypatch.setattr(SummedLoss, "train_batch", in_bfloat16)
-        with pytest.raises(LossScaleError, match="bfloat16 tensors, none in float16") as error:
-            finding(SummedLoss)
-        assert "write torch.autocast(device, dtype=torch.float16)" in str(error.value)
-
-    def test_half_model_is_told_that_parameters_stay_float32(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        make_model = SummedLoss.make_model
-        monkeypatch.setattr(SummedLoss, "make_model", lambda trial: make_model(trial).half())
-        with pytest.raises(LossScaleError, match=r"parameters are float16, as after \.half\(\)"):
-            finding(SummedLoss)
-
     def test_frozen_half_of_a_model_is_no_concern(self, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model = SummedLoss.make_model
 
@@ -244,14 +207,6 @@ class TestNotFloat16:
 
 
 class TestRemedies:
-    def test_trial_with_a_precision_is_told_the_key(self) -> None:
-        raw = read_yaml(str(ROOT / "experiment_configs/mlp/fp32.yaml"))
-        with (
-            open_trial(with_overrides(raw, SMALL), "test") as found,
-            pytest.raises(LossScaleError, match=r"set hyperparameters\.amp\.precision to amp_fp16"),
-        ):
-            wrapped_scaler(found.context)
-
     def test_trial_without_one_is_told_of_the_scaler(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -266,16 +221,6 @@ class TestRemedies:
         assert "no enabled GradScaler that context.wrap_scaler knows" in printed
         assert "hyperparameters.amp.precision" in printed
 
-    def test_plain_backward_is_told_what_to_write(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def around(trial: SummedLoss, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-            trial.scaler.scale(trial.loss(*batch)).backward()
-            return {}
-
-        monkeypatch.setattr(SummedLoss, "train_batch", around)
-        with pytest.raises(LossScaleError) as error:
-            finding(SummedLoss)
-        assert "write self.context.backward(self.scaler.scale(loss))" in str(error.value)
-
 
 class TestMixedPrecisionOf:
     @contextlib.contextmanager
@@ -289,16 +234,6 @@ class TestMixedPrecisionOf:
     ) -> None:
         with self.small() as found:
             amp = found.trial.amp
-            monkeypatch.setattr(amp, "watched", True, raising=False)
-            seen = in_training(found.trial, found.context, 1, lambda batches: amp.watched)
-        assert seen is False
-
-    def test_registry_is_asked_where_there_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with self.small() as found:
-            amp = found.trial.amp
-            monkeypatch.setattr(
-                MixedPrecision, "of", staticmethod(lambda context: amp), raising=False
-            )
             monkeypatch.setattr(amp, "watched", True, raising=False)
             seen = in_training(found.trial, found.context, 1, lambda batches: amp.watched)
         assert seen is False

@@ -25,8 +25,9 @@ from determined_amp.experiment.fields import plain, read_section
 from determined_amp.finder.frozen import LossScaleError
 from determined_amp.finder.restored import restored
 from determined_amp.trial import frozen
-from tests import loops, searching, test_unmodified, training
-from tests.test_unmodified import CLASSES, FEATURES, Converted, Plain
+from tests import searching
+from tests.harness import fit_as_it_is, same_bits
+from tests.trials import CLASSES, FEATURES, Converted, Plain, points
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -87,7 +88,7 @@ class Keeps(Plain):
                 trial.fetched += 1
                 return tuple(tensor[index] for tensor in self.tensors)
 
-        data = Fetched(*test_unmodified.points().tensors)
+        data = Fetched(*points().tensors)
         return pytorch.DataLoader(data, batch_size=4, shuffle=True)
 
 
@@ -107,21 +108,16 @@ def found(log: pytest.LogCaptureFixture) -> float:
     return float(line)
 
 
-def run(trial: Any, folder: Path, **amp: Any) -> Any:
-    return test_unmodified.run(trial, folder, {**FIND, **amp}, batches=6)
+def run(trial: Any, **amp: Any) -> Any:
+    return fit_as_it_is(trial, {**FIND, **amp}, batches=6)
 
 
-def left(fitted: Any, folder: Path) -> str:
-    """A hash of the checkpoint, of what the trial remembers, and of what it reported."""
-    trial, state = fitted.trial, loops.content(folder, fitted.checkpoint)
+def left(fitted: Any) -> list[Any]:
+    """The checkpoint, what the trial remembers, and what it reported."""
+    trial, state = fitted.trial, fitted.checkpoint
     own = [trial.count.n, trial.seen, list(trial.newest), trial.by_name, trial.bank, trial.fetched]
     losses = [report["loss"] for report in fitted.reports.training]
-    return training.digest([state, own, losses])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
+    return [state, own, losses]
 
 
 @pytest.fixture(autouse=True)
@@ -131,19 +127,19 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("trial", [Keeps, KeepsConverted])
 def test_run_is_that_with_the_written_scale_to_the_bit(
-    trial: Any, folder: Path, caplog: pytest.LogCaptureFixture
+    trial: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    searched = run(trial, folder)
+    searched = run(trial)
     scale = found(caplog)
     assert scale != 65536.0
-    written = run(trial, folder, init_scale=scale)
-    assert left(searched, folder) == left(written, folder)
+    written = run(trial, init_scale=scale)
+    assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
 
 
 @pytest.mark.parametrize("trial", [Keeps, KeepsConverted])
 def test_run_differs_if_the_trials_own_state_were_not_put_back(
-    trial: Any, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
 
@@ -152,16 +148,15 @@ def test_run_differs_if_the_trials_own_state_were_not_put_back(
         yield
 
     monkeypatch.setattr(frozen, "restored", nothing)
-    searched = run(trial, folder)
+    searched = run(trial)
     monkeypatch.undo()
-    written = run(trial, folder, init_scale=found(caplog))
-    assert left(searched, folder) != left(written, folder)
+    written = run(trial, init_scale=found(caplog))
+    assert not same_bits(left(searched), left(written))
 
 
-def test_resume_keeps_the_saved_scale(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = test_unmodified.run(Converted, folder, {**FIND, "init_scale": 8.0}, batches=2)
-    options: Any = {"batches": 4, "first_batch": 2, "resume": first.checkpoint}
-    second = test_unmodified.run(Converted, folder, FIND, **options)
+def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
+    first = fit_as_it_is(Converted, {**FIND, "init_scale": 8.0}, batches=2)
+    second = fit_as_it_is(Converted, FIND, batches=4, resume=first)
     assert second.trial.amp.scaler.get_scale() == 8.0
     assert "find found" not in caplog.text
 
@@ -177,19 +172,17 @@ def test_resume_keeps_the_saved_scale(folder: Path, caplog: pytest.LogCaptureFix
     ],
 )
 def test_resume_without_a_saved_scale_says_so(
-    init_scale: Any, words: str, folder: Path, caplog: pytest.LogCaptureFixture
+    init_scale: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = test_unmodified.run(Converted, folder, {"precision": "fp32"}, batches=2)
-    options: Any = {"batches": 4, "first_batch": 2, "resume": first.checkpoint}
-    amp = {**FIND, "init_scale": init_scale}
-    second = test_unmodified.run(Converted, folder, amp, **options)
+    first = fit_as_it_is(Converted, {"precision": "fp32"}, batches=2)
+    second = fit_as_it_is(Converted, {**FIND, "init_scale": init_scale}, batches=4, resume=first)
     assert words in caplog.text
     assert ("amp.init_scale: find" in caplog.text) == (init_scale != "find")
     if init_scale == "find":
         assert second.trial.amp.scaler.get_scale() == found(caplog)
 
 
-def test_forward_that_overflows_ends_the_run_at_once(folder: Path) -> None:
+def test_forward_that_overflows_ends_the_run_at_once() -> None:
     class Overflows(Converted):
         def net(self) -> nn.Module:
             model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
@@ -197,29 +190,29 @@ def test_forward_that_overflows_ends_the_run_at_once(folder: Path) -> None:
             return model
 
     with pytest.raises(ConfigError, match=r"init_scale: got find, and no scale helps: .*amp_bf16"):
-        run(Overflows, folder)
-    run(Overflows, folder, on_overflow="warn", audit=False)
+        run(Overflows)
+    run(Overflows, on_overflow="warn", audit=False)
 
 
-def test_min_scale_that_overflows_is_refused(folder: Path) -> None:
+def test_min_scale_that_overflows_is_refused() -> None:
     words = r"gradients overflow at min_scale 1e\+30; allowed: min_scale: "
     with pytest.raises(ConfigError, match=words):
-        run(Converted, folder, min_scale=1.0e30)
+        run(Converted, min_scale=1.0e30)
 
 
-def test_scale_is_not_below_min_scale_where_that_is_safe(folder: Path) -> None:
-    kept = run(Converted, folder, min_scale=2.0**15).trial.amp.scaler.get_scale()
+def test_scale_is_not_below_min_scale_where_that_is_safe() -> None:
+    kept = run(Converted, min_scale=2.0**15).trial.amp.scaler.get_scale()
     assert kept == 2.0**15
 
 
 def test_training_without_an_answer_starts_with_the_default_and_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*given: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
     monkeypatch.setattr(frozen, "find_on_first_batch", refuse)
-    run(Converted, folder)
+    run(Converted)
     said = "init_scale: find found none: all 16-bit gradients are exactly 0; starting with 65536"
     assert said in caplog.text
 
@@ -240,10 +233,12 @@ def test_settings_say_it_as_they_read_it() -> None:
         read_section(AmpSettings, {**FIND, "init_scale": "seek"}, "amp")
 
 
-def test_search_finds_a_scale_in_each_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+def test_search_finds_a_scale_in_each_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     searching.run(
-        folder,
+        tmp_path,
         "loss_scale_random.yaml",
         "entrypoint=python3 -m determined_amp train",
         "hyperparameters.amp.init_scale=find",
@@ -252,7 +247,7 @@ def test_search_finds_a_scale_in_each_trial(folder: Path, monkeypatch: pytest.Mo
         "searcher.max_trials=2",
         *searching.SHORT,
     )
-    logs = [log.read_text() for log in folder.glob("runs/**/log.txt")]
+    logs = [log.read_text() for log in tmp_path.glob("runs/**/log.txt")]
     assert len([log for log in logs if "init_scale: find found" in log]) == 2
 
 

@@ -23,6 +23,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import in_training, wrapped_scaler
+from tests.harness import context_of
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
 from trials.mlp import MLPTrial
@@ -102,18 +103,8 @@ class TestNothingMoves:
 
 def _another_context(context: Context) -> Context:
     """The same once more: a context takes one scaler."""
-    return pytorch.PyTorchTrialContext(
-        core_context=context._core,
-        trial_seed=0,
-        hparams=context.get_hparams(),
-        slots_per_trial=1,
-        num_gpus=0,
-        exp_conf=context.get_experiment_config(),
-        aggregation_frequency=1,
-        steps_completed=0,
-        managed_training=True,
-        debug_enabled=False,
-    )
+    hparams, exp_conf = context.get_hparams(), context.get_experiment_config()
+    return context_of(context._core, hparams, exp_conf=exp_conf)
 
 
 class Doubled(FrozenBatch):

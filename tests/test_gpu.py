@@ -39,9 +39,9 @@ from determined_amp.runs.run import RunState
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
+from tests.harness import Context
 from tests.loss_scale import looked_at, skipped_steps
 from tests.test_islands import Products, three_layers
-from tests.test_metrics import Context
 from tests.test_no_sync import BATCHES, ReadsTheLoss, Run
 from trials.mlp import MLPTrial
 from trials.resnet50 import ResNet50Trial

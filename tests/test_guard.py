@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ from determined_amp.trial import notes
 from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import cause_first
-from tests.test_metrics import Context
+from tests.harness import Context
+from tests.trials import ByHand
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
@@ -76,6 +78,10 @@ def judge(
 
 def counted(applied: int, skipped: int, consecutive_skips: int = 0, name: str = "") -> StepReport:
     return StepReport(name, applied, skipped, consecutive_skips, 0, 0)
+
+
+# Steps, or steps, loss and loss scale.
+Judged = StepReport | tuple[StepReport, float, float]
 
 
 @pytest.mark.parametrize(
@@ -169,61 +175,49 @@ def test_lazy_parameters_are_no_obstacle_at_the_start() -> None:
     watched.on_training_start()
 
 
+# Reports that a guard judges one after the other, and what it says of the last one; None passes.
+IN_A_ROW, FLOOR = "4 optimizer steps in a row were skipped, more than", "at its floor 2"
+TROUBLE: dict[str, tuple[list[Judged], str | None]] = {
+    "sound": ([SOUND], None),
+    "four in a row": ([counted(10, 0), counted(100, 0, 4)], IN_A_ROW),
+    "three in a row": ([counted(100, 3, 3)], None),
+    "more than half": ([counted(10, 0), counted(59, 51, 1)], "51% of the optimizer steps"),
+    "half": ([counted(50, 50)], None),
+    "too few to judge": ([counted(0, 9, 3)], None),
+    "scale has found its level": ([counted(4, 6)], None),
+    "skips after that": ([counted(10, 6), counted(14, 12)], "60% of the optimizer steps"),
+    "half of the steps since the last look": ([counted(100, 0), counted(150, 50)], None),
+    "more than half of those": (
+        [counted(100, 0), counted(150, 50), counted(199, 101)],
+        "51% of the optimizer steps",
+    ),
+    "skips after steps without any": (
+        [counted(100, 0), counted(104, 6)],
+        "60% of the optimizer steps",
+    ),
+    "floor": ([counted(10, 0), (counted(100, 0, 1), 1.0, 2.0)], FLOOR),
+    "floor while steps are applied": ([(SOUND, 1.0, 2.0)], None),
+    "loss of a skipped step": ([(SOUND, math.nan, 2.0**16)], None),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_skips_and_floor_are_trouble_from_their_limits_on(name: str) -> None:
+    reports, words = TROUBLE[name]
+    watched = guard(searcher=None)
+    *before, last = [it if isinstance(it, tuple) else (it, 1.0, 2.0**16) for it in reports]
+    for steps, loss, loss_scale in before:
+        judge(watched, steps, loss=loss, loss_scale=loss_scale)
+    if words is None:
+        judge(watched, last[0], loss=last[1], loss_scale=last[2])
+        return
+    with pytest.raises(GuardError, match=words) as ended:
+        judge(watched, last[0], loss=last[1], loss_scale=last[2])
+    assert ended.value.state_is_good
+    assert "optimizer : " not in str(ended.value)
+
+
 class TestTrouble:
-    def test_sound_report_passes(self) -> None:
-        judge(guard())
-
-    @pytest.mark.parametrize(
-        ("steps", "loss_scale", "words"),
-        [
-            (counted(100, 0, 4), 2.0**16, "4 optimizer steps in a row were skipped, more than"),
-            (counted(59, 51, 1), 2.0**16, "51% of the optimizer steps"),
-            (counted(100, 0, 1), 2.0, "at its floor 2"),
-        ],
-        ids=["in a row", "share", "floor"],
-    )
-    def test_is_an_error_that_says_what_was_seen(
-        self, steps: StepReport, loss_scale: float, words: str
-    ) -> None:
-        watched = guard(searcher=None)
-        judge(watched, counted(10, 0))
-        with pytest.raises(GuardError, match=words) as ended:
-            judge(watched, steps, loss_scale=loss_scale)
-        assert ended.value.state_is_good
-        assert "optimizer : " not in str(ended.value)
-
-    @pytest.mark.parametrize(
-        "steps",
-        [
-            counted(100, 3, 3),
-            counted(50, 50),
-            counted(0, 9, 3),  # too few to judge
-            counted(4, 6),  # the scale has found its level
-        ],
-    )
-    def test_edge_is_not_trouble(self, steps: StepReport) -> None:
-        judge(guard(), steps)
-
-    def test_share_of_the_steps_since_the_last_look_is_what_counts(self) -> None:
-        watched = guard()
-        judge(watched, counted(100, 0))
-        judge(watched, counted(150, 50))  # half of a hundred, the most that is allowed
-        with pytest.raises(GuardError, match="51% of the optimizer steps"):
-            judge(watched, counted(199, 101))
-
-    def test_skips_after_steps_without_any_are_no_start(self) -> None:
-        watched = guard()
-        judge(watched, counted(100, 0))
-        with pytest.raises(GuardError, match="60% of the optimizer steps"):
-            judge(watched, counted(104, 6))
-
-    def test_start_goes_on_after_a_checkpoint_without_an_applied_step(self) -> None:
-        watched = guard(optimizers=1)
-        (gradients,) = watched._guard._metrics.all()
-        gradients.counts.load_state_dict({"attempted": 3, "applied": 0, "last_applied": 0})
-        watched.on_training_start()
-        judge(watched, counted(4, 9))
-
     @pytest.mark.parametrize("optimizers", [1, 2])
     def test_share_counts_from_the_checkpoint_that_the_run_goes_on_from(
         self, optimizers: int
@@ -233,8 +227,7 @@ class TestTrouble:
         for gradients in watched._guard._metrics.all():
             gradients.counts.load_state_dict({"attempted": 64, "applied": 4, "last_applied": 4})
         watched.on_training_start()
-        names = [""] if optimizers == 1 else ["_0", "_1"]
-        for name in names:
+        for name in [""] if optimizers == 1 else ["_0", "_1"]:
             judge(watched, counted(14, 60, name=name))
             with pytest.raises(GuardError, match="60% of the optimizer steps"):
                 judge(watched, counted(18, 66, name=name))
@@ -251,17 +244,12 @@ class TestTrouble:
         with pytest.raises(GuardError, match="60% of the optimizer steps"):
             judge(watched, counted(44, 12))
 
-    def test_scale_at_its_floor_is_no_trouble_while_steps_are_applied(self) -> None:
-        judge(guard(), loss_scale=2.0)
-
-    def test_loss_of_a_skipped_step_that_is_not_finite_is_no_trouble(self) -> None:
-        judge(guard(), loss=math.nan)
-
-    def test_skips_after_the_scale_has_found_its_level_are_trouble(self) -> None:
-        watched = guard()
-        judge(watched, counted(10, 6))
-        with pytest.raises(GuardError, match="60% of the optimizer steps"):
-            judge(watched, counted(14, 12))
+    def test_start_goes_on_after_a_checkpoint_without_an_applied_step(self) -> None:
+        watched = guard(optimizers=1)
+        (gradients,) = watched._guard._metrics.all()
+        gradients.counts.load_state_dict({"attempted": 3, "applied": 0, "last_applied": 0})
+        watched.on_training_start()
+        judge(watched, counted(4, 9))
 
     @pytest.mark.parametrize("period", range(1, 30))
     @pytest.mark.parametrize("start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas"])
@@ -311,6 +299,7 @@ class TestTrouble:
         watched = guard()
         watched._guard.enabled = False
         judge(watched, counted(0, 100, 100), loss=math.nan)
+        watched.on_validation_end({"validation_loss": math.nan})
 
     def test_is_only_said_if_the_settings_want_that(self, caplog: pytest.LogCaptureFixture) -> None:
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
@@ -467,39 +456,38 @@ class TestDrift:
         assert caplog.text.count("skipped steps") == 1
 
 
-class TestValidation:
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    @pytest.mark.parametrize("searcher", ["adaptive_asha", "async_halving"])
-    def test_metric_that_is_not_finite_never_reaches_asha(
-        self, searcher: str, value: float
-    ) -> None:
-        """Determined 0.38.1's master ends the whole search on it."""
-        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
-        with pytest.raises(det.InvalidHP, match="validation_loss is"):
-            guard(settings, searcher).on_validation_end({"validation_loss": value})
+WARNS = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
 
-    def test_metric_that_is_not_finite_is_only_said_to_a_random_search(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
-        guard(settings, "random").on_validation_end({"validation_loss": math.nan})
-        assert "validation_loss is nan. The newest batch" in caplog.text
 
-    def test_of_a_run_that_is_not_watched_is_left_alone(self) -> None:
-        watched = guard()
-        watched._guard.enabled = False
-        watched.on_validation_end({"validation_loss": math.nan})
-
-    def test_finite_metric_passes(self) -> None:
-        guard().on_validation_end({"validation_loss": 1.0})
-
-    @pytest.mark.parametrize("searcher", ["single", "adaptive_asha"])
-    def test_that_is_not_a_number_is_none_of_its_business(self, searcher: str) -> None:
-        guard(searcher=searcher).on_validation_end({"validation_loss": "a histogram"})
-
-    def test_metric_that_is_not_finite_ends_a_run_alone(self) -> None:
-        with pytest.raises(GuardError, match="validation_loss is nan"):
-            guard().on_validation_end({"validation_loss": math.nan})
+@pytest.mark.parametrize(
+    ("settings", "searcher", "error"),
+    [
+        (FP16, "single", GuardError),
+        (FP16, "adaptive_asha", det.InvalidHP),
+        # Determined 0.38.1's master ends the whole search on it.
+        (WARNS, "adaptive_asha", det.InvalidHP),
+        (WARNS, "async_halving", det.InvalidHP),
+        (WARNS, "random", None),
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0, "a histogram"])
+def test_validation_metric_that_is_not_finite_ends_the_run_and_never_reaches_asha(
+    settings: AmpSettings,
+    searcher: str,
+    error: Any,
+    value: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watched = guard(settings, searcher)
+    is_bad = isinstance(value, float) and not math.isfinite(value)
+    if is_bad and error is not None:
+        with pytest.raises(error, match=f"validation_loss is {value}"):
+            watched.on_validation_end({"validation_loss": value})
+    else:
+        watched.on_validation_end({"validation_loss": value})
+    assert (f"validation_loss is {value}. The newest batch" in caplog.text) is (
+        is_bad and error is not GuardError
+    )
 
 
 class TestRunningStatistics:
@@ -556,23 +544,12 @@ class TestRunningStatistics:
 
 def test_scale_stops_at_its_floor() -> None:
     """GradScaler alone reaches exactly 0 after 200 bad steps; the next good one then writes NaN."""
-    context: Any = Context()
-    amp = MixedPrecision(context, dataclasses.replace(FP16, init_scale=16.0))
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = context.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0))
-    amp.on_training_start()
-    counts = amp.steps(optimizer)
-
-    def step(gradient: float) -> None:
-        parameter.grad = amp.scaler.scale(torch.full((1,), gradient))
-        amp.scaler.step(optimizer)
-        amp.update()
-
+    made = ByHand(partial(torch.optim.SGD, lr=1.0), dataclasses.replace(FP16, init_scale=16.0))
+    counts = made.amp.steps(made.optimizer)
     for _ in range(200):
-        step(math.inf)
-    assert float(amp.loss_scale()) == 2.0
+        made.step(math.inf)
+    assert float(made.amp.loss_scale()) == 2.0
     assert int(counts.consecutive_skips()) == 200
-    step(0.25)
-    assert parameter.item() == 0.75
+    assert made.step(0.25) == 0.75
     assert int(counts.consecutive_skips()) == 0
-    assert int(amp.applied_steps) == 1
+    assert int(made.amp.applied_steps) == 1

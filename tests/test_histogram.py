@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from determined_amp.finder.histogram import BINS, Histogram, Tally
-from tests.fake_cuda import LACKING, fake_cuda
+from tests.fake_cuda import fake_cuda, needs_fake_cuda
 
 
 def histogram(values: torch.Tensor) -> Histogram:
@@ -76,9 +76,8 @@ class TestAgainstTorch:
         assert (of_three.largest, none.largest, of_two.largest) == (3.0, 0.0, 2.0)
         assert tally.histograms([]) == []
 
+    @needs_fake_cuda
     def test_is_counted_on_a_gpu_without_waiting_for_it(self) -> None:
-        if LACKING:
-            pytest.skip(LACKING)
         with fake_cuda() as syncs, syncs.during("counting"):
             for size in (100, 5000):
                 Tally().add(torch.ones(size, device="cuda", dtype=torch.bfloat16))

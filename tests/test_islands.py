@@ -293,34 +293,6 @@ class TestNumbers:
         assert torch.equal(model(x), before)
 
 
-@DTYPES
-class TestResults:
-    """Float32 among 16-bit tensors; 2^17 fits in no float16."""
-
-    @pytest.fixture
-    def big(self) -> torch.Tensor:
-        model = two_layers([2.0**15] * 4)
-        keep_in_float32(model, ["^1$"], "cpu")
-        with torch.autocast("cpu", dtype=torch.float16):
-            result: torch.Tensor = model(torch.ones(1, 1))
-        return result
-
-    def test_promote_sums_and_concatenations(self, big: torch.Tensor, dtype: torch.dtype) -> None:
-        residual = torch.ones(1, 1, dtype=dtype)
-        with torch.autocast("cpu", dtype=dtype):
-            assert (residual + big).item() == 2**17 + 1
-            assert torch.cat([residual, big]).tolist() == [[1], [2**17]]
-
-    def test_are_rounded_by_in_place_sums(self, big: torch.Tensor, dtype: torch.dtype) -> None:
-        total = torch.zeros(1, 1, dtype=dtype).add_(big)
-        assert total.dtype is dtype
-        assert total.item() == (float("inf") if dtype is torch.float16 else 2**17)
-
-    def test_are_refused_by_index_put(self, big: torch.Tensor, dtype: torch.dtype) -> None:
-        with pytest.raises(RuntimeError, match="dtypes match"):
-            torch.zeros(1, 1, dtype=dtype)[torch.tensor([0])] = big
-
-
 class Recomputed(nn.Module):
     """`inner`, whose activations the backward computes again if `again` is set."""
 

@@ -14,8 +14,9 @@ from determined.exec import harness
 
 from determined_amp import AuditError, GuardError, TrialAsItIs
 from tests.cluster_task import TaskMaster, start_task
-from tests.loops import content
-from tests.test_mixed_precision import StrangersTrial
+from tests.harness import content
+from tests.trials import FP16_SECTION as FP16
+from tests.trials import Weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for legacy entrypoint:FutureWarning"),
@@ -62,18 +63,15 @@ def legacy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Legacy:
     return run
 
 
-FP16 = {"precision": "amp_fp16", "init_scale": 4.0}
-
-
 def test_first_batch_is_audited_and_all_of_them_are_trained(legacy: Legacy) -> None:
-    reports = legacy(StrangersTrial, FP16)
+    reports = legacy(Weights, FP16)
     assert reports.training[0]["watch_audit_share"] == 1
     assert "watch_audit_share" not in reports.training[1]
     assert [report["watch_applied_steps"] for report in reports.training] == [1, 2]
 
 
-class LeavesAutocast(StrangersTrial):
-    def backward(self, batch: Any) -> torch.Tensor:
+class LeavesAutocast(Weights):
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
         loss: torch.Tensor = self.model(batch[0]).float().mean()
         self.context.backward(self.amp.scaler.scale(loss))
         return loss
@@ -85,7 +83,7 @@ def test_batch_that_is_not_in_the_precision_ends_the_run(legacy: Legacy, folder:
     assert not list(folder.glob("checkpoints/*"))
 
 
-class Overflows(StrangersTrial):
+class Overflows(Weights):
     rows = ((1.0, 1.0), *((float("inf"), 1.0),) * 4)
 
 
@@ -98,11 +96,11 @@ def test_guard_leaves_the_last_good_checkpoint_and_one_sentence(
         legacy(Overflows, amp)
     assert "\n" not in str(raised.value)
     (saved,) = folder.glob("checkpoints/*")
-    (weights,) = content(saved.parent, saved.name)["models_state_dict"]
+    (weights,) = content(saved)["models_state_dict"]
     assert weights["weight"].item() == 0.75
 
 
 def test_unmodified_trial_trains_by_one_key(legacy: Legacy) -> None:
-    reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, trial="tests.test_unmodified:Plain")
+    reports = legacy(TrialAsItIs, {"precision": "amp_bf16"}, trial="tests.trials:Plain")
     assert reports.training[0]["watch_audit_share"] == 1
     assert reports.training[-1]["watch_applied_steps"] == 8

@@ -10,7 +10,7 @@ import torch
 
 from determined_amp.amp.settings import AmpSettings, EvalPrecision, Precision
 from determined_amp.trial.mixed_precision import MixedPrecision
-from tests.test_metrics import Context
+from tests.harness import Context
 from trials.mean_metrics import MeanMetrics
 from trials.mlp import MLPTrial
 

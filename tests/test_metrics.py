@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from determined import core
 from torch import nn
 
 from determined_amp.amp.counts import DeviceSum
@@ -28,49 +27,7 @@ from determined_amp.amp.tensors import gradients_of as gradients_that_are_dense
 from determined_amp.amp.throughput import DataWait, Stopwatch
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.reported import timed
-from tests.fake_cuda import Syncs
-
-
-class Processes:
-    """What metrics and guard ask of the ranks."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
-class Context:
-    """As much of a trial's context as metrics and mixed precision use."""
-
-    device = torch.device("cpu")
-    _aggregation_frequency = 1
-    _exp_conf = None
-    _scaler = None
-    _trial_seed = 7
-    _current_batch_idx = None
-
-    def __init__(self, slots: int = 1) -> None:
-        self.distributed = Processes(slots)
-        self._core = SimpleNamespace(train=core.DummyTrainContext())
-        self.registered: list[tuple[Any, dict[str, bool]]] = []
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.lr_schedulers: list[Any] = []
-
-    def step_optimizer(self, *given: Any, **named: Any) -> None:
-        """Steps nothing."""
-
-    def wrap_scaler(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-        return scaler
-
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        self.optimizers.append(optimizer)
-        return optimizer
-
-    def wrap_reducer(self, reducer: Any, **when: bool) -> Any:
-        self.registered.append((reducer, when))
-        return reducer
+from tests.harness import Context
 
 
 def training_metrics(slots: int = 1, optimizers: int = 1) -> TrainingMetrics:
@@ -272,13 +229,6 @@ class TestTrainingMetrics:
         slots = [one.per_slot_reduce(), other.per_slot_reduce()]
         assert one.cross_slot_reduce(slots)["loss"] == 2
 
-    def test_reset_begins_a_new_report(self) -> None:
-        metrics = training_metrics()
-        metrics.add(torch.tensor(1.0), 3)
-        metrics.reset()
-        metrics.add(torch.tensor(7.0), 1)
-        assert report_of(metrics)["loss"] == 7
-
     def test_report_without_a_loss_has_none(self) -> None:
         """Neither before the first batch nor where `update` is given none: not measured."""
         metrics = training_metrics()
@@ -318,25 +268,6 @@ class TestTrainingMetrics:
         metrics = training_metrics()
         gradients_of(metrics).counts.count(torch.tensor(0.0))
         assert "watch_grad_norm" not in report_of(metrics)
-
-    def test_steps_of_several_optimizers_are_told_apart(self) -> None:
-        """The first has stepped twice, the second was skipped once and then stepped, norm 5."""
-        metrics = training_metrics(optimizers=2)
-        first, second = metrics.all()
-        for found_inf in (0.0, 0.0):
-            first.counts.count(torch.tensor(found_inf))
-        for norm, found_inf in ((math.inf, 1.0), (5.0, 0.0)):
-            second.add_norm(torch.tensor(norm))
-            second.counts.count(torch.tensor(found_inf))
-        report = report_of(metrics)
-        assert (report["watch_applied_steps_0"], report["skipped_steps_0"]) == (2, 0)
-        assert (report["watch_applied_steps_1"], report["skipped_steps_1"]) == (1, 1)
-        assert "watch_skip_ratio_0" not in report  # no skip yet, so no chart of zeros
-        assert report["watch_skip_ratio_1"] == 0.5
-        assert report["watch_grad_norm_1"] == 5
-        assert not {"watch_applied_steps", "watch_grad_norm", "watch_grad_norm_0"} & report.keys()
-        assert metrics.latest is not None
-        assert [step.name for step in metrics.latest.steps] == ["_0", "_1"]
 
     def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
         self, monkeypatch: pytest.MonkeyPatch
@@ -584,13 +515,6 @@ class TestDeviceSum:
         for value in (2.0**24, 1.0):
             total.add(torch.tensor(value))
         assert total.total().item() == 2**24 + 1
-
-    def test_leaves_the_device_alone_until_there_is_a_handful(self) -> None:
-        total, value = DeviceSum(torch.device("cpu")), torch.ones(())
-        with Syncs("cpu") as syncs, syncs.during("adds"):
-            for _ in range(DeviceSum._HANDFUL):
-                total.add(value)
-        assert not syncs.calls["adds"]
 
     def test_keeps_a_bounded_number_of_tensors(self) -> None:
         total = DeviceSum(torch.device("cpu"))

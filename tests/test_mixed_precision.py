@@ -1,10 +1,9 @@
-"""`MixedPrecision` in trials of a stranger's shape: what it refuses, reports and leaves alone."""
+"""`MixedPrecision` in trials of a stranger's shape: what it reports, and what it leaves alone."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,296 +20,44 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import undisturbed
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
-from tests import loops, training
-from tests.test_metrics import Context
-
-FP16: Mapping[str, Any] = {"precision": "amp_fp16", "init_scale": 4.0}
-FP32: Mapping[str, Any] = {"precision": "fp32"}
-
-
-class StrangersTrial(pytorch.PyTorchTrial):
-    """y = w x from w = 1, loss mean(y), SGD at rate 1/4 with momentum, in the fewest lines."""
-
-    rows: Sequence[Sequence[float]] = ((1.0, 1.0), (3.0, 3.0))
-    wrapping: Mapping[str, Any] = {}
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.amp = MixedPrecision(context)
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        self.model = context.wrap_model(self.amp.prepare(model))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25, momentum=0.5)
-        self.optimizer = context.wrap_optimizer(optimizer, **self.wrapping)
-
-    def backward(self, batch: Any) -> torch.Tensor:
-        with self.amp.autocast():
-            loss: torch.Tensor = self.model(batch[0]).float().mean()
-        self.context.backward(self.amp.scaler.scale(loss))
-        return loss
-
-    def step(self) -> None:
-        clip = self.amp.clip(self.optimizer)
-        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.backward(batch)
-        self.step()
-        return self.amp.update(loss, samples=len(batch[0]))
-
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"validation_loss": 0.0}
-
-    def build_training_data_loader(self) -> Any:
-        return loops.loader(self.rows)
-
-    def build_validation_data_loader(self) -> Any:
-        return loops.loader([[1.0]])
-
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return self.amp.callbacks(self)
+from tests import training
+from tests.harness import Context, fit
+from tests.trials import FP16_SECTION as FP16
+from tests.trials import FP32_SECTION as FP32
+from tests.trials import Weights
 
 
-def report_of(
-    trial_class: type[StrangersTrial], folder: Path, amp: Mapping[str, Any] = FP16, **options: Any
-) -> dict[str, Any]:
+def report_of(trial: type[Weights], amp: Any = FP16) -> dict[str, Any]:
     """The one report of a run over all rows."""
-    batches = len(trial_class.rows)
-    fitted = loops.fit(
-        trial_class, folder, amp, batches=batches, reporting_period=batches, **options
-    )
-    (report,) = fitted.reports.training
-    return report
+    batches = len(trial.rows)
+    return fit(trial, amp, batches=batches, reporting_period=batches).report
 
 
-def refused(
-    trial_class: type[StrangersTrial],
-    folder: Path,
-    amp: Mapping[str, Any] | None = FP16,
-    **options: Any,
-) -> str:
-    """What the run of a trial is refused with."""
-    with pytest.raises(ConfigError) as error:
-        loops.fit(trial_class, folder, amp, batches=2, **options)
-    return str(error.value)
+@pytest.fixture
+def _switches_restored() -> Iterator[None]:
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
 
 
-class MadeAfterWrapModel(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        context.wrap_model(nn.Linear(1, 1))
-        super().__init__(context)
-
-
-class MadeTwice(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        MixedPrecision(context)
-        super().__init__(context)
-
-
-class UsesAmpOfDetermined(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        context.experimental.use_amp()
-        super().__init__(context)
-
-
-class UsesAmpOfDeterminedLater(StrangersTrial):
-    def build_training_data_loader(self) -> Any:
-        context: Any = self.context
-        context._scaler = torch.amp.GradScaler("cpu")
-        return super().build_training_data_loader()
-
-
-class ForgetsTheCallbacks(StrangersTrial):
-    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        return {}
-
-
-class ForgetsTheUpdate(StrangersTrial):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.backward(batch)
-        self.step()
-        return {"loss": loss}
-
-
-class ForgetsTheScaler(StrangersTrial):
-    def step(self) -> None:
-        self.context.step_optimizer(self.optimizer)
-
-
-class ForgetsToScale(StrangersTrial):
-    def backward(self, batch: Any) -> torch.Tensor:
-        with self.amp.autocast():
-            loss: torch.Tensor = self.model(batch[0]).float().mean()
-        self.context.backward(loss)
-        return loss
-
-
-class ClipsBeforeUnscaling(StrangersTrial):
-    def step(self) -> None:
-        def clip(parameters: Any) -> None:
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-
-        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
-
-
-class StepsTheSchedule(StrangersTrial):
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        scheduler = self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
-        scheduler.step()
-
-
-class HasBothSchedules(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(self.optimizer))
-        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
-
-
-class HasSchedulesOfBothKinds(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
-        scheduler: Any = lr_scheduler.StepLR(self.optimizer, 1)
-        context.wrap_lr_scheduler(scheduler, pytorch.LRScheduler.StepMode.STEP_EVERY_EPOCH)
-
-
-class StepsOneOptimizerTwice(StrangersTrial):
-    def step(self) -> None:
-        super().step()
-        self.backward([torch.ones(2, 1)])
-        super().step()
-
-
-class SumsTheGradients(StrangersTrial):
-    wrapping: Mapping[str, Any] = {"average_aggregated_gradients": False}
-
-
-class SchedulesAnUnwrappedOptimizer(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        other = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(other, 1))
-
-
-class SchedulesTwice(StrangersTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        for _ in range(2):
-            self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
-
-
-def test_trial_without_a_mistake_is_trained(folder: Path) -> None:
-    """The control of all that is refused below: w = 1 - 1/4, then - (3 + 1/2) / 4."""
-    trial = loops.fit(StrangersTrial, folder, FP16, batches=2).trial
-    assert trial.model.weight.item() == -0.125
-    assert MixedPrecision.of(trial.context) is trial.amp
-
-
-@pytest.mark.parametrize(
-    ("trial_class", "words"),
-    [
-        (MadeAfterWrapModel, "MixedPrecision: make it before context.wrap_model"),
-        (MadeTwice, "MixedPrecision: this context has one already"),
-        (ForgetsTheCallbacks, "build_callbacks of the trial must return amp.callbacks(self)"),
-        (ForgetsTheUpdate, "it steps an optimizer, and must end with amp.update(...)"),
-        (ClipsBeforeUnscaling, "its clip_grads clips gradients that may still be scaled"),
-        (StepsTheSchedule, "leave StepLR.step() to MixedPrecision"),
-        (HasBothSchedules, "its optimizer has a schedule already"),
-        (HasSchedulesOfBothKinds, "allowed: one of them"),
-        (StepsOneOptimizerTwice, "steps an optimizer twice"),
-        (ForgetsTheScaler, "allowed: context.step_optimizer(optimizer, scaler=amp.scaler)"),
-        (ForgetsToScale, "allowed: context.backward(amp.scaler.scale(loss))"),
-        (SchedulesAnUnwrappedOptimizer, "is not one that context.wrap_optimizer returned"),
-        (SchedulesTwice, "its optimizer has a schedule already"),
-        (UsesAmpOfDeterminedLater, "leave out experimental.use_amp() and wrap_scaler()"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.parametrize("amp", [FP16, FP32], ids=["fp16", "fp32"])
-def test_mistake_in_the_trial_is_said(
-    trial_class: type[StrangersTrial], words: str, amp: Mapping[str, Any], folder: Path
-) -> None:
-    """In every precision, so that none comes to light only when it is switched."""
-    assert words in refused(trial_class, folder, amp)
-
-
-@pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA:UserWarning")
-def test_determineds_own_amp_beside_it_is_refused(folder: Path) -> None:
-    assert "leave out experimental.use_amp()" in refused(UsesAmpOfDetermined, folder)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
-def test_norm_that_clips_everything_away_is_refused(max_norm: float) -> None:
+@pytest.mark.usefixtures("_switches_restored")
+@pytest.mark.parametrize("set_backends", [False, True])
+def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -> None:
     context: Any = Context()
-    amp = MixedPrecision(context, AmpSettings(Precision.FP32))
-    optimizer = context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-    with pytest.raises(ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"):
-        amp.clip(optimizer, max_norm)
-    amp.clip(optimizer, 1.0e-30)
+    MixedPrecision(context, AmpSettings(Precision.FP32, set_backends=set_backends))
+    assert torch.get_float32_matmul_precision() == ("highest" if set_backends else "high")
+    assert torch.backends.cudnn.allow_tf32 is not set_backends
 
 
-class TestSection:
-    def test_that_is_missing_is_said(self, folder: Path) -> None:
-        assert "amp: missing; allowed: amp: {precision: amp_fp16}" in refused(
-            StrangersTrial, folder, None
-        )
-
-    def test_that_is_wrong_is_said_with_every_mistake(self, folder: Path) -> None:
-        wrong = {"precision": "fp16", "init_scale": -1, "growth_intervall": 5}
-        said = refused(StrangersTrial, folder, wrong)
-        assert "3 problems" in said
-        for key in ("precision", "init_scale", "growth_intervall"):
-            assert f"hyperparameters.amp.{key}: " in said
-
-    def test_of_a_context_without_hyperparameters_can_be_given(self) -> None:
-        context: Any = Context()
-        context._hparams = None
-        with pytest.raises(ConfigError, match="the context has no hyperparameters"):
-            MixedPrecision(context)
-        settings = AmpSettings(Precision.AMP_BF16)
-        assert MixedPrecision(context, settings).settings is settings
-
-
-class TestAggregation:
-    """Rows 1 and 3: the mean gradient is 2, so w = 1 - 2 / 4."""
-
-    def test_takes_the_mean(self, folder: Path) -> None:
-        fitted = loops.fit(StrangersTrial, folder, FP16, batches=2, aggregation_frequency=2)
-        assert fitted.trial.model.weight.item() == 0.5
-
-    def test_that_sums_is_refused(self, folder: Path) -> None:
-        said = refused(SumsTheGradients, folder, aggregation_frequency=2)
-        assert "average_aggregated_gradients: got false, which sums the gradients of the 2" in said
-
-    def test_of_one_batch_has_no_sum(self, folder: Path) -> None:
-        assert loops.fit(SumsTheGradients, folder, FP16, batches=2).trial.model.weight == -0.125
-
-
-class TestBackends:
-    @pytest.fixture(autouse=True)
-    def _switches_restored(self) -> Iterator[None]:
-        matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.allow_tf32 = True
-        yield
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-    @pytest.mark.parametrize("set_backends", [False, True])
-    def test_are_set_only_if_that_is_asked_for(self, set_backends: bool) -> None:
-        context: Any = Context()
-        MixedPrecision(context, AmpSettings(Precision.FP32, set_backends=set_backends))
-        assert torch.get_float32_matmul_precision() == ("highest" if set_backends else "high")
-        assert torch.backends.cudnn.allow_tf32 is not set_backends
-
-
-class ReportsItsOwnLoss(StrangersTrial):
+class ReportsItsOwnLoss(Weights):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         return {**super().train_batch(batch, epoch_idx, batch_idx), "loss": 7.0}
 
 
-class ReturnsTheLoss(StrangersTrial):
+class ReturnsTheLoss(Weights):
     """A tensor: Determined reports it as `loss`, the mean over batches."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -318,14 +65,14 @@ class ReturnsTheLoss(StrangersTrial):
         return torch.tensor(7.0)
 
 
-class UpdatesWithoutALoss(StrangersTrial):
+class UpdatesWithoutALoss(Weights):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self.backward(batch)
         self.step()
         return self.amp.update()
 
 
-class CountsItsOwnSamples(StrangersTrial):
+class CountsItsOwnSamples(Weights):
     """A batch of x counts x samples."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -336,28 +83,25 @@ class CountsItsOwnSamples(StrangersTrial):
         return int(batch[0][0])
 
 
-class TestReportedLoss:
-    def test_is_the_mean_over_samples(self, folder: Path) -> None:
-        """Loss w x: 1 * 1 and 3/4 * 3."""
-        assert report_of(StrangersTrial, folder)["loss"] == (1 + 2.25) / 2
-
-    @pytest.mark.parametrize("trial_class", [ReportsItsOwnLoss, ReturnsTheLoss])
-    def test_is_the_trials_where_it_reports_one(
-        self, trial_class: type[StrangersTrial], folder: Path
-    ) -> None:
-        assert report_of(trial_class, folder)["loss"] == 7
-
-    def test_is_left_out_where_none_is_given(self, folder: Path) -> None:
-        report = report_of(UpdatesWithoutALoss, folder)
-        assert "loss" not in report
-        assert report["watch_applied_steps"] == 2
-
-    def test_weighs_batches_by_the_trials_own_length(self, folder: Path) -> None:
-        """(1 * 1 + 3 * 3) / (1 + 3)."""
-        assert report_of(CountsItsOwnSamples, folder)["loss"] == 2.5
+@pytest.mark.parametrize(
+    ("trial", "loss"),
+    [
+        (Weights, (1 + 2.25) / 2),  # the mean over samples of w x: 1 * 1 and 3/4 * 3
+        (ReportsItsOwnLoss, 7),
+        (ReturnsTheLoss, 7),
+        (UpdatesWithoutALoss, None),
+        (CountsItsOwnSamples, 2.5),  # (1 * 1 + 3 * 3) / (1 + 3)
+    ],
+)
+def test_reported_loss_is_the_trials_or_a_mean_over_samples(
+    trial: type[Weights], loss: float | None
+) -> None:
+    report = report_of(trial)
+    assert report.get("loss") == loss
+    assert report["watch_applied_steps"] == (0 if trial is CountsItsOwnSamples else 2)
 
 
-class LongTrial(StrangersTrial):
+class LongTrial(Weights):
     rows = ((1.0, 1.0),) * (WARMUP_BATCHES + 4)
 
 
@@ -370,22 +114,22 @@ class LongTrialOfAPlainLoader(LongTrial):
         return DataLoader(TensorDataset(torch.ones(2 * len(self.rows), 1)), batch_size=2)
 
 
-class TestWaitForData:
-    def test_is_reported_with_determineds_loader(self, folder: Path) -> None:
-        report = report_of(LongTrial, folder, FP32)
-        assert 0 < report["watch_data_wait_share"] < 1
-        assert report["samples_per_second"] > 0
+@pytest.mark.parametrize(
+    ("trial", "is_timed"), [(LongTrial, True), (LongTrialOfAPlainLoader, False)]
+)
+def test_wait_for_data_is_reported_with_determineds_loader_alone(
+    trial: type[Weights], *, is_timed: bool
+) -> None:
+    report = report_of(trial, FP32)
+    assert report["samples_per_second"] > 0
+    assert (0 < report.get("watch_data_wait_share", 0) < 1) is is_timed
+    assert ("watch_data_wait_share" in report) is is_timed
 
-    def test_is_not_with_any_other(self, folder: Path) -> None:
-        report = report_of(LongTrialOfAPlainLoader, folder, FP32)
-        assert "watch_data_wait_share" not in report
-        assert report["samples_per_second"] > 0
 
-
-class NestsAutocast(StrangersTrial):
+class NestsAutocast(Weights):
     """Its loss function has an autocast of its own."""
 
-    def backward(self, batch: Any) -> torch.Tensor:
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
         with self.amp.autocast():
             return self.noted(super().backward, batch)
 
@@ -410,13 +154,13 @@ class NestsAutocast(StrangersTrial):
 
 
 @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
-def test_autocast_within_itself_restores_what_was(folder: Path, precision: str) -> None:
-    trial = loops.fit(NestsAutocast, folder, {"precision": precision}, batches=2).trial
+def test_autocast_within_itself_restores_what_was(precision: str) -> None:
+    trial = fit(NestsAutocast, {"precision": precision}, batches=2).trial
     low = trial.amp.settings.precision.autocast_dtype or torch.float32
     assert trial.dtypes == [low, low, torch.float32, low, torch.float32]
 
 
-class TrainsAgainWithoutSteps(StrangersTrial):
+class TrainsAgainWithoutSteps(Weights):
     """Looks at its state around a batch that is trained again.
 
     Attributes:
@@ -474,25 +218,18 @@ class TrainsAgainWithoutSteps(StrangersTrial):
 
 
 class TestWithoutSteps:
-    def test_nothing_moves_whoever_asks_for_it(self, folder: Path) -> None:
-        trial = loops.fit(TrainsAgainWithoutSteps, folder, FP16, batches=2).trial
-        assert trial.after == trial.before
-
-    def test_everything_works_again_afterwards(self, folder: Path) -> None:
-        """As `test_trial_without_a_mistake_is_trained`, with the same report."""
-        report = report_of(TrainsAgainWithoutSteps, folder)
-        plain = report_of(StrangersTrial, folder)
-        same = (
-            "loss",
-            "watch_grad_norm",
-            "watch_applied_steps",
-            "skipped_steps",
-            "loss_scale_log2",
+    def test_nothing_moves_and_everything_works_again_afterwards(self) -> None:
+        """As of a trial that trains nothing twice, with the same report."""
+        made, plain = (
+            fit(trial, FP16, batches=2, reporting_period=2)
+            for trial in (TrainsAgainWithoutSteps, Weights)
         )
-        for name in same:
-            assert report[name] == plain[name]
-        trial = loops.fit(TrainsAgainWithoutSteps, folder, FP16, batches=2).trial
-        assert trial.model.weight.item() == -0.125
+        trial = made.trial
+        assert trial.after == trial.before
+        names = ("loss", "watch_grad_norm", "watch_applied_steps", "skipped_steps")
+        for name in (*names, "loss_scale_log2"):
+            assert made.report[name] == plain.report[name]
+        assert trial.weights() == plain.trial.weights() == [-0.125]
         before = trial.state()
         trial.model.weight.grad = torch.ones(1, 1)
         trial.optimizer.step()
@@ -553,13 +290,14 @@ import os, sys
 from pathlib import Path
 from determined import core, pytorch
 from determined.common import storage
-from tests.test_mixed_precision import FP16, MadeTwice, StrangersTrial
+from tests.test_mistakes import MadeTwice
+from tests.trials import FP16_SECTION, Weights
 
 hook, loop = sys.excepthook, pytorch._PyTorchTrialController
-folder, trial_class = Path(sys.argv[1]), {"fails": StrangersTrial, "twice": MadeTwice}[sys.argv[2]]
-StrangersTrial.rows = ((1.0,), (float("inf"),))
+folder, trial_class = Path(sys.argv[1]), {"fails": Weights, "twice": MadeTwice}[sys.argv[2]]
+Weights.rows = ((1.0,), (float("inf"),))
 os.chdir(folder.parent / "work")  # which the loop copies into every checkpoint
-amp = dict(FP16, max_consecutive_skips=1, audit=False)
+amp = dict(FP16_SECTION, max_consecutive_skips=1, audit=False)
 try:
     with pytorch.init(hparams={"amp": amp}, exp_conf={}) as context:
         context._core.checkpoint = core.DummyCheckpointContext(

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from determined import core, pytorch
-from determined.common import storage
+from determined import pytorch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -27,9 +26,10 @@ from determined_amp.amp.metrics import TrainingMetrics
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.trial.determined_0_38 import SafeController, controlled_by
+from determined_amp.trial.determined_0_38 import SafeController
 from determined_amp.trial.unmodified import trial_of
-from tests.fake_cuda import LACKING, Syncs, backward, fake_cuda
+from tests.fake_cuda import Syncs, backward, fake_cuda, needs_fake_cuda
+from tests.harness import fit
 from trials.data import loading
 
 CONFIGS = Path(__file__).parents[1] / "experiment_configs"
@@ -47,14 +47,12 @@ OVERRIDES = (
     f"hyperparameters.training.max_length={{batches: {BATCHES}}}",
 )
 
-needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
-
 
 @dataclass
 class Run:
     """What one run left: the trial, and the dtypes of its model's outputs in training."""
 
-    trial: Any
+    trial: Any = None
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     def note_dtype(self, model: nn.Module, inputs: object, outputs: torch.Tensor) -> None:
@@ -104,35 +102,25 @@ def train(
     """
     raw = with_overrides(read_yaml(str(CONFIGS / config)), [*OVERRIDES, *overrides])
     experiment = parse(raw, config)
-    distributed = core.DummyDistributedContext()
-    core_context = core.Context(
-        checkpoint=core.DummyCheckpointContext(
-            distributed, storage.SharedFSStorageManager("nowhere")
-        ),
-        distributed=distributed,
-        train=core.DummyTrainContext(),
-    )
-    with core_context, controlled_by(partial(Loop, during)):
-        context = pytorch.PyTorchTrialContext(
-            core_context=core_context,
-            trial_seed=0,
-            hparams=dict(raw["hyperparameters"]),
-            slots_per_trial=1,
-            num_gpus=gpus,
-            exp_conf=raw,
-            aggregation_frequency=experiment.aggregation_frequency,
-            steps_completed=0,
-            managed_training=True,
-            debug_enabled=False,
-            enable_tensorboard_logging=False,
-        )
-        run = Run(trial_of(experiment, context))
+    length = experiment.max_length.batches
+    assert length is not None
+    run = Run()
+
+    def make(context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+        run.trial = trial_of(experiment, context)
         run.trial.model.register_forward_hook(run.note_dtype)
-        pytorch.Trainer(run.trial, context).fit(
-            max_length=experiment.max_length.unit(),
-            reporting_period=pytorch.Batch(REPORTING_PERIOD),
-            checkpoint_policy="none",
-        )
+        return run.trial  # type: ignore[no-any-return]
+
+    fit(
+        make,
+        batches=length,
+        reporting_period=REPORTING_PERIOD,
+        hparams=raw["hyperparameters"],
+        exp_conf=raw,
+        gpus=gpus,
+        aggregation_frequency=experiment.aggregation_frequency,
+        loop=partial(Loop, during),
+    )
     return run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -150,76 +150,72 @@ def test_model_without_classes_has_none_to_ask_for(
     assert "trained with conditioning none" in capsys.readouterr().err
 
 
-class TestSource:
-    def test_that_is_no_checkpoint_is_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert sampled(tmp_path, tmp_path / "clip.npy") == 2
-        assert f"{tmp_path}: no checkpoint of a Latte" in capsys.readouterr().err
+def test_source_that_is_no_checkpoint_or_of_another_trial_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sampled(tmp_path, tmp_path / "clip.npy") == 2
+    assert f"{tmp_path}: no checkpoint of a Latte" in capsys.readouterr().err
+    length = "hyperparameters.training.max_length.batches=2"
+    other = run_small("mlp/fp32.yaml", tmp_path / "mlp", length)
+    assert sampled(other, tmp_path / "clip.npy") == 2
+    said = "no checkpoint of a Latte can be read here: KeyError('ema')"
+    assert said in capsys.readouterr().err
 
-    def test_of_another_trial_is_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        length = "hyperparameters.training.max_length.batches=2"
-        other = run_small("mlp/fp32.yaml", tmp_path / "mlp", length)
-        assert sampled(other, tmp_path / "clip.npy") == 2
-        assert "no checkpoint of a Latte can be read here: KeyError('ema')" in (
-            capsys.readouterr().err
-        )
 
-    def test_of_an_average_of_another_model_is_named(
-        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """A trial that keeps averaged weights, too, and has no class `Hparams`."""
-        shutil.copytree(run, tmp_path / "run")
-        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-        file = checkpoint / "load_data.json"
-        data = json.loads(file.read_text())
-        data["hparams"]["trial"] = "benchmarks.small_trials:SummedLoss"
-        file.write_text(json.dumps(data))
-        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
-        assert "is of benchmarks.small_trials:SummedLoss, which samples no clips" in (
-            capsys.readouterr().err
-        )
+def cut_off(checkpoint: Path) -> None:
+    weights = checkpoint / "state_dict.pth"
+    weights.write_bytes(weights.read_bytes()[:-1000])
 
-    def test_that_is_damaged_is_named(
-        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        shutil.copytree(run, tmp_path / "run")
-        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-        weights = checkpoint / "state_dict.pth"
-        whole = weights.read_bytes()
-        # Longer than the padding between two tensors, which nothing reads.
-        middle, end = len(whole) // 2, len(whole) // 2 + 256
-        flipped = whole[:middle] + bytes(b ^ 1 for b in whole[middle:end]) + whole[end:]
-        for damaged in (whole[:-1000], flipped):
-            weights.write_bytes(damaged)
-            assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
-            assert f"{checkpoint}: no checkpoint of a Latte" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("key", "value"), [("experiment_config", []), ("experiment_config", 5), ("hparams", [1])]
-    )
-    def test_with_settings_of_another_type_is_named(
-        self,
-        run: Path,
-        tmp_path: Path,
-        key: str,
-        value: object,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        shutil.copytree(run, tmp_path / "run")
-        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+def flip_bits(checkpoint: Path) -> None:
+    """In more than the padding between two tensors, which nothing reads."""
+    whole = (checkpoint / "state_dict.pth").read_bytes()
+    middle, end = len(whole) // 2, len(whole) // 2 + 256
+    flipped = bytes(byte ^ 1 for byte in whole[middle:end])
+    (checkpoint / "state_dict.pth").write_bytes(whole[:middle] + flipped + whole[end:])
+
+
+def average_a_list(checkpoint: Path) -> None:
+    torch.save({"callbacks": {"ema": [1]}}, checkpoint / "state_dict.pth")
+
+
+def set_data(key: str, value: object) -> Callable[[Path], None]:
+    def change(checkpoint: Path) -> None:
         file = checkpoint / "load_data.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
-        assert f"{checkpoint}: " in capsys.readouterr().err
 
-    def test_with_an_average_of_another_type_is_named(
-        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        shutil.copytree(run, tmp_path / "run")
-        (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-        torch.save({"callbacks": {"ema": [1]}}, checkpoint / "state_dict.pth")
-        assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
-        assert "its weights do not fit its settings" in capsys.readouterr().err
+    return change
+
+
+def be_of_another_trial(checkpoint: Path) -> None:
+    """One that keeps averaged weights, too, and has no class `Hparams`."""
+    file = checkpoint / "load_data.json"
+    data = json.loads(file.read_text())
+    data["hparams"]["trial"] = "benchmarks.small_trials:SummedLoss"
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_off, "no checkpoint of a Latte"),
+        (flip_bits, "no checkpoint of a Latte"),
+        (average_a_list, "its weights do not fit its settings"),
+        (be_of_another_trial, "is of benchmarks.small_trials:SummedLoss, which samples no clips"),
+        (set_data("experiment_config", []), ""),
+        (set_data("experiment_config", 5), ""),
+        (set_data("hparams", [1]), ""),
+    ],
+)
+def test_damaged_checkpoint_is_named(
+    run: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    damage(checkpoint)
+    assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+    assert f"{checkpoint}: {said}" in capsys.readouterr().err

@@ -452,15 +452,6 @@ def test_newest_step_of_a_checkpoint_is_known_before_the_next_one(
     assert bool(counts.last_step_applied) is is_applied
 
 
-def test_counting_leaves_the_device_alone_until_somebody_asks() -> None:
-    """Three kernels for one step, or for 64 of them."""
-    counts, applied = StepCounts(CPU, can_skip=True), torch.zeros(())
-    with Syncs("cpu") as syncs, syncs.during("steps"):
-        for _ in range(StepCounts._HANDFUL - 1):
-            counts.count(applied)
-    assert not syncs.calls["steps"]
-
-
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_counts_are_whole_numbers_on_the_device_of_the_parameters(steps: int) -> None:
     device = torch.device("meta")

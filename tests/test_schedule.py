@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
-from tests.fake_cuda import LACKING, Syncs, fake_cuda
+from tests.fake_cuda import Syncs, fake_cuda, needs_fake_cuda
 
 CPU = torch.device("cpu")
 RATES = (0.3, 0.05)  # of the parameter groups
@@ -29,8 +29,6 @@ MakeOptimizer = Callable[..., Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 # What a step uses: for every group, the values that schedulers move.
 Used = list[dict[str, Any]]
-
-needs_fake_cuda = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
 def make_optimizer(
@@ -233,24 +231,6 @@ def test_without_skips_every_optimizer_keeps_plain_numbers(
         assert {type(group["lr"]) for group in optimizer.param_groups} == {float}
 
 
-@FUSED_OR_NOT
-def test_optimizer_steps_by_the_scheduled_rate(fused: bool) -> None:
-    """SGD on gradient 1 moves a weight by the rate; float32 weights make it the float32 rate."""
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=0.3)
-    optimizer.defaults["fused"] = fused
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    rate = 0.3
-    for step in range(7):
-        schedule.move(step, torch.tensor(step))
-        weight.data.zero_()
-        weight.grad = torch.ones(1)
-        optimizer.step()
-        assert weight.item() == -torch.tensor(rate).item()
-        rate *= 0.9
-
-
 def spoil(optimizer: Optimizer) -> None:
     """What a checkpoint with other values leaves in every group."""
     state = optimizer.state_dict()
@@ -289,21 +269,6 @@ def test_resume_at_any_step_goes_on_exactly(
         expected = undisturbed[attempted : attempted + 20]
         assert [run[:2] for run in continued] == [run[:2] for run in expected]
         assert moving(continued, keys) == moving(expected, keys)
-
-
-@FUSED_OR_NOT
-def test_optimizer_of_a_checkpoint_goes_on_exactly(fused: bool) -> None:
-    """The state goes through a file, as in a checkpoint, with the rates that it had then."""
-    first = make_optimizer(torch.optim.Adam, says_fused=fused)
-    schedule = AppliedStepSchedule(one_cycle(first), CPU, skips=True)
-    runs = list(followed(schedule, 0, 0, 40))
-    saved = io.BytesIO()
-    torch.save(first.state_dict(), saved)
-    saved.seek(0)
-    second = make_optimizer(torch.optim.Adam, says_fused=fused)
-    schedule = AppliedStepSchedule(one_cycle(second), CPU, skips=True)
-    second.load_state_dict(torch.load(saved, weights_only=True))
-    assert list(followed(schedule, *runs[20][:2], 20)) == runs[20:]
 
 
 @FUSED_OR_NOT

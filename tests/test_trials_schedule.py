@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from determined_amp.amp.schedules import AppliedStepSchedule
 from trials.schedule import LRSchedule, warmup_then
 
 # Of the peak: either side rounds an angle of at most pi twice, and a factor in [0, 1] twice, which
@@ -56,38 +55,8 @@ def test_closed_form_tells_a_warmup_of_one_step_more() -> None:
     assert np.abs(np.subtract(used, closed_form(LRSchedule.COSINE, 0.3, 38, 500))).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "peak", "warmup", "expected"),
-    [
-        (LRSchedule.CONSTANT, 8.0, 3, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]),
-        (LRSchedule.CONSTANT, 8.0, 7, [1.0, 2.0, 3.0]),  # the run ends before the warm-up
-        (LRSchedule.COSINE, 2.0, 0, [2.0, 1 + _ROOT, 1.0, 1 - _ROOT]),  # angles 0, 45, 90, 135
-        (LRSchedule.COSINE, 2.0, 1, [1.0, 2.0, 1.5, 0.5]),  # angles 0, 60, 120 after the warm-up
-        (LRSchedule.COSINE, 2.0, 0, [2.0]),
-    ],
-)
-def test_rates_of_a_short_run(
-    schedule: LRSchedule, peak: float, warmup: int, expected: list[float]
-) -> None:
-    used = rates(schedule, peak, warmup, len(expected), len(expected))
-    assert used == pytest.approx(expected, rel=0, abs=peak * _TOLERANCE)
-
-
 @pytest.mark.parametrize("schedule", LRSchedule)
 @pytest.mark.parametrize("warmup", [0, 2, 20])
 def test_longer_run_stays_on_the_rate_of_the_last_step(schedule: LRSchedule, warmup: int) -> None:
     used = rates(schedule, 0.3, warmup, 7, 30)
     assert set(used[6:]) == {used[6]}
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_rates_follow_applied_steps_past_the_end_too(fused: bool) -> None:
-    expected = rates(LRSchedule.COSINE, 0.3, 2, 7, 7)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    optimizer.defaults["fused"] = fused
-    schedule = AppliedStepSchedule(
-        warmup_then(optimizer, LRSchedule.COSINE, 2, 7), torch.device("cpu"), skips=True
-    )
-    for attempted, applied in enumerate((0, 1, 1, 2, 6, 7, 8, 1000)):
-        schedule.move(max(attempted, applied), torch.tensor(applied))
-        assert float(optimizer.param_groups[0]["lr"]) == expected[min(applied, 6)]

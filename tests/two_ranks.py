@@ -34,11 +34,20 @@ from determined_amp.amp.replay import undisturbed
 from determined_amp.local.processes import process_group
 from determined_amp.trial import mixed_precision as amp
 from determined_amp.trial.mixed_precision import MixedPrecision
-from tests import habits, strangers, test_unmodified, training
-from tests.loops import fit
-from tests.one_weight import OneWeightTrial, Recipe, run
-from tests.test_amp import INF, ONE
-from tests.two_weights import TwoWeights
+from tests import habits, strangers, training
+from tests.harness import Fitted, fit, fit_as_it_is
+from tests.trials import (
+    CLASSES,
+    FEATURES,
+    INF,
+    ONE,
+    Converted,
+    OneWeight,
+    Plain,
+    Recipe,
+    weigh,
+    weigh_two,
+)
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
@@ -50,7 +59,7 @@ PAIRS = [(1.0, 1.0), (1.0, 1.0), (math.inf, 1.0), (1.0, 1.0), (1.0, 1.0), (3.0, 
 WINDOWS = [ONE, ONE, ONE, [3.0, 3.0], INF, ONE, ONE, ONE]
 
 
-class CountsExchanges(OneWeightTrial):
+class CountsExchanges(OneWeight):
     """Counts how often this rank takes part in averaging the gradient."""
 
     def __init__(self, context: Any, recipe: Recipe) -> None:
@@ -70,7 +79,7 @@ class TrainsAgain(CountsExchanges):
 
     of_replays = 0
 
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         reported = super().train_batch(batch, epoch_idx, batch_idx)
         before = self.exchanges
         with self.amp.without_steps(), undisturbed(self.model):
@@ -96,21 +105,14 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def two_weights(checkpoints: Path) -> dict[str, Any]:
+def two_weights() -> dict[str, Any]:
     """Two optimizers, one of which overflows on one rank."""
     heard = Warnings()
     guard.logger.addHandler(heard)
     # It starts at its floor, where the guard warns of any skip.
     amp = {"precision": "amp_fp16", "init_scale": 4.0, "min_scale": 4.0, "on_overflow": "warn"}
     with process_group() as processes:
-        made: Any = fit(
-            lambda context: TwoWeights(context, PAIRS),
-            checkpoints,
-            amp,
-            batches=len(PAIRS) // processes.size,
-            batch_size=1,
-            processes=processes,
-        )
+        made = weigh_two(PAIRS, amp, batches=len(PAIRS) // processes.size, processes=processes)
     return {
         "optimizers": processes.rank,
         "weights": made.trial.weights(),
@@ -120,21 +122,20 @@ def two_weights(checkpoints: Path) -> dict[str, Any]:
     }
 
 
-def unmodified(checkpoints: Path) -> dict[str, Any]:
+def unmodified() -> dict[str, Any]:
     """A float32 trial as it is, and the same converted: hashes of what they trained."""
     trained = {}
-    for trial in (test_unmodified.Plain, test_unmodified.Converted):
+    loud = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    for trial in (Plain, Converted):
         with process_group() as processes:
-            made = test_unmodified.run(
-                trial, checkpoints, test_unmodified.FP16, batches=4, processes=processes
-            )
+            made = fit_as_it_is(trial, loud, batches=4, processes=processes)
             weights = [model.state_dict() for model in made.context.models]
             optimizers = [optimizer.state_dict() for optimizer in made.context.optimizers]
             trained[trial.__name__] = training.digest([weights, optimizers])
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
         options: dict[str, Any] = {"aggregation_frequency": 2, "processes": processes}
-        made = test_unmodified.run(habits.LoudAtFirst, checkpoints, amp, batches=4, **options)
+        made = fit_as_it_is(habits.LoudAtFirst, amp, batches=4, **options)
         trained["loud"] = training.digest(made.trial.model.state_dict())
         mixed = MixedPrecision.of(made.context)
         assert mixed is not None
@@ -148,7 +149,7 @@ def unmodified(checkpoints: Path) -> dict[str, Any]:
     }
 
 
-class LoudOnOneRank(test_unmodified.Plain):
+class LoudOnOneRank(Plain):
     """The inputs of the second rank are 2^8 times as large, and so are its gradients."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -157,14 +158,14 @@ class LoudOnOneRank(test_unmodified.Plain):
         return super().train_batch((louder, classes), epoch_idx, batch_idx)
 
     def net(self) -> Any:
-        return torch.nn.Linear(test_unmodified.FEATURES, test_unmodified.CLASSES)
+        return torch.nn.Linear(FEATURES, CLASSES)
 
 
-def found(checkpoints: Path) -> dict[str, Any]:
+def found() -> dict[str, Any]:
     """A loss scale that is found at the start, where one rank sees larger gradients."""
     with process_group() as processes:
         amp = {"precision": "amp_fp16", "init_scale": "find"}
-        made = test_unmodified.run(LoudOnOneRank, checkpoints, amp, batches=2, processes=processes)
+        made = fit_as_it_is(LoudOnOneRank, amp, batches=2, processes=processes)
     mixed = MixedPrecision.of(made.context)
     assert mixed is not None
     weights = training.digest(made.trial.model.state_dict())
@@ -232,17 +233,18 @@ class Noted(strangers.Shuffled):
         return super().train_batch(points, epoch_idx, batch_idx)
 
 
-def shuffled(checkpoints: Path) -> dict[str, Any]:
+def shuffled() -> dict[str, Any]:
     """An undisturbed run, and one in two parts."""
-    made: list[Any] = []
-    for options in ({"batches": 10}, {"batches": 4}, {"batches": 10, "first_batch": 4}):
-        resume = made[-1].checkpoint if "first_batch" in options else None
+
+    def run(batches: int, resume: Fitted | None = None) -> Fitted:
         with process_group() as processes:
-            every: Any = {"validation_period": 2, "resume": resume, **options}
-            made.append(fit(Noted, checkpoints, None, processes=processes, **every))
-    whole, first, second = made
+            every: Any = {"batches": batches, "validation_period": 2, "resume": resume}
+            return fit(Noted, processes=processes, **every)
+
+    whole, first = run(10), run(4)
+    second = run(10, first)
     return {
-        "shuffled": processes.rank,
+        "shuffled": second.context.distributed.rank,
         "seen": whole.trial.seen,
         "resumed": first.trial.seen + second.trial.seen,
         "weights": [training.digest(each.trial.model.state_dict()) for each in (whole, second)],
@@ -255,43 +257,44 @@ def main(rank: int, folder: Path) -> None:
         **{"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"},
     }
     os.environ.update({name: str(value) for name, value in of_torchrun.items()})
-    work, checkpoints = folder / "work", folder / "checkpoints"
+    work = folder / "work"
     work.mkdir(exist_ok=True)
-    checkpoints.mkdir(exist_ok=True)
     os.chdir(work)  # which the loop copies into every checkpoint
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     with process_group() as processes:
-        made = run(Recipe(ROWS), checkpoints, processes=processes)
+        made = weigh(ROWS, processes=processes)
         seen = {
             "rank": processes.rank,
             "scales": made.trial.scales,
-            "weights": made.trial.weights,
-            "reports": made.reports,
+            "weights": made.trial.trace,
+            "reports": made.reports.training,
         }
         say(seen)
-    recipe = Recipe(WINDOWS, aggregation_frequency=2)
-    with process_group() as processes:
-        once: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
-    with process_group() as processes:
-        replayed: Any = run(recipe, checkpoints, TrainsAgain, processes=processes).trial
-    with process_group() as processes, patched(amp, "share_gradients_once", lambda *given: []):
-        always: Any = run(recipe, checkpoints, CountsExchanges, processes=processes).trial
+
+    def windows(trial: type[CountsExchanges]) -> Any:
+        with process_group() as processes:
+            options: Any = {"aggregation_frequency": 2, "processes": processes}
+            return weigh(WINDOWS, trial=trial, **options).trial
+
+    once, replayed = windows(CountsExchanges), windows(TrainsAgain)
+    with patched(amp, "share_gradients_once", lambda *given: []):
+        always = windows(CountsExchanges)
     seen = {
         "window": processes.rank,
-        "weights": once.weights,
+        "weights": once.trace,
         "scales": once.scales,
         "exchanges": once.exchanges,
         "exchanges of replays": replayed.of_replays,
-        "weights of Determined alone": always.weights,
+        "weights of Determined alone": always.trace,
         "exchanges of Determined alone": always.exchanges,
     }
     say(seen)
-    say(two_weights(checkpoints))
-    say(unmodified(checkpoints))
-    say(found(checkpoints))
+    say(two_weights())
+    say(unmodified())
+    say(found())
     say(own_loop())
-    say(shuffled(checkpoints))
+    say(shuffled())
     training.run_small("mlp/fp32.yaml", folder / "two")
     compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does
     with patched(torch, "compile", lambda forward, mode: compiler(forward)):

@@ -1,0 +1,494 @@
+"""Every mistake with mixed precision ends with one sentence and the line to write.
+
+In a trial that was written for it, in one that knows nothing of it, and in a loop of one's own; in
+every precision, so that none comes to light only when the precision is switched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+
+from determined_amp import AmpLoop, AmpSettings, AuditError, ConfigError, MixedPrecision, Precision
+from tests import habits
+from tests.harness import (
+    EVERY_PRECISION,
+    Context,
+    as_it_is,
+    every_precision,
+    fit,
+    fit_as_it_is,
+    refusal,
+    same_bits,
+)
+from tests.trials import BATCHES, CLASSES, FEATURES, FP16_SECTION, FP32_SECTION, Plain, Weights
+
+# A scheduler that Determined moves is moved by a skipped first step, too.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+
+
+class MadeAfterWrapModel(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        context.wrap_model(nn.Linear(1, 1))
+        super().__init__(context)
+
+
+class MadeTwice(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        MixedPrecision(context)
+        super().__init__(context)
+
+
+class UsesAmpOfDetermined(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        context.experimental.use_amp()
+        super().__init__(context)
+
+
+class UsesAmpOfDeterminedLater(Weights):
+    def build_training_data_loader(self) -> Any:
+        context: Any = self.context
+        context._scaler = torch.amp.GradScaler("cpu")
+        return super().build_training_data_loader()
+
+
+class ForgetsTheCallbacks(Weights):
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {}
+
+
+class ForgetsTheUpdate(Weights):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.backward(batch)
+        self.step()
+        return {"loss": loss}
+
+
+class ForgetsTheScaler(Weights):
+    def step(self, which: int = 0) -> None:
+        self.context.step_optimizer(self.optimizer)
+
+
+class ForgetsToScale(Weights):
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+        with self.amp.autocast():
+            loss: torch.Tensor = self.model(batch[0]).float().mean()
+        self.context.backward(loss)
+        return loss
+
+
+class ClipsBeforeUnscaling(Weights):
+    def step(self, which: int = 0) -> None:
+        def clip(parameters: Any) -> None:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+
+        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
+
+
+class StepsOneOptimizerTwice(Weights):
+    def step(self, which: int = 0) -> None:
+        super().step()
+        self.backward([torch.ones(2, 1)])
+        super().step()
+
+
+class StepsTheSchedule(Weights):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1)).step()
+
+
+class HasBothSchedules(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.amp.wrap_lr_scheduler(lr_scheduler.ReduceLROnPlateau(self.optimizer))
+        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
+
+
+class SchedulesTwice(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        for _ in range(2):
+            self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
+
+
+class HasSchedulesOfBothKinds(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1))
+        scheduler: Any = lr_scheduler.StepLR(self.optimizer, 1)
+        context.wrap_lr_scheduler(scheduler, pytorch.LRScheduler.StepMode.STEP_EVERY_EPOCH)
+
+
+class SchedulesAnUnwrappedOptimizer(Weights):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        other = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(other, 1))
+
+
+class SumsTheGradients(Weights):
+    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.context.wrap_optimizer(optimizer, average_aggregated_gradients=False)
+
+
+MISTAKES: dict[Any, str] = {
+    MadeAfterWrapModel: "MixedPrecision: make it before context.wrap_model",
+    MadeTwice: "MixedPrecision: this context has one already",
+    ForgetsTheCallbacks: "build_callbacks of the trial must return amp.callbacks(self)",
+    ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
+    ClipsBeforeUnscaling: "its clip_grads clips gradients that may still be scaled",
+    StepsTheSchedule: "leave StepLR.step() to MixedPrecision",
+    HasBothSchedules: "its optimizer has a schedule already",
+    HasSchedulesOfBothKinds: "allowed: one of them",
+    StepsOneOptimizerTwice: "steps an optimizer twice",
+    ForgetsTheScaler: "allowed: context.step_optimizer(optimizer, scaler=amp.scaler)",
+    ForgetsToScale: "allowed: context.backward(amp.scaler.scale(loss))",
+    SchedulesAnUnwrappedOptimizer: "is not one that context.wrap_optimizer returned",
+    SchedulesTwice: "its optimizer has a schedule already",
+    UsesAmpOfDeterminedLater: "leave out experimental.use_amp() and wrap_scaler()",
+}
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", "")
+
+
+def test_trial_without_a_mistake_is_trained() -> None:
+    """The control of all that is refused below: w = 1 - 1/4, then - (3 + 1/2) / 4."""
+    trial = fit(Weights, FP16_SECTION, batches=2).trial
+    assert trial.weights() == [-0.125]
+    assert MixedPrecision.of(trial.context) is trial.amp
+
+
+@pytest.mark.parametrize(("trial", "words"), MISTAKES.items(), ids=name_of)
+@pytest.mark.parametrize("amp", [FP16_SECTION, FP32_SECTION], ids=["fp16", "fp32"])
+def test_mistake_in_a_trial_is_one_sentence(trial: Any, words: str, amp: Any) -> None:
+    assert words in refusal(trial, amp)
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA:UserWarning")
+def test_determineds_own_amp_beside_it_is_refused() -> None:
+    assert "leave out experimental.use_amp()" in refusal(UsesAmpOfDetermined, FP16_SECTION)
+
+
+def test_sum_of_the_gradients_of_a_window_is_refused() -> None:
+    """Rows 1 and 3: the mean gradient is 2, so w = 1 - 2 / 4. One batch has no sum."""
+    two: dict[str, Any] = {"batches": 2, "aggregation_frequency": 2}
+    assert fit(Weights, FP16_SECTION, **two).trial.weights() == [0.5]
+    words = "average_aggregated_gradients: got false, which sums the gradients of the 2"
+    assert words in refusal(SumsTheGradients, FP16_SECTION, **two)
+    assert fit(SumsTheGradients, FP16_SECTION, batches=2).trial.weights() == [-0.125]
+
+
+def test_section_that_is_missing_or_wrong_is_named_with_every_mistake() -> None:
+    assert "amp: missing; allowed: amp: {precision: amp_fp16}" in refusal(Weights, None)
+    wrong = {"precision": "fp16", "init_scale": -1, "growth_intervall": 5}
+    with pytest.raises(ConfigError) as raised:
+        fit(Weights, wrong, batches=2)
+    keys = {problem.key.rpartition("amp.")[2] for problem in raised.value.problems}
+    assert keys == wrong.keys()
+
+
+def test_context_without_hyperparameters_needs_settings() -> None:
+    context: Any = Context()
+    context._hparams = None
+    with pytest.raises(ConfigError, match="the context has no hyperparameters"):
+        MixedPrecision(context)
+    settings = AmpSettings(Precision.AMP_BF16)
+    assert MixedPrecision(context, settings).settings is settings
+
+
+# Trials that know nothing of mixed precision.
+
+
+class CallsBackwardItself(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.context.step_optimizer(self.optimizer)
+        return loss
+
+
+class CallsBackwardBesideTheRightOne(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        super().train_batch(batch, epoch_idx, batch_idx)
+        self.model(batch[0]).sum().backward()
+
+
+class CallsBackwardOfAutograd(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        torch.autograd.backward(self.loss(batch))
+        self.context.step_optimizer(self.optimizer)
+
+
+class EntersAutocast(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class WrapsAScaler(Plain):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu"))
+        super().__init__(context)
+
+
+class ScalesByItself(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        scaler = torch.amp.GradScaler("cpu")
+        self.context.backward(scaler.scale(self.model(batch[0]).sum()))
+        self.context.step_optimizer(self.optimizer, scaler=scaler)
+
+
+class CreatesAGraph(Plain):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.context.backward(self.model(batch[0]).sum(), create_graph=True)
+
+
+class StepsInsideTheBackward(habits.Habit):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.own = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        first = next(iter(self.model.parameters()))
+        first.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch
+            lambda _: self.own.step()
+        )
+
+
+class WrapsNoModel(Plain):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+
+
+FP16_ONLY, IN_16_BITS = ("amp_fp16",), ("amp_fp16", "amp_bf16")
+ITS_OWN_BACKWARD = "calls loss.backward() itself; write instead: self.context.backward(loss)"
+REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
+    (CallsBackwardItself, EVERY_PRECISION, ITS_OWN_BACKWARD),
+    (CallsBackwardBesideTheRightOne, FP16_ONLY, ITS_OWN_BACKWARD),
+    (CallsBackwardOfAutograd, FP16_ONLY, ITS_OWN_BACKWARD),
+    (EntersAutocast, FP16_ONLY, "enters autocast itself"),
+    (WrapsAScaler, FP16_ONLY, "GradScaler of its own"),
+    (ScalesByItself, FP16_ONLY, "GradScaler of its own"),
+    (CreatesAGraph, FP16_ONLY, "create_graph"),
+    (WrapsNoModel, FP16_ONLY, "context.wrap_model(model)"),
+    (habits.ReturnsBox, FP16_ONLY, "its loss is in float16"),
+    (habits.HalfWeights, EVERY_PRECISION, "are in bfloat16, as after .half() or .bfloat16()"),
+    (habits.LineSearch, IN_16_BITS, "LBFGS with a closure, for which no line helps in 16 bits"),
+    (StepsInsideTheBackward, FP16_ONLY, "steps an optimizer inside the backward"),
+]
+
+
+@pytest.mark.parametrize(
+    ("trial", "precision", "words"),
+    [(trial, precision, words) for trial, precisions, words in REFUSED for precision in precisions],
+    ids=lambda value: value if value in EVERY_PRECISION else name_of(value),
+)
+def test_trial_that_cannot_be_trained_as_it_is_gets_one_sentence(
+    trial: Any, precision: str, words: str
+) -> None:
+    """In the first batch at the latest."""
+    amp = {"precision": precision}
+    assert words in refusal(as_it_is(trial, amp), amp)
+
+
+class SwitchesItsScalerOff(Plain):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))
+        super().__init__(context)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            loss = self.loss(batch)
+        self.context.backward(self.scaler.scale(loss))
+        self.context.step_optimizer(self.optimizer, self.clip_unscaled, scaler=self.scaler)
+        self.scaler.update()
+        return {"loss": loss}
+
+    def clip_unscaled(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.clip(parameters)
+
+
+class FrozenHalf(habits.Habit):
+    """Its first layer is in 16 bits, and is not trained."""
+
+    def net(self) -> nn.Module:
+        model: Any = super().net()
+        model[0].bfloat16().requires_grad_(False)
+        return model  # type: ignore[no-any-return]
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs.bfloat16(), classes).float()
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("trial", "precision"), [(FrozenHalf, "amp_bf16"), (StepsInsideTheBackward, "amp_bf16")]
+)
+def test_trial_that_is_no_trouble_in_this_precision_trains(trial: Any, precision: str) -> None:
+    fit_as_it_is(trial, {"precision": precision}, batches=2)
+
+
+def test_scaler_that_is_switched_off_is_no_trouble() -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
+    states = [
+        fit_as_it_is(trial, amp).checkpoint["models_state_dict"]
+        for trial in (SwitchesItsScalerOff, Plain)
+    ]
+    assert same_bits(*states)
+
+
+def test_dropping_gradients_is_no_trouble() -> None:
+    class Dropping(Plain):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.context.backward(loss)
+            next(self.model.parameters()).grad = None
+            self.context.step_optimizer(self.optimizer)
+            return loss
+
+    weight = fit_as_it_is(Dropping, {"precision": "amp_fp16"}).trial.model[0].weight
+    torch.manual_seed(0)
+    assert torch.equal(weight, nn.Linear(FEATURES, 16).weight)
+
+
+def test_two_optimizers_of_one_parameter_with_a_backward_each_are_no_trouble() -> None:
+    class Shared(Plain):
+        def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+            super().__init__(context)
+            sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.second = context.wrap_optimizer(sgd)
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            for optimizer in (self.optimizer, self.second):
+                loss = self.loss(batch)
+                self.context.backward(loss)
+                self.context.step_optimizer(optimizer)
+            return loss
+
+    made = fit_as_it_is(Shared, {"precision": "amp_fp16", "init_scale": 16.0})
+    assert made.report["watch_applied_steps_1"] == BATCHES
+
+
+def test_forward_of_another_name_fails_the_audit() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(FEATURES, CLASSES)
+
+        def logits(self, x: torch.Tensor) -> Any:
+            return self.layer(x)
+
+    class Another(Plain):
+        def net(self) -> nn.Module:
+            return Net()
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            model: Any = self.model
+            return functional.cross_entropy(model.logits(batch[0]), batch[1])
+
+    with pytest.raises(AuditError, match=r"model\(inputs\)"):
+        fit_as_it_is(Another, {"precision": "amp_bf16"})
+
+
+# A loop of one's own.
+
+
+class OwnLoop:
+    """One weight and its optimizer."""
+
+    def __init__(self, precision: str = "amp_fp16") -> None:
+        self.amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")
+        self.model = self.amp.prepare(nn.Linear(1, 1, bias=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def backward(self, *, scales: bool = True) -> None:
+        loss = self.model(torch.ones(1, 1)).sum()
+        torch.autograd.backward(self.amp.scaler.scale(loss) if scales else loss)
+
+    def step(self) -> None:
+        self.amp.scaler.step(self.optimizer)
+
+    def schedule(self) -> None:
+        self.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(self.optimizer, 0.9))
+
+
+def steps_twice(loop: OwnLoop) -> None:
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+
+
+def steps_the_optimizer(loop: OwnLoop) -> None:
+    loop.backward()
+    loop.step()
+    loop.amp.update()
+    loop.optimizer.step()
+
+
+def scales_no_loss(loop: OwnLoop) -> None:
+    loop.backward(scales=False)
+    loop.step()
+
+
+def schedules_twice(loop: OwnLoop) -> None:
+    loop.schedule()
+    loop.schedule()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (steps_the_optimizer, r"the loop: it steps .* amp\.scaler\.step\(optim"),
+        (steps_twice, "the loop: steps an optimizer twice"),
+        (scales_no_loss, r"it does not scale the loss; .*\.backward\(\)"),
+        (schedules_twice, "its optimizer has a schedule already"),
+    ],
+    ids=name_of,
+)
+@every_precision
+def test_mistake_in_a_loop_is_one_sentence(
+    mistake: Callable[[OwnLoop], None], words: str, precision: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        mistake(OwnLoop(precision))
+
+
+def test_second_step_after_the_end_of_the_first_is_no_mistake() -> None:
+    loop = OwnLoop()
+    for _ in range(2):
+        loop.backward()
+        loop.step()
+        loop.amp.finish_steps()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan])
+def test_norm_that_clips_everything_away_is_refused(max_norm: float) -> None:
+    context: Any = Context()
+    amp, loop = MixedPrecision(context, AmpSettings(Precision.FP32)), OwnLoop()
+    optimizer = context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    with pytest.raises(ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"):
+        amp.clip(optimizer, max_norm)
+    with pytest.raises(ConfigError, match=f"clip_gradients: got max_norm {max_norm}"):
+        loop.amp.clip_gradients(loop.optimizer, max_norm)
+    amp.clip(optimizer, 1.0e-30)
+
+
+@pytest.mark.parametrize("pattern", ["head", "0"])
+def test_module_that_is_nowhere_is_refused_at_the_first_batch(pattern: str) -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, fp32_modules=(pattern,)), "cpu")
+    if pattern == "head":
+        amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    with pytest.raises(Exception, match=r"matches no module|no model was given to amp\.prep"):
+        amp.autocast()

@@ -1,0 +1,348 @@
+"""Trials whose every number can be written down: y = w x from w = 1, the loss is mean(y), SGD.
+
+The gradient dL/dw is mean(x) whatever w is, and a step moves w by -rate * mean(x). Powers of two
+are exact in float16, so in every precision the weights are exact too. A batch with x = inf makes
+the gradient non-finite at every loss scale: exactly those steps are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from determined import core, pytorch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from determined_amp import AmpSettings, MixedPrecision, Precision
+from tests.harness import Context, Fitted, fit, loader
+
+Rows = Sequence[Sequence[float]]
+
+ONE = [1.0, 1.0]
+INF = [math.inf, 1.0]
+AMP = AmpSettings(Precision.AMP_FP16, init_scale=4.0, growth_interval=2)
+FP32, BF16 = AmpSettings(Precision.FP32), AmpSettings(Precision.AMP_BF16)
+# The same as a section of hyperparameters.
+FP16_SECTION = {"precision": "amp_fp16", "init_scale": 4.0}
+FP32_SECTION = {"precision": "fp32"}
+
+
+class Weights(pytorch.PyTorchTrial):
+    """In the fewest lines, with a method for whatever a subclass does otherwise.
+
+    Attributes:
+        rows: The batches; each holds the x of its samples.
+        count: How many models, each with an optimizer; all get the same x.
+    """
+
+    rows: Rows = ((1.0, 1.0), (3.0, 3.0))
+    count = 1
+
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, settings: AmpSettings | None = None
+    ) -> None:
+        self.context = context
+        self.amp = MixedPrecision(context, settings)
+        self.models, self.optimizers = [], []
+        for _ in range(self.count):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(model.weight)
+            self.models.append(context.wrap_model(self.amp.prepare(model)))
+            optimizer = self.optimizer_of(self.models[-1].parameters())
+            self.optimizers.append(self.wrapped(optimizer))
+        self.model, self.optimizer = self.models[0], self.optimizers[0]
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+
+    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.context.wrap_optimizer(optimizer)
+
+    def x_of(self, batch: Any, which: int) -> torch.Tensor:
+        x: torch.Tensor = batch[0]
+        return x
+
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+        with self.amp.autocast():
+            loss: torch.Tensor = self.models[which](self.x_of(batch, which)).float().mean()
+        self.context.backward(self.amp.scaler.scale(loss))
+        return loss
+
+    def step(self, which: int = 0) -> None:
+        clip = self.amp.clip(self.optimizers[which])
+        self.context.step_optimizer(self.optimizers[which], clip_grads=clip, scaler=self.amp.scaler)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        for which in range(self.count):
+            loss = self.backward(batch, which)
+            self.step(which)
+        return self.amp.update(loss, samples=len(batch[0]))
+
+    def weights(self) -> list[float]:
+        return [float(next(model.parameters()).detach()) for model in self.models]
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": 0.0}
+
+    def build_training_data_loader(self) -> Any:
+        return loader(self.rows)
+
+    def build_validation_data_loader(self) -> Any:
+        return loader([[0.0]] * self.context.distributed.size)
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What one run of `OneWeight` is given; `rate` is the learning rate."""
+
+    rows: Rows
+    amp: AmpSettings = AMP
+    rate: float = 0.5
+    max_norm: float = math.inf
+
+
+class OneWeight(Weights):
+    """The recipe of the real trials, word for word (`test_docs.py` holds them together).
+
+    Attributes:
+        scales: Loss scale after every batch.
+        trace: w after every batch.
+    """
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, recipe: Recipe) -> None:
+        self.hparams, self.rows = recipe, recipe.rows
+        super().__init__(context, recipe.amp)
+        self.scales: list[float] = []
+        self.trace: list[float] = []
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.hparams.rate)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        reported = self.train_on(batch)
+        self.scales.append(float(self.amp.loss_scale()))
+        self.trace += self.weights()
+        return reported
+
+    def train_on(self, batch: Any) -> Any:
+        (x,) = batch  # (B, 1)
+        with self.amp.autocast():
+            loss = self.model(x).float().mean()
+        self.context.backward(self.amp.scaler.scale(loss))  # torch's GradScaler
+        self.context.step_optimizer(  # scaler.step(optimizer), where a window of batches ends
+            self.optimizer,
+            clip_grads=self.amp.clip(self.optimizer, self.hparams.max_norm),  # after unscale_
+            scaler=self.amp.scaler,
+        )
+        return self.amp.update(loss, samples=len(x))  # scaler.update(), counts, metrics
+
+
+def weigh(
+    rows: Rows,
+    amp: AmpSettings = AMP,
+    trial: type[OneWeight] = OneWeight,
+    *,
+    rate: float = 0.5,
+    max_norm: float = math.inf,
+    processes: core.DistributedContext | None = None,
+    **options: Any,
+) -> Fitted:
+    """Train the one weight on these rows, of which ranks take turns, with one report at the end."""
+    batches = len(rows) // (processes.size if processes else 1)
+    options = {"batches": batches, "reporting_period": batches, **options}
+    recipe = Recipe(rows, amp, rate, max_norm)
+    return fit(
+        lambda context: trial(context, recipe),
+        batch_size=len(rows[0]),
+        processes=processes,
+        **options,
+    )
+
+
+class TwoWeights(Weights):
+    """A discriminator y = w_d x_d and a generator y = w_g x_g, both from w = 1, SGD with rate 0.5.
+
+    A row is a batch of one sample, (x_d, x_g).
+
+    Attributes:
+        fused: Whether the optimizers are.
+        how: Who steps: "context", or in batches of one "scaler" or "optimizer" alone.
+        diagnosed: How often the guard trained a batch again.
+        norms: Of the gradients that each batch stepped with, of both models.
+    """
+
+    count = 2
+    how = "context"
+    fused = False
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, rows: Rows) -> None:
+        self.rows = rows
+        super().__init__(context)
+        self.diagnosed = 0
+        self.norms: list[float] = []
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5, fused=self.fused)
+
+    def x_of(self, batch: Any, which: int) -> torch.Tensor:
+        x: torch.Tensor = batch[which]
+        return x
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.diagnosed += self.amp.is_replaying
+        losses = []
+        for which in range(2):
+            losses.append(self.backward(batch, which))
+            if which == 0 or self.steps_generator(batch_idx):
+                self.step(which)
+        return self.amp.update(losses[0])
+
+    def steps_generator(self, batch_idx: int) -> bool:
+        return True
+
+    def step(self, which: int = 0) -> None:
+        optimizer = self.optimizers[which]
+        if not self.amp.is_replaying:
+            (parameter,) = optimizer.param_groups[0]["params"]
+            self.norms.append(float(parameter.grad))
+        if self.how == "context":
+            super().step(which)
+            return
+        self.amp.scaler.step(optimizer)
+        if self.how == "optimizer" and self.amp.is_replaying:
+            optimizer.step()  # a trial that steps by hand, whatever the guard wants
+        optimizer.zero_grad()
+
+    def build_training_data_loader(self) -> Any:
+        columns = torch.tensor(self.rows).T.reshape(2, -1, 1)
+        return pytorch.DataLoader(TensorDataset(*columns), batch_size=1)
+
+    def build_validation_data_loader(self) -> Any:
+        zeros = torch.zeros(self.context.distributed.size, 1)
+        return pytorch.DataLoader(TensorDataset(zeros, zeros), batch_size=1)
+
+
+def weigh_two(rows: Rows, amp: Any, trial: type[TwoWeights] = TwoWeights, **options: Any) -> Fitted:
+    """Train the pair on these rows."""
+    options = {"batches": len(rows), **options}
+    return fit(lambda context: trial(context, rows), amp, batch_size=1, **options)
+
+
+class ByHand:
+    """One parameter that is stepped on the gradients that a test gives, without a loop.
+
+    Args:
+        make_optimizer: Of a list of parameters.
+        amp: The settings.
+        weight: The parameter's first value.
+        make_scheduler: Of the optimizer.
+    """
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[Any], Any],
+        amp: AmpSettings = AMP,
+        *,
+        weight: torch.Tensor | None = None,
+        make_scheduler: Callable[[Any], Any] | None = None,
+    ) -> None:
+        context: Any = Context()
+        self.weight = nn.Parameter(torch.ones(1) if weight is None else weight)
+        context.device = self.weight.device
+        self.amp = MixedPrecision(context, amp)
+        self.optimizer = context.wrap_optimizer(make_optimizer([self.weight]))
+        if make_scheduler is not None:
+            self.amp.wrap_lr_scheduler(make_scheduler(self.optimizer))
+        self.amp.on_training_start()
+
+    def step(self, gradient: float | torch.Tensor, *, unscales: bool = False) -> float:
+        """The first value after the step."""
+        given = torch.full((1,), gradient) if isinstance(gradient, float) else gradient
+        self.weight.grad = self.amp.scaler.scale(given)
+        if unscales:
+            self.amp.scaler.unscale_(self.optimizer)
+        self.amp.scaler.step(self.optimizer)
+        self.amp.update()
+        return self.weight[0].item()
+
+
+FEATURES, CLASSES, BATCHES = 6, 3, 8
+
+
+def points() -> TensorDataset:
+    """(N, FEATURES) float32 and the class (N,) int64 of each, for 8 batches of 4."""
+    made = torch.randn(BATCHES * 4, FEATURES, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(made, made[:, :CLASSES].argmax(1))
+
+
+class Plain(pytorch.PyTorchTrial):
+    """A classifier in float32 with what people use: norm, dropout, clip, a moving rate."""
+
+    clips = True
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.model = context.wrap_model(self.prepared(self.net()))
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = context.wrap_optimizer(adamw)
+        halving: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        context.wrap_lr_scheduler(halving, pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP)
+
+    def net(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.25), nn.Linear(16, CLASSES)
+        )
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, classes = batch
+        return functional.cross_entropy(self.model(inputs), classes)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip if self.clips else None)
+        return {"loss": loss}
+
+    def clip(self, parameters: Any) -> None:
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": self.loss(batch)}
+
+    def build_training_data_loader(self) -> pytorch.DataLoader:
+        return pytorch.DataLoader(points(), batch_size=self.context.get_per_slot_batch_size())
+
+    build_validation_data_loader = build_training_data_loader
+
+
+class Converted(Plain):
+    """The same by docs/your_trial.md."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.amp = MixedPrecision(context)
+        super().__init__(context)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        return self.amp.prepare(model)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with self.amp.autocast():
+            loss = self.loss(batch)
+        self.context.backward(self.amp.scaler.scale(loss))
+        clip = self.amp.clip(self.optimizer, 0.5) if self.clips else None
+        self.context.step_optimizer(self.optimizer, clip_grads=clip, scaler=self.amp.scaler)
+        return {"loss": loss, **self.amp.update(loss)}
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return self.amp.callbacks(self)
