@@ -8,10 +8,7 @@ It writes `jpeg_cpu.json` into `--folder`. Times are processor times of one thre
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import io
-import json
 import statistics
 import tempfile
 import time
@@ -26,7 +23,7 @@ from PIL import Image
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
-from benchmarks.measured import add_folder, cpu_name
+from benchmarks.measured import machine, markdown_table, parser_of, write
 from benchmarks.photos import photo, write_photos
 from trials.data.images import DatasetName, DataSettings, load
 from trials.data.loading import Sample
@@ -76,19 +73,18 @@ def with_torchvision(content: bytes) -> torch.Tensor:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table that `docs/resnet50.md` quotes."""
-    lines = ["| one core | ms per photo, median (range) | photos/s |", "|---|---|---|"]
+    rows = []
     for name, row in result["one_core"].items():
         low, high = row["ms_range"]
         times = f"{row['ms']:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {name} | {times} | {row['images_per_second']:,} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, times, f"{row['images_per_second']:,}"])
+    return markdown_table(["one core", "ms per photo, median (range)", "photos/s"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.jpeg", description=__doc__)
+    parser = parser_of("jpeg", __doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--photos", type=int, default=PHOTOS)
-    add_folder(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     photos = [photo(seed) for seed in range(options.photos)]
@@ -108,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for p in photos
     )
     result = {
-        "device": cpu_name(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
+        **machine(),
         "torchvision": torchvision.__version__,
         "pillow": PIL.__version__,
         "photos": len(photos),
@@ -119,8 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "decoded_pixels_are_equal": same,
         "one_core": rows,
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    (options.folder / "jpeg_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(options.folder / "jpeg_cpu", result)
     print(markdown(result))
 
 

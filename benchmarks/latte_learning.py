@@ -8,8 +8,6 @@ It does not repeat runs that are already in FOLDER. It prints a table and writes
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +16,9 @@ from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.measured import ROOT, add_folder
+from benchmarks.measured import ROOT, machine, markdown_table, parser_of, write
 from determined_amp.experiment import experiment
 from determined_amp.runs.folder import read_metrics
 from trials.data import clips
@@ -96,11 +92,10 @@ def _final_loss(folder: Path, batches: int) -> float | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.latte_learning")
+    parser = parser_of("latte_learning", "Compare what Latte learns in two precisions.")
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "latte-learning")
-    add_folder(parser)
     options = parser.parse_args(arguments)
     path = str(CONFIGS / "fp32.yaml")
     config = experiment.parse(experiment.read_yaml(path), path)
@@ -111,15 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, seed in track(jobs, "training"):
         losses[name].append(trained(name, seed, options.batches, options.runs))
     result = {"batches": options.batches, "baselines": without_network, "losses": losses}
-    options.folder.mkdir(parents=True, exist_ok=True)
-    numbers = options.folder / "latte_learning.json"
-    numbers.write_text(json.dumps({"torch": torch.__version__, **result}, indent=2) + "\n")
-    table = Table("what", "validation loss")
-    for name, loss in without_network.items():
-        table.add_row(name.replace("_", " "), f"{loss:.4f}")
+    write(options.folder / "latte_learning", {**machine(), **result})
+    rows = [[name.replace("_", " "), f"{loss:.4f}"] for name, loss in without_network.items()]
     for name, found in losses.items():
-        table.add_row(f"{name}, seeds 1 to {options.seeds}", ", ".join(f"{x:.4f}" for x in found))
-    Console().print(table)
+        seeds = f"{name}, seeds 1 to {options.seeds}"
+        rows.append([seeds, ", ".join(f"{loss:.4f}" for loss in found)])
+    print(markdown_table(["what", "validation loss"], rows))
     return 0
 
 

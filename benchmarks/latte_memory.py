@@ -16,10 +16,8 @@ hardware multiplies faster.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from benchmarks.measured import ROOT, add_folder
+from benchmarks.measured import DEVICE, ROOT, markdown_table, parser_of, write
 from determined_amp.amp.precision import prepare_backend
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment import experiment
@@ -236,9 +234,7 @@ def table(rows: Sequence[Row]) -> str:
         "largest batch, predicted": lambda row: str(row.predicted_batch or ""),
     }
     shown = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
-    lines = [list(shown), ["---"] * len(shown)]
-    lines += [[cell(row) for cell in shown.values()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(list(shown), [[cell(row) for cell in shown.values()] for row in rows])
 
 
 def draw(rows: Sequence[Row], device: str, path: Path) -> None:
@@ -271,22 +267,16 @@ def draw(rows: Sequence[Row], device: str, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.latte_memory", description="Memory and speed of Latte."
-    )
-    add_folder(parser)
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name, batches = TIMED[device.type]
+    options = parser_of("latte_memory", "Memory and speed of Latte.").parse_args(arguments)
+    name, batches = TIMED[DEVICE.type]
     torch.set_num_threads(1)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU thread"
-    options.folder.mkdir(parents=True, exist_ok=True)
-    stem = options.folder / f"latte_memory_{device.type}"
+    where = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "one CPU thread"
+    stem = options.folder / f"latte_memory_{DEVICE.type}"
     rows: list[Row] = []
     sizes = [len(COUNTED[model]) for model in COUNTED] + [len(batches)]
     # First the rows that need the device: it may be available for a short time only.
     sources = [
-        timed(name, batches, device),
+        timed(name, batches, DEVICE),
         *(counted(model, COUNTED[model]) for model in COUNTED),
     ]
     with Progress() as bar:
@@ -295,8 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             bar.advance(task)
             result = {"torch": torch.__version__, "device": where, "rows": [*map(vars, rows)]}
-            stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(table(rows))
+            write(stem, result, table(rows))
     draw(rows, where, stem.with_suffix(".png"))
     print(table(rows))
     return 0

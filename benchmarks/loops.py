@@ -221,12 +221,26 @@ def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.
 
 def ours(case: Case, turns: Turns) -> nn.Module:
     """`trials.mlp` in Determined's loop, with audit, guard, counters and reports."""
-    with case.context() as context:
-        trial = trial_of(case.experiment, context)
-        assert isinstance(trial, MLPTrial)
+    trial = train_in_turns(case.experiment, turns)
+    assert isinstance(trial, MLPTrial)
+    return trial.model
+
+
+# Overrides of an experiment that is trained until its turns are over.
+ENDLESS = tuple(
+    f"hyperparameters.training.{name}={{batches: 1000000}}"
+    for name in ("max_length", "validation_period", "checkpoint_period")
+)
+
+
+def train_in_turns(experiment: Experiment[Any], turns: Turns) -> pytorch.PyTorchTrial:
+    """Train the trial of an experiment in Determined's loop, by turns; the trial."""
+    with throwaway_core_context(reports=NoReports) as core_context:
+        context = trial_context(core_context, experiment)
+        trial = trial_of(experiment, context)
         take_turns(trial, turns)
         fit(trial, context, checkpoint_policy="none")
-        return trial.model
+        return trial
 
 
 def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:

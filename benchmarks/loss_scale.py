@@ -10,7 +10,6 @@ as soon as it is measured. A row that the present code has made is not measured 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -44,7 +43,7 @@ from benchmarks.loss_scale_rows import (
     wanted,
 )
 from benchmarks.loss_scale_tasks import TASKS, Task
-from benchmarks.measured import RESULTS, ROOT, add_folder, cpu_name
+from benchmarks.measured import RESULTS, ROOT, cpu_name, markdown_table, parser_of
 from determined_amp.report.page import INK, PAPER, STYLE, VERMILION, as_png
 from determined_amp.runs.run import Machine
 
@@ -57,6 +56,11 @@ _T_95 = 2.262
 
 # The colour of what is just worse than another seed.
 _FAINT = "#fae3d3"
+
+_HEADS = (
+    *("task", "way", "skipped, mean (range)", "first applied step", "gradient flushed", "metric"),
+    *("less float32's, 95 %", "samples to choose", "edge, bits off"),
+)
 
 # The share of the steps that a scale must lose to count as a loss.
 _LOST = 0.05
@@ -213,11 +217,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         *said(cells),
         "",
-        "| task | way | skipped, mean (range) | first applied step | gradient flushed "
-        "| metric | less float32's, 95 % | samples to choose | edge, bits off |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_row(cell) for cell in cells.values()),
-        "",
+        markdown_table(_HEADS, map(_row, cells.values())),
         f"{len(SEEDS)} seeds, {STEPS} steps; {where['device']}, torch {where['torch']}, "
         f"{where['date']}, commit {where['commit']}. `python -m benchmarks.loss_scale`",
         "",
@@ -231,7 +231,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(cell: Cell) -> str:
+def _row(cell: Cell) -> list[str]:
     rows = cell.rows
     skips, firsts = [row.skipped for row in rows], [row.first_applied or STEPS for row in rows]
     flushed = [row.flushed for row in rows if row.flushed is not None]
@@ -239,7 +239,7 @@ def _row(cell: Cell) -> str:
     applied = f"{mean(firsts):.3g}" if any(row.first_applied for row in rows) else "none"
     compared = "" if cell.way.name == FLOAT32 else f"{difference:+.2g} ± {half:.1g}"
     off = f"{max(map(edge_error, rows)):g}" if cell.way.name == FINDER else ""
-    columns = [
+    return [
         cell.task.name,
         cell.way.name,
         f"{mean(skips):.3g} ({min(skips)} to {max(skips)})",
@@ -250,7 +250,6 @@ def _row(cell: Cell) -> str:
         f"{mean(row.chosen_with for row in rows):.0f}",
         off,
     ]
-    return f"| {' | '.join(columns)} |"
 
 
 def draw(cells: Cells) -> Figure:
@@ -302,8 +301,7 @@ def publish(rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, and say what it shows; returns the exit status, 0."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_scale")
-    add_folder(parser)
+    parser = parser_of("loss_scale", "When does the initial loss scale matter?")
     parser.add_argument("--ways", nargs="+", default=[way.name for way in WAYS], help="only these")
     parser.add_argument("--publish", action="store_true", help="replace the results in the docs")
     options = parser.parse_args(arguments)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer
 
+from benchmarks.measured import first_failure, markdown_table
 from determined_amp.finder.model import LossBatch, OneProcess
 from determined_amp.finder.passes import predict
 from determined_amp.finder.verdict import FLUSHED_LIMIT
@@ -45,17 +46,16 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Print the table, in Markdown."""
-    print("| model | steps | predicted first skip | measured | window |")
-    print("|---|---|---|---|---|")
+    rows = []
     for case in (*hugging_face_models(), *other_models()):
         for steps in STEPS:
             train(case, steps, 2.0**8)
             predicted, low = prediction(case)
-            measured = first_skip(case)
             window = f"2^{low} to 2^{predicted - 1}"
-            print(
-                f"| {case.name} | {steps} | 2^{predicted} | 2^{measured} | {window} |", flush=True
-            )
+            row = [case.name, str(steps), f"2^{predicted}", f"2^{first_skip(case)}", window]
+            rows.append(row)
+    heads = ["model", "steps", "predicted first skip", "measured", "window"]
+    print(markdown_table(heads, rows))
     print(f"\n{platform.machine()} CPU, torch {torch.__version__}, one batch, one seed.")
 
 
@@ -155,12 +155,11 @@ def prediction(case: Case) -> tuple[int, int]:
 
 def first_skip(case: Case) -> int:
     """log2 of the smallest power of two at which a training skips its first step."""
-    works, fails = -8, _FAILS_LOG2
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        skips = train(case._replace(model=copy.deepcopy(case.model)), 1, 2.0**middle)
-        works, fails = (works, middle) if skips else (middle, fails)
-    return fails
+
+    def skips(scale_log2: int) -> bool:
+        return train(case._replace(model=copy.deepcopy(case.model)), 1, 2.0**scale_log2) > 0
+
+    return first_failure(-8, _FAILS_LOG2, skips)
 
 
 def train(case: Case, steps: int, init_scale: float) -> int:

@@ -1,24 +1,36 @@
-"""Where the results of a benchmark go, and which machine they are from."""
+"""What every benchmark needs: its options, the machine, and the files that it writes."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import os
 import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import determined
+import torch
 
 ROOT = Path(__file__).parents[1]
 # The published results, which pages quote and tests compare with them.
 RESULTS = ROOT / "benchmarks" / "results"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def add_folder(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--folder`. By default no file of the repository changes."""
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the option `--folder`. By default no file of the repository changes."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument(
         "--folder",
         type=Path,
         default=ROOT / "runs" / "benchmarks",
         help="where the results go; benchmarks/results replaces the published ones",
     )
+    return parser
 
 
 def cpu_name() -> str:
@@ -29,3 +41,47 @@ def cpu_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def machine() -> dict[str, Any]:
+    """The device, what else it does, and the versions."""
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "determined": determined.__version__,
+    }
+
+
+def write(stem: Path, result: Mapping[str, Any], text: str | None = None) -> None:
+    """Write the numbers of a benchmark as JSON, and beside them a text about them."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    if text is not None:
+        stem.with_suffix(".md").write_text(text)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(line)} |" for line in (heads, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]]) + "\n"
+
+
+def spread(values: Sequence[float], form: str, unit: str = "") -> str:
+    """The median and the range of some values."""
+    middle, low, high = (
+        format(value, form) for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle}{unit} ({low} to {high})"
+
+
+def first_failure(works: int, fails: int, does_fail: Any) -> int:
+    """The first integer that fails, in an interval whose ends are known; failure is monotone."""
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        works, fails = (works, middle) if does_fail(middle) else (middle, fails)
+    return fails

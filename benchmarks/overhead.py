@@ -9,25 +9,17 @@ one report. The step is tiny on purpose: it shows what the host does around the 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import determined
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from benchmarks import loops
-from benchmarks.measured import add_folder, cpu_name
+from benchmarks.measured import DEVICE, machine, markdown_table, parser_of, write
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
@@ -97,12 +89,9 @@ def markdown(result: dict[str, Any]) -> str:
     """The table that `docs/amp.md` quotes."""
     schedules = result["schedules"]
     heads = ["loop", *(f"{name} rate: CPU us, over bare (quartiles), ratio" for name in schedules)]
-    lines = [heads, ["---"] * len(heads)]
-    lines += [
-        [name, *(_cell(rows[name]) for rows in schedules.values())]
-        for name in next(iter(schedules.values()))
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    names = next(iter(schedules.values()))
+    rows = [[name, *(_cell(rows[name]) for rows in schedules.values())] for name in names]
+    return markdown_table(heads, rows)
 
 
 def _cell(row: dict[str, float]) -> str:
@@ -112,56 +101,25 @@ def _cell(row: dict[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead", description="Measure what the loops cost."
-    )
+    parser = parser_of("overhead", "Measure what the loops cost.")
     parser.add_argument(
         "--precision", choices=[p.value for p in Precision], default=Precision.AMP_FP16.value
     )
     parser.add_argument("--rounds", type=int, default=40)
-    add_folder(parser)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     result = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        **machine(),
         "precision": options.precision,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
         "rounds": options.rounds,
         "batches_per_round": BATCHES_PER_ROUND,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "determined": determined.__version__,
         "schedules": {
             schedule.value: summary(measure(options.precision, schedule.value, options.rounds))
             for schedule in LRSchedule
         },
     }
-    options.folder.mkdir(parents=True, exist_ok=True)
-    stem = options.folder / f"overhead_{device}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(result))
-    _show(result)
-
-
-def _show(result: dict[str, Any]) -> None:
-    for schedule, rows in result["schedules"].items():
-        table = Table(title=f"{result['precision']}, {schedule} learning rate, us per batch")
-        for column in ("loop", "wall", "CPU", "over the bare loop", "quartiles", "ratio"):
-            table.add_column(column, justify="left" if column == "loop" else "right")
-        for name, row in rows.items():
-            low, high = row["added_cpu_us_low"], row["added_cpu_us_high"]
-            table.add_row(
-                name,
-                f"{row['wall_us']:.0f}",
-                f"{row['cpu_us']:.0f}",
-                f"{row['added_cpu_us']:+.0f}",
-                f"{low:+.0f} to {high:+.0f}",
-                f"{row['cpu_ratio']:.2f}",
-            )
-        Console().print(table)
+    write(options.folder / f"overhead_{DEVICE.type}", result, markdown(result))
+    print(markdown(result))
 
 
 if __name__ == "__main__":

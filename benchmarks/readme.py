@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -22,13 +21,12 @@ from matplotlib.figure import Figure
 from benchmarks.gpu import report as gpu_report
 from benchmarks.loss_scale_rows import DEFAULT, FINDER, STEPS
 from benchmarks.loss_scale_tasks import TASKS
+from benchmarks.measured import RESULTS, ROOT
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
-RESULTS = ROOT / "benchmarks" / "results"
 # The report on precisions, by the name of the model.
 PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",

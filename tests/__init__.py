@@ -1,1 +1,1 @@
-"""Tests; `tests.training` and `tests.one_weight` are what they share."""
+"""Tests; `tests.harness` trains, `tests.trials` and `tests.training` are what is trained."""

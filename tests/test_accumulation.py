@@ -34,7 +34,7 @@ class TestAverage:
         average_at_once(made)
         return made
 
-    def test_is_one_kernel_for_all_parameters(self, context: Any) -> None:
+    def test_average_is_one_kernel_for_all_parameters(self, context: Any) -> None:
         parameters = [
             *having(torch.tensor([4.0, 8.0]), torch.tensor(6.0)),
             nn.Parameter(torch.ones(1)),
@@ -45,7 +45,7 @@ class TestAverage:
         gradients = [p.grad.tolist() for p in parameters if p.grad is not None]
         assert gradients == [[2.0, 4.0], 3.0]
 
-    def test_of_sparse_gradients_is_the_same(self, context: Any) -> None:
+    def test_average_of_sparse_gradients_is_the_same(self, context: Any) -> None:
         dense, sparse = having(torch.tensor([4.0, 8.0]), torch.eye(2).to_sparse())
         context._average_gradients([dense, sparse], 2)
         assert dense.grad is not None
@@ -55,7 +55,9 @@ class TestAverage:
         assert sparse.grad.to_dense().tolist() == [[0.5, 0.0], [0.0, 0.5]]
 
     @pytest.mark.parametrize("divisor", [1, 2])
-    def test_of_one_batch_or_of_no_gradient_costs_nothing(self, context: Any, divisor: int) -> None:
+    def test_average_of_one_batch_or_of_no_gradient_costs_nothing(
+        self, context: Any, divisor: int
+    ) -> None:
         parameters = having(torch.ones(1)) if divisor == 1 else [nn.Parameter(torch.ones(1))]
         with Syncs("cpu") as syncs, syncs.during("average"):
             context._average_gradients(parameters, divisor)
@@ -63,7 +65,7 @@ class TestAverage:
 
 
 class TestExchange:
-    def test_is_after_the_last_batch_of_a_window_alone(self) -> None:
+    def test_gradients_are_exchanged_after_the_last_batch_of_a_window_alone(self) -> None:
         model, batches = Exchanging(), iter(range(4))
         context: Any = SimpleNamespace(
             models=[nn.Linear(1, 1), model], current_train_batch=lambda: next(batches)
@@ -75,7 +77,7 @@ class TestExchange:
         handle.remove()
         model()  # and asks for no fifth batch
 
-    def test_is_not_asked_about_where_no_backward_follows(self) -> None:
+    def test_exchange_is_not_asked_about_where_no_backward_follows(self) -> None:
         """As in a validation, which may come in the middle of a window."""
         model, context = Exchanging(), SimpleNamespace(current_train_batch=lambda: 1 / 0)
         made: Any = context

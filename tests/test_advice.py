@@ -230,17 +230,19 @@ class TestChanges:
         ],
         ids=["scale", "at the limit", "below the limit", "islands"],
     )
-    def test_are_those_of_the_verdict(self, given: FoundScale, changes: dict[str, Any]) -> None:
+    def test_changes_are_those_of_the_verdict(
+        self, given: FoundScale, changes: dict[str, Any]
+    ) -> None:
         assert yaml_changes(given) == changes
 
     @pytest.mark.parametrize("given", [BF16, HOPELESS], ids=["bf16", "hopeless"])
-    def test_to_bfloat16_remove_the_settings_of_the_scale(self, given: FoundScale) -> None:
+    def test_change_to_bfloat16_removes_the_settings_of_the_scale(self, given: FoundScale) -> None:
         changes = yaml_changes(given)
         assert changes.pop("precision") == "amp_bf16"
         assert {"init_scale", "growth_interval", "min_scale"} <= changes.keys()
         assert set(changes.values()) == {None}
 
-    def test_are_yaml_as_it_was_meant(self) -> None:
+    def test_changes_are_yaml_as_it_was_meant(self) -> None:
         changes = {"init_scale": 2.0**40, "fp32_modules": ["^a[.]b$"], "precision": "amp_bf16"}
         assert yaml.safe_load(yaml_lines(changes)) == {"hyperparameters": {"amp": changes}}
         assert yaml_lines({"init_scale": None}).endswith("\n    # without init_scale")
@@ -257,7 +259,7 @@ class TestChanges:
         ],
         ids=["scale", "islands", "bf16"],
     )
-    def test_of_a_trial_without_a_section_amp_are_python(
+    def test_changes_of_a_trial_without_a_section_amp_are_python(
         self, given: FoundScale, line: str
     ) -> None:
         run = dataclasses.replace(RUN, is_ours=False)
@@ -269,11 +271,11 @@ class TestJson:
     @pytest.mark.parametrize(
         "given", [FOUND, BF16, ISLANDS, HOPELESS], ids=lambda f: f.finding.verdict
     )
-    def test_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
+    def test_json_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
         given.write(tmp_path / "found.json")
         assert FoundScale.read(tmp_path / "found.json") == given
 
-    def test_says_what_a_program_asks(self) -> None:
+    def test_json_says_what_a_program_asks(self) -> None:
         written = json.loads(json.dumps(found(recorded_log2=7, reason="no kernel").as_json()))
         names = ("choice_log2", "low_log2", "top_log2", "headroom_log2")
         assert [written[name] for name in names] == [13, 9, 14, 14.5]
@@ -303,7 +305,7 @@ class TestJson:
             ),
         ],
     )
-    def test_of_another_kind_is_one_sentence(
+    def test_json_of_another_kind_is_one_sentence(
         self, content: str | None, said: str, tmp_path: Path
     ) -> None:
         path = tmp_path / "found.json"
@@ -313,11 +315,11 @@ class TestJson:
             FoundScale.read(path)
         assert said in str(caught.value)
 
-    def test_counts_the_samples_of_all_passes(self) -> None:
+    def test_json_counts_the_samples_of_all_passes(self) -> None:
         """One pass in bfloat16, three in float16."""
         assert FOUND.passed_samples == 4 * 192
 
-    def test_has_the_scale_for_a_scaler(self) -> None:
+    def test_json_has_the_scale_for_a_scaler(self) -> None:
         assert FOUND.init_scale == 8192.0
         assert HOPELESS.init_scale is None
 

@@ -37,7 +37,7 @@ class TestLossScale:
         assert trial.trace == [0.5, 0.5, 0.0]
 
     @pytest.mark.parametrize("scale", [2.0**8, 2.0**15])
-    def test_does_not_change_the_weights(self, scale: float) -> None:
+    def test_loss_scale_does_not_change_the_weights(self, scale: float) -> None:
         """Powers of two neither round nor, up to 2^15, overflow: the scale cancels exactly."""
         amp = dataclasses.replace(AMP, init_scale=scale, growth_interval=100)
         assert weigh([ONE, [2.0, 1.0]], amp).trial.trace == [0.5, -0.25]
@@ -55,7 +55,7 @@ class TestLossScale:
 
 class TestAccumulation:
     @pytest.mark.parametrize("amp", [AMP, BF16, FP32], ids=lambda amp: amp.precision.value)
-    def test_of_micro_batches_equals_one_batch(self, amp: AmpSettings) -> None:
+    def test_accumulated_micro_batches_equal_one_batch(self, amp: AmpSettings) -> None:
         """Means 1, 2, 4, 1, at once or in turn: the mean gradient is 2, so w = 1 - 0.5 * 2."""
         rows = [[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [1.0, 1.0]]
         micro = weigh(rows, amp, aggregation_frequency=4).trial
@@ -82,7 +82,7 @@ class TestAccumulation:
 
 class TestOtherPrecisions:
     @without_a_scale
-    def test_need_no_scaler_in_the_checkpoint(self, amp: AmpSettings) -> None:
+    def test_other_precisions_need_no_scaler_in_the_checkpoint(self, amp: AmpSettings) -> None:
         """A disabled scaler would be saved as {} and crash a later resume in amp_fp16."""
         made = weigh([ONE, ONE], amp)
         assert "scaler_state_dict" not in made.checkpoint
@@ -98,7 +98,9 @@ class TestOtherPrecisions:
             (Precision.AMP_BF16, torch.bfloat16),
         ],
     )
-    def test_compute_in_their_dtype(self, precision: Precision, dtype: torch.dtype) -> None:
+    def test_other_precisions_compute_in_their_dtype(
+        self, precision: Precision, dtype: torch.dtype
+    ) -> None:
         """Training in the precision's dtype, validation in float32, weights always float32."""
         amp = weigh([ONE], AmpSettings(precision)).trial.amp
         linear = nn.Linear(2, 2)
@@ -112,7 +114,7 @@ class TestOtherPrecisions:
 class ClipsScaledGradients(OneWeight):
     """Planted: the clip sees scaled gradients (pytorch/examples issue 1196)."""
 
-    def train_on(self, batch: Any) -> dict[str, float]:
+    def train_on(self, batch: Any) -> Any:
         with patched(self.amp, "clip", self.clip):
             return super().train_on(batch)
 
@@ -124,7 +126,7 @@ class ClipsScaledGradients(OneWeight):
 class StepsTwice(OneWeight):
     """Planted: `optimizer.step()` after `scaler.step()` (pytorch/vision pull request 4874)."""
 
-    def train_on(self, batch: Any) -> dict[str, float]:
+    def train_on(self, batch: Any) -> Any:
         def clip(*given: Any) -> Callable[[Any], None]:
             clip_gradients = MixedPrecision.clip(self.amp, *given)
 
@@ -149,7 +151,7 @@ class ForgetsTheScaler(OneWeight):
 class UpdatesEveryBatch(OneWeight):
     """Planted: `scaler.update()` on every batch (Determined's own AMP test fixture)."""
 
-    def train_on(self, batch: Any) -> dict[str, float]:
+    def train_on(self, batch: Any) -> Any:
         reported = super().train_on(batch)
         if self.context.current_train_batch() % 2 == 0:
             self.amp.scaler.update()
@@ -204,13 +206,13 @@ class TestCheckpointOfAnotherPrecision:
     """A run that starts from the weights of another one, as a trial of its own."""
 
     @without_a_scale
-    def test_without_a_scale_starts_from_init_scale(self, amp: AmpSettings) -> None:
+    def test_checkpoint_without_a_scale_starts_from_init_scale(self, amp: AmpSettings) -> None:
         trial = weigh([ONE, ONE], resume=weigh([ONE], amp), warm_start=True).trial
         assert trial.scales == [4, 8]
         assert trial.trace[0] == 0  # 1 - 0.5 in float32, then - 0.5 in float16
 
     @without_a_scale
-    def test_with_a_scale_that_is_not_needed_is_accepted(self, amp: AmpSettings) -> None:
+    def test_checkpoint_with_a_scale_that_is_not_needed_is_accepted(self, amp: AmpSettings) -> None:
         assert weigh([ONE], amp, resume=weigh([ONE]), warm_start=True).trial.trace == [0]
 
     def test_empty_scaler_state_is_accepted(self) -> None:
@@ -262,14 +264,16 @@ class TestMomentumOfFusedSGD:
 
     @pytest.mark.parametrize("gradients", [[1.0, 1.0], [math.inf, 1.0, math.inf, 1.0]])
     @pytest.mark.parametrize("nesterov", [False, True])
-    def test_is_right_after_a_first_step_that_overflows(
+    def test_fused_momentum_is_right_after_a_first_step_that_overflows(
         self, gradients: list[float], *, nesterov: bool
     ) -> None:
         fused = weights_after(gradients, nesterov=nesterov, fused=True)
         assert fused == weights_after(gradients, nesterov=nesterov, fused=False)
         assert all(map(math.isfinite, fused))
 
-    def test_would_be_garbage_without_the_zeros(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fused_momentum_would_be_garbage_without_the_zeros(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         never = "determined_amp.amp.steps.fill_momentum"
         monkeypatch.setattr(never, lambda *_, **named: None)
         first, second = weights_after([math.inf, 1.0], fused=True)
@@ -277,7 +281,7 @@ class TestMomentumOfFusedSGD:
         assert math.isnan(second)
 
     @pytest.mark.parametrize("stops_after", [0, 1, 2])
-    def test_is_right_in_a_run_that_resumes_before_its_first_applied_step(
+    def test_fused_momentum_is_right_where_a_run_resumes_before_its_first_applied_step(
         self, monkeypatch: pytest.MonkeyPatch, stops_after: int
     ) -> None:
         """The first two of four steps are skipped; the momenta of the others are 1 and 1.5."""
@@ -287,7 +291,7 @@ class TestMomentumOfFusedSGD:
         first = weigh(rows, batches=stops_after) if stops_after else None
         assert weigh(rows, resume=first).trial.trace[-2:] == [0.5, -0.25]
 
-    def test_with_dampening_is_refused(self) -> None:
+    def test_fused_momentum_with_dampening_is_refused(self) -> None:
         assert weights_after([1.0], dampening=0.5, fused=False) == [0.5]
         with pytest.raises(ConfigError, match=r"got fused and dampening 0.5, which goes wrong"):
             weights_after([1.0], dampening=0.5, fused=True)
@@ -301,7 +305,7 @@ class NotesTheLastStep(OneWeight):
         self.applied: list[bool] = []
         self.average = torch.zeros(1, 1)
 
-    def train_on(self, batch: Any) -> dict[str, float]:
+    def train_on(self, batch: Any) -> Any:
         reported = super().train_on(batch)
         self.applied.append(bool(self.amp.last_step_applied))
         weight = next(self.model.parameters()).detach()
@@ -318,7 +322,7 @@ class TestLastStepApplied:
         assert made.report["watch_applied_steps"] == 2
 
     @without_a_scale
-    def test_is_always_true_where_no_loss_is_scaled(self, amp: AmpSettings) -> None:
+    def test_last_step_is_always_applied_where_no_loss_is_scaled(self, amp: AmpSettings) -> None:
         made = weigh([ONE, ONE], amp, trial=NotesTheLastStep)
         assert made.trial.applied == [True, True]
         assert made.report["watch_applied_steps"] == 2
@@ -343,7 +347,7 @@ class LooksAtTorch(OneWeight):
 class ReplacesNoGrad(LooksAtTorch):
     """Planted: what Lightning does during the forward."""
 
-    def train_on(self, batch: Any) -> dict[str, float]:
+    def train_on(self, batch: Any) -> Any:
         with patched(torch, "no_grad", type("no_grad", (torch.no_grad,), {})):
             return super().train_on(batch)
 

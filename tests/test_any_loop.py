@@ -287,7 +287,7 @@ def test_training_that_was_saved_and_loaded_has_the_same_bits(
 
 
 class TestState:
-    def test_of_several_optimizers_asks_which_is_which(self) -> None:
+    def test_state_of_several_optimizers_asks_which_is_which(self) -> None:
         _, state = plain(CASES["fp32, two optimizers"], stop_after=WINDOW)
         amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
         words = (
@@ -296,7 +296,7 @@ class TestState:
         with pytest.raises(ConfigError, match=words):
             amp.load_state_dict(state["amp"])
 
-    def test_of_the_only_optimizer_waits_for_it(self) -> None:
+    def test_state_of_the_only_optimizer_waits_for_it(self) -> None:
         _, state = plain(Case(), stop_after=WINDOW)
         amp = AmpLoop(FP16, "cpu")
         amp.load_state_dict(state["amp"])
@@ -305,7 +305,7 @@ class TestState:
         assert amp.steps(optimizer).state_dict() == state["amp"]["optimizers"][0]
         assert float(amp.loss_scale()) == state["amp"]["scaler"]["scale"]
 
-    def test_of_another_precision_begins_with_this_ones_scale(self) -> None:
+    def test_state_of_another_precision_begins_with_this_ones_scale(self) -> None:
         _, state = plain(Case(AmpSettings(Precision.FP32)), stop_after=WINDOW)
         amp = AmpLoop(FP16, "cpu")
         amp.load_state_dict(state["amp"])
@@ -376,7 +376,7 @@ class TestGuard:
         assert made.weight == 0.5
         assert made.amp.steps(made.optimizer).attempted == 3
 
-    def test_says_what_to_give_to_find_the_cause(self) -> None:
+    def test_guard_says_what_to_give_to_find_the_cause(self) -> None:
         made = OneWeight(**HIGH)
         for _ in range(2):
             made.backward(math.inf)

@@ -327,7 +327,7 @@ class TestVerdict:
 
 
 class TestAudited:
-    def test_counts_one_batch_and_puts_train_batch_back(self) -> None:
+    def test_audit_counts_one_batch_and_puts_train_batch_back(self) -> None:
         trial, audits = trial_of(multiply), list[Audit]()
         before = trial.train_batch
         audited(trial, Precision.FP32, audits.append, has_tf32=False)

@@ -143,7 +143,7 @@ class TestAnswer:
         half = len(runs) // 2  # seed by seed
         assert [run.seed for run in runs] in ([0] * half + [1] * half, [1] * half + [0] * half)
 
-    def test_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
+    def test_answer_names_the_module_that_float16_cannot_hold(self, loud: Path) -> None:
         result = json.loads((loud / "precision.json").read_text())
         (left_out,) = (why for why in result["left_out"] if why.startswith("amp_fp16: "))
         assert "forward overflow in module loud" in left_out
@@ -215,7 +215,9 @@ class TestSlowStart:
         assert lines
         assert lines[0].startswith("fp32: waiting for the first batch since ")
 
-    def test_does_not_count_where_only_slow_batches_were_timed(self, tmp_path: Path) -> None:
+    def test_slow_start_does_not_count_where_only_slow_batches_were_timed(
+        self, tmp_path: Path
+    ) -> None:
         """It is stopped within the first reports, which have no steady speed yet."""
         pilot, _ = self.pilot("SlowBatches", tmp_path)
         assert pilot.failure is None

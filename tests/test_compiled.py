@@ -97,7 +97,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 class TestForward:
-    def test_is_compiled_in_training_alone(self) -> None:
+    def test_forward_is_compiled_in_training_alone(self) -> None:
         """A validation, a batch that is counted and one that is replayed capture no graph."""
         model = Block()
         compile_forward(model, Compile.DEFAULT)
@@ -112,7 +112,7 @@ class TestForward:
         assert same(gradients(model), gradients(Block()))
         assert graphs() == 1
 
-    def test_is_compiled_once_for_each_shape(self) -> None:
+    def test_forward_is_compiled_once_for_each_shape(self) -> None:
         model = Block()
         compile_forward(model, Compile.DEFAULT)
         for _ in range(5):
@@ -121,18 +121,18 @@ class TestForward:
                 model(torch.ones(3, 8))
         assert graphs() == 1
 
-    def test_leaves_names_and_weights_as_they_are(self) -> None:
+    def test_compiling_leaves_names_and_weights_as_they_are(self) -> None:
         model = Block()
         compile_forward(model, Compile.DEFAULT)
         assert list(model.state_dict()) == list(Block().state_dict())
         assert isinstance(model, Block)
 
-    def test_is_left_alone_without_a_mode(self) -> None:
+    def test_forward_is_left_alone_without_a_mode(self) -> None:
         model = Block()
         compile_forward(model, Compile.OFF)
         assert "forward" not in vars(model)
 
-    def test_of_a_copy_computes_with_the_weights_of_the_copy(self) -> None:
+    def test_compiled_copy_computes_with_its_own_weights(self) -> None:
         """A teacher is a copy of its student; a pickled model goes to another process."""
         model = Block()
         compile_forward(model, Compile.DEFAULT)
@@ -145,7 +145,9 @@ class TestForward:
             assert model(torch.ones(4, 8)).any()
 
     @pytest.mark.parametrize("checkpointed", [False, True])
-    def test_with_float32_modules_has_the_gradients_of_the_model(self, checkpointed: bool) -> None:
+    def test_compiled_model_with_float32_modules_has_the_gradients_of_the_model(
+        self, checkpointed: bool
+    ) -> None:
         def kept(*, compiled: bool) -> nn.Module:
             model = Block(checkpointed=checkpointed)
             keep_in_float32(model, ["middle"], "cpu", compiled=compiled)
@@ -156,7 +158,7 @@ class TestForward:
         assert same(gradients(model), gradients(kept(compiled=False)))
         assert graphs() > 0 or checkpointed
 
-    def test_with_compiled_float32_modules_would_have_other_gradients(
+    def test_compiled_float32_modules_would_have_other_gradients(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Their backward would multiply in 16 bits; a look at what they write breaks the graph."""
@@ -168,7 +170,7 @@ class TestForward:
         assert not same(gradients(model), gradients(right))
 
     @pytest.mark.parametrize("in_place", [False, True])
-    def test_that_the_user_compiled_keeps_its_float32_modules(
+    def test_model_that_the_user_compiled_keeps_its_float32_modules(
         self, in_place: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch, "compile", INDUCTOR)
@@ -184,19 +186,19 @@ class TestForward:
         assert same(gradients(compiled), gradients(right))
         assert graphs() > 0
 
-    def test_that_checkpoints_has_the_gradients_of_the_model(self) -> None:
+    def test_compiled_model_that_checkpoints_has_the_gradients_of_the_model(self) -> None:
         model = Block(checkpointed=True)
         compile_forward(model, Compile.DEFAULT)
         assert same(gradients(model), gradients(Block()))
         assert graphs() > 0
 
-    def test_that_raises_raises_what_it_raised(self) -> None:
+    def test_compiled_forward_raises_what_it_raised(self) -> None:
         model = Block()
         compile_forward(model, Compile.DEFAULT)
         with pytest.raises(RuntimeError):  # and no `CompileError`, which is no RuntimeError
             model(torch.ones(4, 5))
 
-    def test_that_cannot_be_compiled_says_what_to_write(
+    def test_forward_that_cannot_be_compiled_says_what_to_write(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def backend(graph: object, inputs: object) -> object:
@@ -209,7 +211,7 @@ class TestForward:
         with pytest.raises(CompileError, match=r"no C\+\+ compiler here; allowed: compile: false"):
             gradients(model)
 
-    def test_of_a_replay_names_the_module_that_overflows(self) -> None:
+    def test_replay_of_a_compiled_forward_names_the_module_that_overflows(self) -> None:
         """Hooks that come after the compilation are not called by what was compiled."""
         model = Block()
         compile_forward(model, Compile.DEFAULT)
@@ -223,20 +225,20 @@ class TestForward:
 
 class TestSetting:
     @pytest.mark.parametrize("mode", Compile, ids=str)
-    def test_is_a_mode_of_torch_or_false(self, mode: Compile) -> None:
+    def test_setting_is_a_mode_of_torch_or_false(self, mode: Compile) -> None:
         section = {"precision": "fp32", "compile": mode.value}
         settings = read_section(AmpSettings, section, "amp")
         assert settings.compile is mode
         assert plain(settings)["compile"] is mode.value
 
     @pytest.mark.parametrize("given", [True, 0, "fast", None])
-    def test_of_another_kind_is_refused(self, given: object) -> None:
+    def test_setting_of_another_kind_is_refused(self, given: object) -> None:
         section = {"precision": "fp32", "compile": given}
         allowed = "allowed: false, default, reduce-overhead, max-autotune"
         with pytest.raises(ConfigError, match=allowed):
             read_section(AmpSettings, section, "amp")
 
-    def test_that_replays_cuda_graphs_is_refused_with_accumulation(
+    def test_mode_that_replays_cuda_graphs_is_refused_with_accumulation(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         """CUDA graphs would keep the newest gradient in place of the sum, without an error."""
@@ -263,7 +265,7 @@ class Unprepared(Converted):
 
 
 class TestRun:
-    def test_trains_as_the_model_itself_and_captures_one_graph(self, tmp_path: Path) -> None:
+    def test_compiled_model_trains_as_itself_and_captures_one_graph(self, tmp_path: Path) -> None:
         eager = training.run_small("mlp/amp.yaml", tmp_path / "eager")
         assert graphs() == 0
         compiled = training.run_small("mlp/amp.yaml", tmp_path / "compiled", ON)
@@ -278,7 +280,7 @@ class TestRun:
         training.resume(folder)
         assert weights(folder) == weights(whole)
 
-    def test_of_latte_with_checkpointing_and_averages_is_that_of_the_model(
+    def test_compiled_latte_with_checkpointing_and_averages_trains_as_itself(
         self, tmp_path: Path
     ) -> None:
         checkpointing = "hyperparameters.gradient_checkpointing=true"
@@ -287,7 +289,7 @@ class TestRun:
         assert graphs() > 0
         assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-3)
 
-    def test_of_an_unmodified_trial_is_that_of_the_converted_one(self) -> None:
+    def test_compiled_unmodified_trial_trains_as_the_converted_one(self) -> None:
         amp = {"precision": "amp_fp16", "init_scale": 2.0**24, "compile": "default"}
         seen = []
         for trial in (Plain, Converted):
@@ -297,7 +299,7 @@ class TestRun:
             torch._dynamo.reset()
         assert same_bits(*seen)
 
-    def test_finds_the_loss_scale_of_the_model_itself(
+    def test_finder_finds_the_loss_scale_of_the_model_itself(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         answers = []
@@ -308,7 +310,7 @@ class TestRun:
         assert answers[0] == answers[1] != []
         assert graphs() == 0
 
-    def test_with_torchs_own_compiler_has_the_same_loss_and_resumes_to_the_bit(
+    def test_run_with_torchs_own_compiler_has_the_same_loss_and_resumes_to_the_bit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         eager = training.run_small("mlp/bf16.yaml", tmp_path / "eager")
@@ -340,7 +342,7 @@ class TestBenchmark:
         assert (RESULTS / "compiling_cpu.md").read_text() == compiling.table(results)
         assert list(results["trials"]) == list(compiling.TRIALS)
 
-    def test_trains_both_by_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_benchmark_trains_both_by_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiling, "BATCHES_PER_TURN", 2)
         found = compiling.measure("mlp/bf16.yaml", training.SMALL[:3], rounds=2)
         assert {name: len(times) for name, times in found["seconds_per_batch"].items()} == {

@@ -113,7 +113,7 @@ class TestEveryFile:
     def test_parses_without_a_problem(self, path: Path) -> None:
         experiment.parse(load(path), str(path))
 
-    def test_name_says_which_file_it_is(self, path: Path) -> None:
+    def test_name_of_a_config_says_which_file_it_is(self, path: Path) -> None:
         name = f"{path.parent.name}-{path.stem}".replace("_", "-")
         assert load(path)["name"] == name
 

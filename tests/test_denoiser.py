@@ -57,7 +57,7 @@ PRECISIONS = (Precision.FP32, Precision.AMP_BF16, Precision.AMP_FP16)
 class TestGradientCheckpointing:
     @pytest.mark.parametrize("dropout", [0.0, 0.3])
     @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.value)
-    def test_gives_the_same_gradients_to_the_bit(
+    def test_checkpointing_gives_the_same_gradients_to_the_bit(
         self, precision: Precision, dropout: float
     ) -> None:
         settings = DenoiserSettings(**{**vars(TINY), "dropout": dropout})
@@ -66,7 +66,7 @@ class TestGradientCheckpointing:
         )
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
-    def test_that_forgets_autocast_would_be_seen(self) -> None:
+    def test_checkpointing_that_forgets_autocast_would_be_seen(self) -> None:
         """Negative control: blocks that are computed again in float32 do not fit their forward."""
 
         def in_float32(block: nn.Module, *inputs: Any) -> Any:
@@ -85,7 +85,7 @@ class TestGradientCheckpointing:
         with pytest.raises(RuntimeError, match="same dtype"):
             gradients(model, Precision.AMP_BF16)
 
-    def test_keeps_less_for_the_backward(self) -> None:
+    def test_checkpointing_keeps_less_for_the_backward(self) -> None:
         assert saved_numbers(make(gradient_checkpointing=True)) < 0.5 * saved_numbers(make())
 
     def test_computes_blocks_once_when_nothing_is_trained(self) -> None:

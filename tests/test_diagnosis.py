@@ -105,7 +105,7 @@ class TestDiagnosis:
             ({"empty": torch.empty(0, 2), "number": torch.tensor(math.inf)}, "1 {} [0]"),
         ],
     )
-    def test_names_the_samples_that_are_not_finite(self, batch: Any, where: str) -> None:
+    def test_cause_names_the_samples_that_are_not_finite(self, batch: Any, where: str) -> None:
         place = where.format("of the batch is not finite in samples")
         model = nn.Linear(2, 1)
 
@@ -115,13 +115,13 @@ class TestDiagnosis:
         found = find_cause([model], batch, train)
         assert found == f"input {place}; fix or remove these samples"
 
-    def test_names_the_module_whose_forward_overflows(self) -> None:
+    def test_cause_names_the_module_whose_forward_overflows(self) -> None:
         """2^10 * 2^10 = 2^20 = 1.05e6 is beyond 65504, in the head and not in the body."""
         sentence = str(cause(Net(2.0**10, 2.0**10), torch.ones(4, 1)))
         assert "forward overflow in module head: largest |activation| 1.05e+06" in sentence
         assert 'fp32_modules: ["^head$"]' in sentence
 
-    def test_names_the_module_whose_gradient_overflows(self) -> None:
+    def test_cause_names_the_module_whose_gradient_overflows(self) -> None:
         """The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32."""
         sentence = str(cause(Net(2.0**-10, 2.0**10), torch.ones(4, 1), scale=2.0**10))
         assert sentence == (
@@ -129,7 +129,7 @@ class TestDiagnosis:
             "lower init_scale. What helps, in the YAML: precision: amp_bf16"
         )
 
-    def test_names_the_first_module_that_the_backward_reaches(self) -> None:
+    def test_cause_names_the_first_module_that_the_backward_reaches(self) -> None:
         """2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on."""
         sentence = str(cause(Net(1, 1), torch.ones(4, 1), scale=2.0**18))
         assert "gradient overflow at the loss, outside the model at a loss scale of 2" in sentence
@@ -137,7 +137,7 @@ class TestDiagnosis:
     @pytest.mark.parametrize(
         ("lost", "module"), [(["body"], "body"), (["body", "head"], "head"), ([], "the model")]
     )
-    def test_names_the_module_of_a_parameter_whose_gradient_alone_overflows(
+    def test_cause_names_the_module_of_a_parameter_whose_gradient_alone_overflows(
         self, lost: list[str], module: str
     ) -> None:
         model = Net(1, 1)
@@ -292,13 +292,13 @@ class TestDiagnosis:
         assert "largest |activation| 1.07e+09, float16 ends at 65504; that far beyond" in sentence
         assert "YAML" not in sentence
 
-    def test_without_memory_it_is_what_was_seen_before(self) -> None:
+    def test_cause_without_memory_is_what_was_seen_before(self) -> None:
         def fail(scale: float) -> None:
             raise torch.cuda.OutOfMemoryError
 
         assert find_cause([Net(1, 1)], (), fail) == "unknown: there was no memory to look for it"
 
-    def test_without_memory_for_float32_the_overflow_is_named_without_its_size(self) -> None:
+    def test_cause_without_memory_for_float32_is_named_without_its_size(self) -> None:
         model = Net(2.0**10, 2.0**10)
 
         def train(scale: float) -> None:
@@ -315,13 +315,13 @@ class TestDiagnosis:
             find_cause([model], (), in_float16)
         )
 
-    def test_names_a_parameter_that_is_lost_already(self) -> None:
+    def test_cause_names_a_parameter_that_is_lost_already(self) -> None:
         assert cause(Net(math.nan, 1), torch.ones(4, 1)) == (
             "parameter body.weight is already not finite; resume from an earlier "
             "checkpoint with a lower learning rate or a clip"
         )
 
-    def test_tells_several_models_apart(self) -> None:
+    def test_cause_tells_several_models_apart(self) -> None:
         sound, lost = Net(1, 1), Net(1, math.nan)
         found = find_cause([sound, lost], (torch.ones(1, 1),), lambda scale: None)
         assert "parameter model 1: head.weight is already not finite" in str(found)
@@ -363,7 +363,7 @@ class TestAdvice:
             ([layers(2.0**12, 2.0**8, 2.0**-17, 1)], "1", '["^1$", "^2$"]'),
         ],
     )
-    def test_is_bfloat16_or_the_modules_that_were_seen_to_help(
+    def test_advice_is_bfloat16_or_the_modules_that_were_seen_to_help(
         self, models: list[nn.Module], module: str, patterns: str
     ) -> None:
         train = batch_of(models[-1], torch.ones(4, 1))
@@ -431,7 +431,7 @@ class OtherSlots:
 class TestSeveralSlots:
     """A forward may wait for those of other slots, so all make the same number of passes."""
 
-    def test_that_of_the_first_slot_in_trouble_asks_the_others_for_its_passes(self) -> None:
+    def test_first_slot_in_trouble_asks_the_others_for_its_passes(self) -> None:
         model, scales = Net(2.0**10, 2.0**10), list[float]()
         train = batch_of(model, torch.ones(4, 1))
 
@@ -469,7 +469,7 @@ class TestSeveralSlots:
             find_cause([Net(1, 1)], (), lambda scale: 1 / 0, slots=slots)
         assert slots.said == [True, None]
 
-    def test_that_are_all_sound_have_none(self) -> None:
+    def test_slots_that_are_all_sound_have_no_cause(self) -> None:
         slots = OtherSlots(rank=1, others=[False])
         assert find_cause([Net(1, 1)], (), lambda scale: None, slots=slots) is None
         assert slots.said == [False]

@@ -29,7 +29,7 @@ def batch(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestTrainingNoise:
-    def test_is_added_as_the_paper_defines_it(self) -> None:
+    def test_noise_is_added_as_the_paper_defines_it(self) -> None:
         """x_t = sqrt(a) x + sqrt(1 - a) e, a the product of 1 - beta up to t; arXiv 2006.11239."""
         clips, labels = batch()
         noised = Diffusion(DiffusionSettings(), 3, CPU).for_training(clips, labels, 7)
@@ -38,7 +38,7 @@ class TestTrainingNoise:
         expected = kept.sqrt() * clips + (1 - kept).sqrt() * noised.noise
         torch.testing.assert_close(noised.clips.double(), expected, rtol=1.0e-4, atol=1.0e-5)
 
-    def test_is_a_function_of_the_seed_alone(self) -> None:
+    def test_noise_is_a_function_of_the_seed_alone(self) -> None:
         diffusion = Diffusion(DiffusionSettings(), 3, CPU)
         first, _, again, other = (diffusion.for_training(*batch(), seed) for seed in (1, 5, 1, 2))
         for name in ("timesteps", "labels", "noise"):
@@ -46,7 +46,7 @@ class TestTrainingNoise:
         assert not torch.equal(first.noise, other.noise)
         assert not torch.equal(first.timesteps, other.timesteps)
 
-    def test_leaves_the_global_generator_alone(self) -> None:
+    def test_noise_leaves_the_global_generator_alone(self) -> None:
         clips, labels = batch()
         before = torch.get_rng_state()
         Diffusion(DiffusionSettings(), 3, CPU).for_training(clips, labels, 1)
@@ -100,7 +100,7 @@ class TestValidationNoise:
         level = ValidationClips(clips).__getitems__(samples)[3].sort().values
         assert float((level - torch.arange(100) / 100).abs().max()) < 0.03
 
-    def test_is_what_the_model_gets(self) -> None:
+    def test_validation_noise_is_what_the_model_gets(self) -> None:
         """And without a class, for a model that was told none."""
         loaded = ValidationClips(load(CLIPS, 0)[1]).__getitems__(FIRST)
         for conditioning in Conditioning:

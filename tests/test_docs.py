@@ -169,7 +169,7 @@ def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
 
 
 class TestReadme:
-    def test_names_files_that_exist(self) -> None:
+    def test_readme_names_files_that_exist(self) -> None:
         """By their bare names, too."""
         named = set(re.findall(r"[\w./-]+\.(?:yaml|py|sh|md|txt|png)\b", README))
         assert {"experiment_configs/mlp/amp.yaml", "startup-hook.sh"} <= named

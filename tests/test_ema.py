@@ -83,7 +83,7 @@ def step(amp: MixedPrecision, optimizer: torch.optim.Optimizer) -> None:
 
 
 class TestAverage:
-    def test_is_that_of_diffusers_when_every_step_is_applied(self) -> None:
+    def test_average_is_that_of_diffusers_when_every_step_is_applied(self) -> None:
         """Past step 81 the warm-up n / (9 + n) has reached 0.9."""
         amp = dataclasses.replace(AMP, growth_interval=1000)
         trial = weigh([[1.0], [2.0], [0.5]] * 40, amp, Averaged).trial
@@ -99,7 +99,7 @@ class TestAverage:
         # Negative control: diffusers' own moves at every step, and ends elsewhere.
         assert [trial.averages[batch] for batch in range(7)] != averages_of(trial.trace)
 
-    def test_moves_once_per_window(self) -> None:
+    def test_average_moves_once_per_window(self) -> None:
         rows = [[1.0], [2.0], [0.5], [1.0]]
         trial: Any = weigh(rows, trial=Averaged, aggregation_frequency=2).trial
         assert trial.averages[1::2] == averages_of(trial.trace[1::2])
@@ -157,14 +157,14 @@ class TestModelWithAveragedWeights:
         assert all(torch.equal(weights[name], now) for name, now in ema._model.state_dict().items())
         assert not torch.allclose(ema._model(inputs), expected)
 
-    def test_leaves_the_weights_when_it_fails_half_way(self, ema: EMAWeights) -> None:
+    def test_swap_leaves_the_weights_when_it_fails_half_way(self, ema: EMAWeights) -> None:
         weights = dict(ema._model.named_parameters())
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             ema(torch.randn(4, 5))
         after = dict(ema._model.named_parameters())
         assert all(after[name] is weight for name, weight in weights.items())
 
-    def test_of_a_parallel_model_is_that_of_the_model_inside(self, tmp_path: Path) -> None:
+    def test_average_of_a_parallel_model_is_that_of_the_model_inside(self, tmp_path: Path) -> None:
         meeting = f"file://{tmp_path / 'meeting'}"
         distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
         try:

@@ -157,7 +157,7 @@ class TestAmpOff:
     @pytest.mark.parametrize("schedule", [(), COSINE], ids=["constant", "cosine"])
     @pytest.mark.parametrize("clip", [NO_CLIP, TIGHT_CLIP], ids=["no clip", "clip"])
     @pytest.mark.parametrize("window", [(), ACCUMULATION], ids=["every batch", "every other"])
-    def test_is_the_plain_loop(
+    def test_trial_without_amp_is_the_plain_loop(
         self,
         tmp_path: Path,
         window: tuple[str, ...],

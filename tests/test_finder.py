@@ -225,7 +225,7 @@ class TestVerdict:
             (DeepPlain, Verdict.BF16),
         ],
     )
-    def test_of_the_small_trials(self, trial: Trial, verdict: Verdict) -> None:
+    def test_verdict_of_the_small_trials(self, trial: Trial, verdict: Verdict) -> None:
         found = finding(trial)
         assert found.verdict is verdict
         default = verdict is Verdict.DEFAULT

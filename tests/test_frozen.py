@@ -50,7 +50,9 @@ def state(trial: Any) -> str:
 class TestNothingMoves:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
     @pytest.mark.parametrize("trial", [BatchNormCNN, PreNormTransformer])
-    def test_of_a_users_trial(self, trial: type[SmallTrial], dtype: torch.dtype | None) -> None:
+    def test_nothing_moves_in_a_users_trial(
+        self, trial: type[SmallTrial], dtype: torch.dtype | None
+    ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             before = state(small)
             batches[0].backward(dtype, 10)
@@ -60,7 +62,7 @@ class TestNothingMoves:
 
         looked_at(trial, work, steps=1)  # so that there are gradients to keep
 
-    def test_of_ours(self) -> None:
+    def test_nothing_moves_in_ours(self) -> None:
         raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
         with open_trial(with_overrides(raw, SMALL), "test") as found:
             trial = found.trial
@@ -123,7 +125,7 @@ class Doubled(FrozenBatch):
 
 
 class TestGradients:
-    def test_are_copies_and_keep_no_graph(self) -> None:
+    def test_gradients_are_copies_and_keep_no_graph(self) -> None:
         losses: list[torch.Tensor] = []
         batch = Doubled([nn.Linear(1, 1, bias=False)], losses)
         seen = [batch.backward(None, scale) for scale in (0, 3)]
@@ -140,13 +142,13 @@ class TestGradients:
         assert [loss.requires_grad for loss in kept] == [False]
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_are_finite_if_all_of_them_are(self, value: float) -> None:
+    def test_gradients_are_finite_if_all_of_them_are(self, value: float) -> None:
         sound, bad = torch.ones(2), torch.tensor([1.0, value])
         assert Gradients(loss_is_finite=True, parameters=(sound, sound)).are_finite
         assert not Gradients(loss_is_finite=True, parameters=(sound, bad)).are_finite
         assert not Gradients(loss_is_finite=True, parameters=(bad, sound)).are_finite
 
-    def test_that_no_parameter_got_are_an_error(self) -> None:
+    def test_gradients_that_no_parameter_got_are_an_error(self) -> None:
         with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
             _ = Gradients(loss_is_finite=True, parameters=()).are_finite
 

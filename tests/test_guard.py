@@ -106,7 +106,9 @@ class TestFailureBeforeAContext:
 
     INFO: Any = SimpleNamespace(trial=None, master_url="http://localhost:1")
 
-    def test_is_noted_with_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_before_a_context_is_noted_with_its_reason(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         master = Master({"mine": 1})
         master.set_status = lambda status: None  # type: ignore[method-assign]
         monkeypatch.setattr(notes, "train_context_of_task", lambda info: master)
@@ -115,14 +117,16 @@ class TestFailureBeforeAContext:
         reason = "experiment: amp.precison: unknown key"
         assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
 
-    def test_is_the_one_that_is_raised_if_the_master_fails(
+    def test_failure_is_the_one_that_is_raised_if_the_master_fails(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(notes, "train_context_of_task", lambda info: 1 / 0)
         with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
             raise ConfigError("experiment", ["amp.precison: unknown key"])
 
-    def test_does_not_wait_for_a_silent_master(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_does_not_wait_for_a_silent_master(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         answered = threading.Event()
         monkeypatch.setattr(notes, "_PATIENCE", 0.01)
         monkeypatch.setattr(notes, "train_context_of_task", lambda info: answered.wait(60))
@@ -133,7 +137,9 @@ class TestFailureBeforeAContext:
 
 class TestMetadata:
     @pytest.mark.parametrize("searcher", ["single", "random", "adaptive_asha"])
-    def test_of_a_run_on_a_cluster_has_precision_scale_and_failure(self, searcher: str) -> None:
+    def test_metadata_of_a_run_on_a_cluster_has_precision_scale_and_failure(
+        self, searcher: str
+    ) -> None:
         watched: Any = guard(searcher=searcher)
         master = Master({"mine": 1, "amp": {"failure": "of an earlier process", "note": "mine"}})
         watched._context._core = SimpleNamespace(train=master)
@@ -149,7 +155,7 @@ class TestMetadata:
         assert master.metadata["amp"].pop("failure").startswith("validation_loss is nan")
         assert master.metadata == {"mine": 1, "amp": noted}
 
-    def test_is_the_chiefs(self) -> None:
+    def test_metadata_is_the_chiefs(self) -> None:
         watched: Any = guard()
         master = Master(None)
         watched._context._core = SimpleNamespace(train=master)
@@ -157,7 +163,9 @@ class TestMetadata:
         watched.on_training_start()
         assert master.metadata is None
 
-    def test_that_the_master_refuses_costs_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_metadata_that_the_master_refuses_costs_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         class Refusing(Master):
             def get_metadata(self) -> dict[str, Any] | None:
                 raise errors.NotFoundException("no such address")
@@ -273,7 +281,7 @@ class TestTrouble:
             "131072: with that as amp.init_scale none would have been"
         ]
 
-    def test_of_one_of_several_optimizers_says_which(self) -> None:
+    def test_trouble_of_one_of_several_optimizers_says_which(self) -> None:
         with pytest.raises(GuardError, match="optimizer 1: 4 optimizer steps in a row"):
             judge(guard(), counted(100, 0, name="_0"), counted(100, 4, 4, name="_1"))
 
@@ -295,18 +303,20 @@ class TestTrouble:
         watched._guard._metrics.latest = Report(1.0, 1.0, (SOUND,))
         watched.on_training_workload_end({"loss": math.inf}, {})
 
-    def test_of_a_run_that_is_not_watched_is_none(self) -> None:
+    def test_run_that_is_not_watched_has_no_trouble(self) -> None:
         watched = guard()
         watched._guard.enabled = False
         judge(watched, counted(0, 100, 100), loss=math.nan)
         watched.on_validation_end({"validation_loss": math.nan})
 
-    def test_is_only_said_if_the_settings_want_that(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_trouble_is_only_said_if_the_settings_want_that(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
         judge(guard(settings), counted(100, 9, 9))
         assert "9 optimizer steps in a row" in caplog.text
 
-    def test_of_two_kinds_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_trouble_of_two_kinds_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
         judge(guard(settings), counted(100, 9, 9), loss_scale=2.0)
         assert "at its floor 2 and steps still overflow" in caplog.text
@@ -336,7 +346,7 @@ class TestTrouble:
 
 
 class TestCause:
-    def test_is_what_the_newest_batch_shows(self) -> None:
+    def test_cause_is_what_the_newest_batch_shows(self) -> None:
         batch = torch.tensor([1.0, math.nan])
         weight = nn.Parameter(torch.ones(1))
 
@@ -347,7 +357,7 @@ class TestCause:
         with pytest.raises(GuardError, match=r"Cause: .*not finite in samples \[1\]"):
             judge(watched, counted(100, 9, 9))
 
-    def test_is_looked_for_without_a_step(self) -> None:
+    def test_cause_is_looked_for_without_a_step(self) -> None:
         context: Any = Context()
         amp = MixedPrecision(context, dataclasses.replace(FP16, audit=False))
         weight = nn.Parameter(torch.ones(1))
@@ -372,7 +382,7 @@ class TestCause:
         assert trained == [(2, 7), (2, 7)]
         assert (weight.item(), amp.attempted_steps) == (0.75, 1)
 
-    def test_is_looked_for_in_the_batch_as_it_was_before_the_trial_changed_it(self) -> None:
+    def test_cause_is_looked_for_in_the_batch_as_it_was_before_the_trial_changed_it(self) -> None:
         """The first batch is copied with its tensors, and later ones once the trial changed one."""
         context: Any = Context()
         amp = MixedPrecision(context, dataclasses.replace(FP16, audit=False))
@@ -401,24 +411,24 @@ class TestCause:
         assert trained == [changed] * 3 + [left] * 3 + [changed] * 3
         assert shared == [False, False, False]
 
-    def test_that_is_not_found_is_said(self) -> None:
+    def test_cause_that_is_not_found_is_said(self) -> None:
         with pytest.raises(GuardError, match=r"in a row .*\. The newest batch alone is finite"):
             judge(guard(), counted(100, 9, 9))
 
-    def test_is_the_first_that_any_rank_knows(self) -> None:
+    def test_cause_is_the_first_that_any_rank_knows(self) -> None:
         watched = guard()
         ranks: Any = watched._context.distributed
         ranks.allgather = lambda value: [value, "of rank 1", "of rank 2"]
         with pytest.raises(GuardError, match=r"Cause: of rank 1$"):
             judge(watched, counted(100, 9, 9))
 
-    def test_that_cannot_be_looked_for_does_not_hide_the_failure(self) -> None:
+    def test_cause_that_cannot_be_looked_for_does_not_hide_the_failure(self) -> None:
         watched = guard(replay=lambda: ((), lambda scale: 1 / 0))
         told = "9 optimizer steps .* Cause: not found: .* raised ZeroDivisionError: division by"
         with pytest.raises(GuardError, match=told):
             judge(watched, counted(100, 9, 9))
 
-    def test_without_memory_to_look_for_it_does_not_hide_the_failure(self) -> None:
+    def test_lack_of_memory_for_the_cause_does_not_hide_the_failure(self) -> None:
         """The run still ends with its error, which leaves a checkpoint."""
 
         def replay(scale: float) -> None:
@@ -444,7 +454,7 @@ class TestCause:
 
 
 class TestDrift:
-    def test_of_a_scheduler_on_skipped_steps_is_said_once(
+    def test_drift_of_a_scheduler_on_skipped_steps_is_said_once(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         watched = guard()

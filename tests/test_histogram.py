@@ -77,7 +77,7 @@ class TestAgainstTorch:
         assert tally.histograms([]) == []
 
     @needs_fake_cuda
-    def test_is_counted_on_a_gpu_without_waiting_for_it(self) -> None:
+    def test_histogram_is_counted_on_a_gpu_without_waiting_for_it(self) -> None:
         with fake_cuda() as syncs, syncs.during("counting"):
             for size in (100, 5000):
                 Tally().add(torch.ones(size, device="cuda", dtype=torch.bfloat16))

@@ -71,12 +71,12 @@ def only_the_middle_is_float32(patterns: list[str], dtype: torch.dtype) -> None:
 
 @DTYPES
 class TestDtypes:
-    def test_of_products_are_float32_in_the_island_only(self, dtype: torch.dtype) -> None:
+    def test_products_are_float32_in_the_island_only(self, dtype: torch.dtype) -> None:
         only_the_middle_is_float32(["1"], dtype)
         with pytest.raises(AssertionError):
             only_the_middle_is_float32([], dtype)
 
-    def test_of_input_and_result_at_the_border(self, dtype: torch.dtype) -> None:
+    def test_island_casts_its_input_and_hands_on_float32(self, dtype: torch.dtype) -> None:
         """The caller hands in what autocast made, and is handed float32."""
         model = three_layers()
         seen = []
@@ -87,7 +87,7 @@ class TestDtypes:
             assert model[2](torch.ones(1, 8)).dtype is dtype  # autocast is on again
         assert seen == [(dtype, torch.float32)]
 
-    def test_of_parameters_and_gradients_stay_float32(self, dtype: torch.dtype) -> None:
+    def test_parameters_and_gradients_stay_float32(self, dtype: torch.dtype) -> None:
         model = three_layers()
         keep_in_float32(model, ["^1$"], "cpu")
         products_of(model, dtype, torch.randn(3, 4))
@@ -96,7 +96,7 @@ class TestDtypes:
             assert parameter.grad is not None
             assert parameter.grad.dtype is torch.float32
 
-    def test_of_an_attention_with_keywords_and_two_results(self, dtype: torch.dtype) -> None:
+    def test_attention_with_keywords_and_two_results_is_an_island(self, dtype: torch.dtype) -> None:
         """`nn.MultiheadAttention` multiplies q, k, v, scores, values and output."""
         model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "other": nn.Linear(1, 1)})
         x = torch.randn(3, 1, 8).to(dtype)
@@ -110,7 +110,7 @@ class TestDtypes:
         keep_in_float32(model, ["attention"], "cpu")
         assert run() == ({torch.float32}, {torch.float32})
 
-    def test_of_an_island_in_an_island_are_float32(self, dtype: torch.dtype) -> None:
+    def test_island_in_an_island_is_float32(self, dtype: torch.dtype) -> None:
         model = nn.Sequential(three_layers(), nn.Linear(2, 2))
         assert keep_in_float32(model, ["^0$", "^0.1$"], "cpu") == ["0", "0.1"]
         forward, _ = products_of(model, dtype, torch.randn(3, 4))
@@ -160,7 +160,7 @@ def keeps() -> Keeps:
 
 class TestInputs:
     @DTYPES
-    def test_are_cast_however_deep(self, keeps: Keeps, dtype: torch.dtype) -> None:
+    def test_inputs_are_cast_however_deep(self, keeps: Keeps, dtype: torch.dtype) -> None:
         x = torch.ones(2, dtype=dtype)
         nested: dict[str, Any] = {
             "pair": Pair(x, [x, (x,)]),
@@ -184,7 +184,7 @@ class TestInputs:
 
     @DTYPES
     @pytest.mark.parametrize("kind", [list, tuple, Pair._make])
-    def test_are_cast_beside_what_needs_no_cast(
+    def test_inputs_are_cast_beside_what_needs_no_cast(
         self, keeps: Keeps, kind: Callable[[Any], Any], dtype: torch.dtype
     ) -> None:
         half, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
@@ -194,7 +194,7 @@ class TestInputs:
         assert first[1] is second[0] is named["mask"] is mask
 
     @DTYPES
-    def test_are_cast_in_a_dataclass(self, keeps: Keeps, dtype: torch.dtype) -> None:
+    def test_inputs_are_cast_in_a_dataclass(self, keeps: Keeps, dtype: torch.dtype) -> None:
         given = Output(torch.ones(2, dtype=dtype), torch.ones(2).bool())
         keeps(given)
         (up,) = keeps.args
@@ -205,7 +205,7 @@ class TestInputs:
         assert given.x.dtype == dtype  # the caller's is not changed
 
     @DTYPES
-    def test_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
+    def test_inputs_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
         """As without an island, and with the gradients of that."""
         numbers = []
         for patterns in ([], ["^0$"]):
@@ -227,7 +227,7 @@ class TestInputs:
         for island, without in zip(*numbers, strict=True):
             torch.testing.assert_close(island, without, rtol=2.0**-7, atol=0)
 
-    def test_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
+    def test_inputs_of_other_kinds_are_handed_on_themselves(self, keeps: Keeps) -> None:
         """Also a container without 16-bit tensors: an attention writes to its cache."""
         cache: dict[str, object] = {"step": 1, "mask": torch.ones(2).bool(), "x": torch.ones(2)}
         given: tuple[object, ...]
@@ -254,7 +254,7 @@ class TestNumbers:
         ],
         ids=str,
     )
-    def test_are_those_of_float32(
+    def test_numbers_of_an_island_are_those_of_float32(
         self, dtype: torch.dtype, activations: list[float], without: float, exact: float
     ) -> None:
         """float16 ends at 65504 < 4 * 2^15; bfloat16 has 8 bits, and 257 = 2^8 + 1 needs 9."""
@@ -266,7 +266,7 @@ class TestNumbers:
         with torch.autocast("cpu", dtype=dtype):
             assert model(x).item() == exact
 
-    def test_of_gradients_are_those_of_float32(self) -> None:
+    def test_gradients_of_an_island_are_those_of_float32(self) -> None:
         """Two samples x = 1: the gradient of the last layer is 2 * 2^15 = 2^16 > 65504, then 2 * 1.
 
         Powers of two are exact in both dtypes, so the gradients equal float32's, bit for bit.
@@ -285,7 +285,7 @@ class TestNumbers:
         )
         assert gradients([], torch.float16)[1] == [float("inf")] * 4
 
-    def test_do_not_change_where_autocast_is_off(self) -> None:
+    def test_island_changes_nothing_where_autocast_is_off(self) -> None:
         """As with precision fp32 and tf32, and in a validation in float32."""
         model, x = three_layers(), torch.randn(3, 4)
         before = model(x)
@@ -378,18 +378,18 @@ def _closed() -> Iterator[None]:
 class TestCheckpointing:
     @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
     @pytest.mark.parametrize("again", [[""], ["inner.1"], ["", "inner.1"]], ids=str)
-    def test_trains_the_same_bit_for_bit(
+    def test_checkpointed_island_trains_the_same_bit_for_bit(
         self, island: str, again: list[str], dtype: torch.dtype
     ) -> None:
         """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
         trains_the_same(keep_in_float32, island, again, dtype)
 
     @pytest.mark.usefixtures("_closed")
-    def test_would_show_an_island_that_is_left_open(self, dtype: torch.dtype) -> None:
+    def test_island_that_is_left_open_would_be_seen(self, dtype: torch.dtype) -> None:
         with pytest.raises(AssertionError):
             trains_the_same(by_hooks, "^inner.1.inner$", ["inner.1"], dtype)
 
-    def test_recomputes_in_float32(self, dtype: torch.dtype) -> None:
+    def test_checkpointed_island_recomputes_in_float32(self, dtype: torch.dtype) -> None:
         """Its first product is computed again; the second is not, only its inputs are needed."""
         model = nested(["inner.1"])
         keep_in_float32(model, ["^inner.1.inner$"], "cpu")
@@ -418,7 +418,7 @@ class TestCopies:
         [copy.deepcopy, by_pickle, by_torch_save, by_averaging],
         ids=["deepcopy", "pickle", "torch.save", "AveragedModel"],
     )
-    def test_compute_with_their_own_weights(
+    def test_copies_compute_with_their_own_weights(
         self, copied: Callable[[nn.Sequential], nn.Sequential]
     ) -> None:
         """2^17 from the original; twice that from a copy with doubled weights."""
@@ -432,7 +432,7 @@ class TestCopies:
             assert twin(x).item() == 2**18
             assert model(x).item() == 2**17
 
-    def test_of_the_state_fit_a_model_without_islands(self) -> None:
+    def test_state_fits_a_model_without_islands(self) -> None:
         model = three_layers()
         keys = list(model.state_dict())
         keep_in_float32(model, ["^1$"], "cpu")
@@ -494,7 +494,7 @@ class TestPatterns:
         ],
         ids=str,
     )
-    def test_name_modules(self, patterns: list[str], names: list[str]) -> None:
+    def test_patterns_name_modules(self, patterns: list[str], names: list[str]) -> None:
         """These are islands, and nothing else is."""
         model = Classifier()
         assert keep_in_float32(model, patterns, "cpu") == names
@@ -515,14 +515,14 @@ class TestPatterns:
             ("head)", "is not a regular expression: unbalanced parenthesis at position 4"),
         ],
     )
-    def test_that_name_none_are_refused(self, pattern: str, sentence: str) -> None:
+    def test_pattern_that_names_no_module_is_refused(self, pattern: str, sentence: str) -> None:
         model = Classifier()
         with pytest.raises(IslandError) as raised:
             keep_in_float32(model, ["^stem$", pattern], "cpu")
         assert str(raised.value).startswith(f"amp.fp32_modules: got {pattern!r}, which {sentence}")
         assert "forward" not in vars(model.stem)  # nothing is changed before all is known
 
-    def test_that_are_wrong_are_all_named(self) -> None:
+    def test_patterns_that_are_wrong_are_all_named(self) -> None:
         with pytest.raises(IslandError) as raised:
             keep_in_float32(Classifier(), ["(", "^haed$", "^stem$", "^steam$"], "cpu")
         assert [line.split("'")[1] for line in str(raised.value).splitlines()] == [
@@ -534,10 +534,10 @@ class TestPatterns:
     @pytest.mark.parametrize(
         "patterns", [[".*"], ["^$"], [""], ["."], ["stem", "blocks", "head"]], ids=str
     )
-    def test_for_the_whole_model_are_refused(self, patterns: list[str]) -> None:
+    def test_patterns_for_the_whole_model_are_refused(self, patterns: list[str]) -> None:
         with pytest.raises(IslandError, match="leave no parameter outside"):
             keep_in_float32(Classifier(), patterns, "cpu")
 
-    def test_for_a_model_of_one_module_find_none(self) -> None:
+    def test_model_of_one_module_has_no_island(self) -> None:
         with pytest.raises(IslandError, match="the first of its 0 modules: none"):
             keep_in_float32(nn.Linear(1, 1), ["head"], "cpu")

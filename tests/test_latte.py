@@ -116,5 +116,5 @@ class TestSettings:
         with pytest.raises(ConfigError, match=r"data\.dataset: got 'digits'; allowed: moving_"):
             parsed("data.dataset=digits")
 
-    def test_are_those_of_the_trial(self) -> None:
+    def test_settings_are_those_of_the_trial(self) -> None:
         assert isinstance(parsed().hparams, LatteHparams)

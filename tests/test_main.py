@@ -205,7 +205,7 @@ class TestRanks:
         cluster.start_ranks(task, "train")
         assert not started
 
-    def test_do_not_start_others(
+    def test_ranks_do_not_start_others(
         self, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RANK", "0")

@@ -35,7 +35,7 @@ def reported(*trials: MLPTrial) -> dict[str, Any]:
 
 
 class TestMeans:
-    def test_are_over_samples_of_all_slots(self) -> None:
+    def test_means_are_over_samples_of_all_slots(self) -> None:
         """(3 * 1 + 1 * 5) / 4 = 2, where the mean over batches or slots would be 3."""
         one, other = metrics(2), metrics(2)
         assert one.add({"error": torch.tensor(3.0)}, 3) == {}
@@ -50,14 +50,14 @@ class TestMeans:
         mean.add({"error": torch.tensor(14.0)}, 2)
         assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": 7}
 
-    def test_are_added_up_in_double_precision(self) -> None:
+    def test_means_are_added_up_in_double_precision(self) -> None:
         """2^24 + 1 is no float32."""
         mean = metrics()
         for value in (2.0**24, 1.0):
             mean.add({"error": torch.tensor(value)}, 1)
         assert mean.cross_slot_reduce([mean.per_slot_reduce()]) == {"error": (2**24 + 1) / 2}
 
-    def test_are_asked_in_validation_only(self) -> None:
+    def test_means_are_asked_in_validation_only(self) -> None:
         context: Any = Context()
         mean = MeanMetrics(context)
         assert context.registered == [(mean, {"for_training": False})]

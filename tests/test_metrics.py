@@ -371,7 +371,7 @@ class TestTrainingMetrics:
         assert report["loss"] == 3
         assert "samples_per_second" not in report
 
-    def test_is_asked_in_training_only(self) -> None:
+    def test_training_metrics_are_asked_in_training_only(self) -> None:
         context: Any = Context()
         metrics = MixedPrecision(context, AmpSettings(Precision.FP32, audit=False)).metrics
         metrics.add(torch.tensor(1.0), 8)
@@ -399,7 +399,7 @@ class TestTimedLoader:
         assert len(waits) == 6
         assert min(waits) >= 0
 
-    def test_tells_the_seconds_that_a_batch_took_to_come(self, clock: Clock) -> None:
+    def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(self, clock: Clock) -> None:
         class Slow:
             batch_size = 7
 
@@ -425,11 +425,11 @@ class TestTimedLoader:
         assert waits == [1, 2]
         assert (len(slow), slow.batch_size) == (2, 7)
 
-    def test_of_a_validation_is_not_timed(self) -> None:
+    def test_loader_of_a_validation_is_not_timed(self) -> None:
         loader = timed(self.Loader(), print)
         assert loader.get_data_loader(repeat=False) == [0, 1, 2]
 
-    def test_of_somebody_else_is_left_as_it_is(self) -> None:
+    def test_loader_of_somebody_else_is_left_as_it_is(self) -> None:
         waits: list[float] = []
         loader = [0, 1, 2]
         assert timed(loader, waits.append) is loader
@@ -498,7 +498,7 @@ def test_stopwatch_of_a_gpu_asks_its_events(clock: Clock, monkeypatch: pytest.Mo
 
 class TestDeviceSum:
     @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-    def test_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
+    def test_device_sum_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
         """Whole numbers: exact in float32 and in float64. The weight changes on the way."""
         values, weights = range(1, count + 1), [3 if n % 50 else 7 for n in range(count)]
         total = DeviceSum(torch.device("cpu"))
@@ -509,14 +509,14 @@ class TestDeviceSum:
         assert total.total().item() == expected  # asking changes nothing
         assert total.total().dtype is torch.float64
 
-    def test_is_added_up_in_double_precision(self) -> None:
+    def test_device_sum_is_added_up_in_double_precision(self) -> None:
         """2^24 + 1 is no float32."""
         total = DeviceSum(torch.device("cpu"))
         for value in (2.0**24, 1.0):
             total.add(torch.tensor(value))
         assert total.total().item() == 2**24 + 1
 
-    def test_keeps_a_bounded_number_of_tensors(self) -> None:
+    def test_device_sum_keeps_a_bounded_number_of_tensors(self) -> None:
         total = DeviceSum(torch.device("cpu"))
         values = [torch.ones(()) for _ in range(1000)]
         references = [weakref.ref(value) for value in values]
@@ -525,7 +525,7 @@ class TestDeviceSum:
         assert sum(reference() is not None for reference in references) <= 64
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
+    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
         finite, plain = (
             DeviceSum(torch.device("cpu"), finite_only=True),
             DeviceSum(torch.device("cpu")),

@@ -357,7 +357,7 @@ class TestLoop:
         asks(loop)
         return type(loop)
 
-    def test_of_determined_becomes_safe_and_no_other_one_does(self) -> None:
+    def test_loop_of_determined_becomes_safe_and_no_other_one_does(self) -> None:
         class Theirs(pytorch._PyTorchTrialController):
             pass
 

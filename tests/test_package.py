@@ -103,10 +103,10 @@ def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Traine
 
 
 class TestWheel:
-    def test_is_named_by_the_one_version(self, wheel: Path) -> None:
+    def test_wheel_is_named_by_the_one_version(self, wheel: Path) -> None:
         assert wheel.name == f"determined_amp-{determined_amp.__version__}-py3-none-any.whl"
 
-    def test_holds_the_whole_library_and_nothing_else(self, wheel: Path) -> None:
+    def test_wheel_holds_the_whole_library_and_nothing_else(self, wheel: Path) -> None:
         names = zipfile.ZipFile(wheel).namelist()
         about = f"determined_amp-{determined_amp.__version__}.dist-info/"
         code = {name for name in names if not name.startswith(about)}
@@ -115,7 +115,7 @@ class TestWheel:
         assert code == expected | {"determined_amp/py.typed"}
         assert f"{about}licenses/LICENSE" in names
 
-    def test_says_what_it_needs_and_under_which_license(self, wheel: Path) -> None:
+    def test_wheel_says_what_it_needs_and_under_which_license(self, wheel: Path) -> None:
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
         needed = [line for line in distribution.requires or () if "extra ==" not in line]
         assert {re.split(r"[^\w.-]", line)[0] for line in needed} == {

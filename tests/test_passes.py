@@ -81,7 +81,7 @@ def batches(*factors: float) -> tuple[Any, list[FrozenBatch]]:
 
 class TestSeveralBatches:
     @pytest.mark.parametrize("factors", [(8.0, 0.5), (0.5, 8.0)])
-    def test_are_counted_together(self, factors: tuple[float, float]) -> None:
+    def test_batches_are_counted_together(self, factors: tuple[float, float]) -> None:
         context, frozen = batches(*factors)
         prediction = predict(context, frozen)
         assert prediction.largest == 8
@@ -99,13 +99,15 @@ class TestSeveralBatches:
         assert (seen.overflow, seen.backward_headroom_bits, seen.scale_log2) == (True, -math.inf, 6)
 
     @pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)])
-    def test_with_a_loss_that_is_not_finite_are_refused(self, factors: tuple[float, float]) -> None:
+    def test_batches_with_a_loss_that_is_not_finite_are_refused(
+        self, factors: tuple[float, float]
+    ) -> None:
         with pytest.raises(LossScaleError, match="the loss is not finite, although bfloat16"):
             predict(*batches(*factors))
 
 
 class TestSeveralSlots:
-    def test_are_counted_together(self, here: Callable[[Here], None]) -> None:
+    def test_slots_are_counted_together(self, here: Callable[[Here], None]) -> None:
         here(lambda dtype, scale: made({A: histogram({0: 1})}, largest=1.0))
         other = made({A: histogram({0: 2}), B: histogram({5: 1})}, largest=32.0)
         prediction = predict(slots((other, "")), [])
@@ -129,7 +131,7 @@ class TestSeveralSlots:
         seen = observe(slots(made(dtypes=FP16)), [], 0, prediction_of({"a": {0: 1}}))
         assert seen.values_left == 1
 
-    def test_go_to_float16_together(self, here: Callable[[Here], None]) -> None:
+    def test_slots_go_to_float16_together(self, here: Callable[[Here], None]) -> None:
         """One rank cannot run in bfloat16; the first reason there is, is told."""
         here(lambda dtype, scale: made(dtypes=frozenset([dtype]), largest=2.0**scale))
         told = []
@@ -144,7 +146,7 @@ class TestSeveralSlots:
         assert prediction.reason == "no kernel"
         assert told[0][1] == ""
 
-    def test_tell_the_first_cause(self) -> None:
+    def test_slots_tell_the_first_cause(self) -> None:
         knows: Any = SimpleNamespace(cause=lambda slots: "mine")
         nothing: Any = SimpleNamespace(cause=lambda slots: None)
         assert cause_of(slots(None), [nothing, knows]) == "mine"
@@ -170,7 +172,7 @@ class TestFromFloat16:
         here(passed)
         return scales
 
-    def test_is_recorded_near_the_top(self, asked: list[float]) -> None:
+    def test_float16_is_recorded_near_the_top(self, asked: list[float]) -> None:
         """At 2^16 it overflows; at 2^8 there are 7.9 bits of room, of which one is kept."""
         prediction = predict(slots(), [])
         assert asked == [16, 8, 14]
@@ -179,7 +181,9 @@ class TestFromFloat16:
         assert prediction.largest == 1
         assert prediction.total.by_power() == {0: 3}
 
-    def test_is_recorded_lower_where_that_overflows(self, here: Callable[[Here], None]) -> None:
+    def test_float16_is_recorded_lower_where_that_overflows(
+        self, here: Callable[[Here], None]
+    ) -> None:
         def passed(dtype: torch.dtype, scale: float) -> _Passes:
             if dtype is torch.bfloat16:
                 raise RuntimeError
@@ -190,7 +194,9 @@ class TestFromFloat16:
         assert (prediction.recorded_log2, prediction.largest) == (8, 2.0**-7)
         assert prediction.reason == "RuntimeError: no message"
 
-    def test_that_overflows_at_every_scale_is_refused(self, here: Callable[[Here], None]) -> None:
+    def test_float16_that_overflows_at_every_scale_is_refused(
+        self, here: Callable[[Here], None]
+    ) -> None:
         def passed(dtype: torch.dtype, scale: float) -> _Passes:
             if dtype is torch.bfloat16:
                 raise RuntimeError("no kernel")
@@ -200,7 +206,7 @@ class TestFromFloat16:
         with pytest.raises(LossScaleError, match=r"no kernel; and .* from 2\^-16 to 2\^80"):
             predict(slots(), [])
 
-    def test_is_used_where_bfloat16_makes_float16_tensors_too(
+    def test_float16_is_used_where_bfloat16_makes_float16_tensors_too(
         self, here: Callable[[Here], None]
     ) -> None:
         here(lambda dtype, scale: made(dtypes=FP16 | BF16))
@@ -218,7 +224,9 @@ class TestFromFloat16:
 class TestObservation:
     PREDICTION = prediction_of({"a": {-127: 2, -30: 3, 0: 1}, "b": {0: 4}})
 
-    def test_counts_the_zeros_that_were_none_before(self, here: Callable[[Here], None]) -> None:
+    def test_observation_counts_the_zeros_that_were_none_before(
+        self, here: Callable[[Here], None]
+    ) -> None:
         """Three of eight values are flushed in one tensor, of which they are sqrt(3) 2^-30."""
         flushed = {A: histogram({-127: 5, 0: 1}), B: histogram({0: 4})}
         here(lambda dtype, scale: made(flushed, 1.0, FP16))
@@ -227,7 +235,7 @@ class TestObservation:
         assert seen.values_left == 1 - 3 / 8
         assert seen.backward_headroom_bits == pytest.approx(math.log2(65520))
 
-    def test_counts_no_zeros_of_tensors_that_bfloat16_did_not_make(
+    def test_observation_counts_no_zeros_of_tensors_that_bfloat16_did_not_make(
         self, here: Callable[[Here], None]
     ) -> None:
         other = Source("a", "sum", 0, (1,))
@@ -237,14 +245,14 @@ class TestObservation:
         assert (seen.flushed_share, seen.values_left) == (0, 1)
         assert seen.backward_headroom_bits == 0
 
-    def test_of_nothing_leaves_everything(self, here: Callable[[Here], None]) -> None:
+    def test_observation_of_nothing_leaves_everything(self, here: Callable[[Here], None]) -> None:
         here(lambda dtype, scale: made({}, 0.0, FP16))
         seen = observe(slots(), [], 0, prediction_of({}))
         assert (seen.flushed_share, seen.values_left) == (0, 1)
         assert seen.backward_headroom_bits == -math.inf
 
     @pytest.mark.parametrize(("dtypes", "named"), [(BF16, "bfloat16"), (frozenset(), "no 16-bit")])
-    def test_without_float16_is_refused(
+    def test_observation_without_float16_is_refused(
         self, here: Callable[[Here], None], dtypes: frozenset[torch.dtype], named: str
     ) -> None:
         here(lambda dtype, scale: made(dtypes=dtypes))
@@ -253,13 +261,13 @@ class TestObservation:
 
 
 class TestPrediction:
-    def test_is_limited_by_the_tensor_that_suffers_most(self) -> None:
+    def test_prediction_is_limited_by_the_tensor_that_suffers_most(self) -> None:
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}, "c": {}})
         assert (prediction.first_overflow_log2, prediction.smallest_scale_log2(0.001)) == (16, 6)
         assert [prediction.flushed_share(scale) for scale in (6, 5, -24, -25)] == [0, 1, 1, 1]
         assert prediction_of({}).flushed_share(0) == 0
 
-    def test_of_some_modules_is_theirs(self) -> None:
+    def test_prediction_of_some_modules_is_theirs(self) -> None:
         prediction = prediction_of({"a": {0: 1}, "b": {-30: 1}}, largest=1.0)
         part = prediction.of(lambda name: name == "b")
         assert (part.total.by_power(), part.largest) == ({-30: 1}, 1.0)
@@ -270,22 +278,22 @@ class TestPrediction:
         assert prediction_of({}, largest=65520.0).headroom_log2 == 0
         assert prediction_of({}, largest=65520.0 / 8).headroom_log2 == 3
 
-    def test_of_gradients_that_are_all_zero_is_refused(self) -> None:
+    def test_prediction_of_gradients_that_are_all_zero_is_refused(self) -> None:
         with pytest.raises(LossScaleError, match="all 16-bit gradients are exactly 0"):
             prediction_of({"a": {-127: 3}}).require_gradients()
 
-    def test_of_gradients_that_are_not_finite_is_refused(self) -> None:
+    def test_prediction_of_gradients_that_are_not_finite_is_refused(self) -> None:
         infinite = dataclasses.replace(prediction_of({}), tensors={A: histogram({128: 1})})
         with pytest.raises(LossScaleError, match="not finite in bfloat16"):
             infinite.require_gradients()
 
-    def test_of_no_16_bit_tensor_is_refused(self, here: Callable[[Here], None]) -> None:
+    def test_prediction_of_no_16_bit_tensor_is_refused(self, here: Callable[[Here], None]) -> None:
         here(lambda dtype, scale: made({}))
         with pytest.raises(LossScaleError, match="no backward makes a 16-bit gradient"):
             predict(slots(), [])
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_of_parameters_in_16_bits_is_refused(
+    def test_prediction_of_parameters_in_16_bits_is_refused(
         self, here: Callable[[Here], None], dtype: torch.dtype
     ) -> None:
         here(lambda dtype, scale: made())

@@ -43,7 +43,7 @@ class TestResumedRun:
             training.checkpoint(whole, 12)
         )
 
-    def test_keeps_the_scale_and_takes_the_new_settings(self, killed_run: Path) -> None:
+    def test_resumed_run_keeps_the_scale_and_takes_the_new_settings(self, killed_run: Path) -> None:
         """After 8 batches, 4 steps: the scale doubled once, one step on the way to the next.
 
         Two more steps with growth_interval 2 and growth_factor 4: 2^17 * 4 after the first.
@@ -67,7 +67,7 @@ class TestResumedRun:
             "_growth_tracker": 1,
         }
 
-    def test_takes_the_optimizers_new_settings(self, killed_run: Path) -> None:
+    def test_resumed_run_takes_the_optimizers_new_settings(self, killed_run: Path) -> None:
         """`Optimizer.load_state_dict` alone would put the checkpoint's back, without a word."""
         changes = ("learning_rate=0.002", "weight_decay=0.25", "lr_schedule=constant")
         options = [f"hyperparameters.{change}" for change in (*changes, "warmup_steps=0")]
@@ -75,7 +75,7 @@ class TestResumedRun:
         (group,) = training.checkpoint(killed_run, 12)["optimizers_state_dict"][0]["param_groups"]
         assert (group["lr"], group["weight_decay"]) == (0.002, 0.25)
 
-    def test_adds_a_part_and_keeps_the_first(self, killed_run: Path) -> None:
+    def test_resumed_run_adds_a_part_and_keeps_the_first(self, killed_run: Path) -> None:
         (first,) = read_record(killed_run).parts
         training.resume(killed_run)
         run = read_record(killed_run)
@@ -84,7 +84,7 @@ class TestResumedRun:
         assert run.parts[1].settings == first.settings
         assert run.changed == {}
 
-    def test_of_another_precision_goes_on_and_is_recorded(
+    def test_resumed_run_of_another_precision_goes_on_and_is_recorded(
         self, killed_run: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder = training.resume(killed_run, *training.arguments("mlp/fp32.yaml", *RICH[:-1]))

@@ -186,7 +186,7 @@ class TestTerms:
         assert self.of(9) == Score(9.0, 2.0, 3.0, 1.0, -2.5, 0.0, 1.0)
 
     @pytest.mark.parametrize("start", [16, 0, -3])
-    def test_of_a_forward_that_overflows_are_none(self, float16: Float16, start: int) -> None:
+    def test_forward_that_overflows_has_no_terms(self, float16: Float16, start: int) -> None:
         float16.top, float16.forward = -math.inf, -math.inf
         with pytest.raises(det.InvalidHP, match=r"^no loss scale helps: the cause$"):
             self.of(start)
@@ -197,13 +197,13 @@ class TestTerms:
         float16.top = -4
         assert self.of(16).steps_lost == 20
 
-    def test_of_an_overflow_at_every_scale_are_none(self, float16: Float16) -> None:
+    def test_overflow_at_every_scale_has_no_terms(self, float16: Float16) -> None:
         float16.top = -math.inf
         with pytest.raises(det.InvalidHP, match="no loss scale helps: the cause"):
             self.of(16)
 
     @pytest.mark.parametrize("left", [0.01, 0.0099])
-    def test_of_scales_that_leave_nothing_are_none(self, float16: Float16, left: float) -> None:
+    def test_scales_that_leave_nothing_have_no_terms(self, float16: Float16, left: float) -> None:
         float16.left, float16.top = left, -9
         if left == 0.01:
             assert self.of(4).steps_lost == 13
@@ -225,7 +225,7 @@ class TestTerms:
                 self.of(8.5, min_scale=1.0)
         assert min(float16.measured) >= 0
 
-    def test_of_a_trial_that_cannot_run_in_float32_are_none(self, float16: Float16) -> None:
+    def test_trial_that_cannot_run_in_float32_has_no_terms(self, float16: Float16) -> None:
         class Half(Exact):
             def backward(self, dtype: torch.dtype | None, scale_log2: float = 0) -> Gradients:
                 raise self.error
@@ -391,7 +391,7 @@ def test_floor_of_the_settings_is_the_end_of_the_scales(floor: float, invalid: b
             assert score(found.trial, found.context, 1)["steps_lost"] == 0
 
 
-def test_is_finite_where_everything_is_flushed() -> None:
+def test_score_is_finite_where_everything_is_flushed() -> None:
     found = scores(TinyLoss, [-20, 30])
     assert found[-20].flushed_share == found[-20].gradient_error == 1.0
     assert all(math.isfinite(value) for value in vars(found[-20]).values())

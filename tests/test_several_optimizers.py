@@ -100,7 +100,7 @@ class TestOneOverflows:
         made = weigh_two([*ONE_BAD, (1.0, 3.0)], AMP, aggregation_frequency=2)
         assert made.trial.weights() == [1.0 - 0.5 * 1, 1.0 - 0.5 * 1 - 0.5 * 2]
 
-    def test_counts_are_resumed(self) -> None:
+    def test_counts_of_both_optimizers_are_resumed(self) -> None:
         rows = [*ONE_BAD, GOOD]
         undisturbed = weigh_two(rows, AMP).report
         first = weigh_two(rows, AMP, batches=2)
@@ -114,7 +114,9 @@ class TestOneOverflows:
 
 
 class TestGuard:
-    def test_names_optimizer_and_input_and_leaves_the_last_good_state(self, folder: Path) -> None:
+    def test_guard_names_optimizer_and_input_and_leaves_the_last_good_state(
+        self, folder: Path
+    ) -> None:
         with pytest.raises(GuardError, match=r"optimizer 0: 3 optimizer steps in a row") as raised:
             weigh_two(ALL_BAD, {**HIGH, "max_consecutive_skips": 2}, folder=folder)
         assert "input 0 of the batch is not finite" in str(raised.value)

@@ -143,7 +143,7 @@ def numbers(made: Fitted) -> list[dict[str, Any]]:
 @each_pair
 @every_precision
 @pytest.mark.parametrize("aggregation_frequency", [1, 2])
-def test_trains_as_the_converted_trial_does_bit_for_bit(
+def test_unmodified_trial_trains_as_the_converted_one_bit_for_bit(
     plain: Any, converted: Any, precision: str, aggregation_frequency: int
 ) -> None:
     amp = FP16 if precision == "amp_fp16" else {"precision": precision}

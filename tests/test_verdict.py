@@ -42,17 +42,23 @@ def found(
         finite = loss_is_finite and scale_log2 == 0
         return Observation(scale_log2, finite, overflows(scale_log2), 0.0, 0.0)
 
-    monkeypatch.setattr(verdict, "_help", lambda *given: given[:2] == (CONTEXT, BATCHES))
-    made = {"predict": prediction, "cause_of": "the cause"}
-    for name, result in made.items():
-        of_these = {(CONTEXT, BATCHES): result}
-        monkeypatch.setattr(verdict, name, lambda *given, of_these=of_these: of_these[given])
+    def answers(result: Any) -> Callable[..., Any]:
+        """A pass of this context and these batches, whose answer is known."""
+
+        def of(context: Any, batches: Any, *others: Any) -> Any:
+            assert (context, batches) == (CONTEXT, BATCHES)
+            return result
+
+        return of
+
+    for name, result in (("predict", prediction), ("cause_of", "the cause"), ("_help", True)):
+        monkeypatch.setattr(verdict, name, answers(result))
     monkeypatch.setattr(verdict, "observe", observe)
     return find(CONTEXT, BATCHES)
 
 
 class TestFind:
-    def test_chooses_six_bits_below_the_largest_scale(
+    def test_finder_chooses_six_bits_below_the_largest_scale(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12)
@@ -67,7 +73,7 @@ class TestFind:
         assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
 
     @pytest.mark.parametrize(("faintest", "choice"), [(-36, 12), (-35, 11)])
-    def test_chooses_the_largest_where_no_other_is_safe(
+    def test_finder_chooses_the_largest_where_no_other_is_safe(
         self, faintest: int, choice: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prediction = prediction_of({"loud": {3: 1}, "faint": {faintest: 1}})
@@ -75,14 +81,16 @@ class TestFind:
         assert (finding.low_log2, finding.top_log2) == (-24 - faintest, 12)
         assert finding.choice_log2 == choice
 
-    def test_names_islands_where_no_scale_is_safe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finder_names_islands_where_no_scale_is_safe(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
         finding = found(monkeypatch, prediction, lambda scale: scale > 5)
         assert (finding.verdict, finding.islands) == (Verdict.ISLANDS, ("loud",))
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
         assert finding.answer_log2 is None
 
-    def test_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finder_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
         assert (finding.top_log2, finding.choice_log2) == (8, 2)
         assert [seen.scale_log2 for seen in finding.verified] == [13, 12, 11, 10, 9, 8, 2]
@@ -98,7 +106,7 @@ class TestFind:
         scales = [seen.scale_log2 for seen in finding.verified]
         assert len(scales) == len({*scales}) < 16
 
-    def test_says_that_the_default_is_fine_where_it_is_safe(
+    def test_finder_says_that_the_default_is_fine_where_it_is_safe(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A kernel that adds up in float16 may still overflow there."""
@@ -114,7 +122,9 @@ class TestFind:
             assert finding.verified[-1].scale_log2 == finding.choice_log2
 
     @pytest.mark.parametrize("bits", [24, 25])
-    def test_gives_up_after_24_bits(self, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_finder_gives_up_after_24_bits(
+        self, bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12 - bits)
         if bits == 24:
             assert len(finding.verified) == 1 + 25 + 1
@@ -124,7 +134,7 @@ class TestFind:
             assert (finding.verdict, finding.choice_log2) == (Verdict.FORWARD_OVERFLOW, None)
             assert finding.cause == "the cause"
 
-    def test_gives_up_at_once_where_the_loss_overflows_without_a_scale(
+    def test_finder_gives_up_at_once_where_the_loss_overflows_without_a_scale(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prediction = prediction_of({"a": {3: 1}})
@@ -183,7 +193,9 @@ class TestIslands:
         assert fewest_islands(prediction_of(modules)) == expected
 
     @pytest.mark.parametrize(("loud", "quiet"), [(1, 2), (2, 3), (3, 4)])
-    def test_are_three_at_most_and_fewer_than_the_others(self, loud: int, quiet: int) -> None:
+    def test_islands_are_three_at_most_and_fewer_than_the_others(
+        self, loud: int, quiet: int
+    ) -> None:
         modules = {f"loud {i}": {30 + i: 1} for i in range(loud)}
         others = {f"quiet {i}": {-30: 1} for i in range(quiet)}
         islands = fewest_islands(prediction_of({**modules, **others}))
@@ -192,7 +204,7 @@ class TestIslands:
         del others["quiet 0"]
         assert fewest_islands(prediction_of({**modules, **others})) != islands
 
-    def test_of_more_than_three_modules_are_none(self) -> None:
+    def test_islands_of_more_than_three_modules_are_none(self) -> None:
         modules = {f"loud {i}": {30: 1} for i in range(4)}
         others = {f"quiet {i}": {-30: 1} for i in range(9)}
         assert fewest_islands(prediction_of({**modules, **others})) == ()
@@ -201,14 +213,14 @@ class TestIslands:
         modules = {"one": {0: 1}, "loud": {1: 1}, **{name: {-39: 1} for name in "abcde"}}
         assert fewest_islands(prediction_of(modules)) == ("loud",)
 
-    def test_are_the_fewest(self) -> None:
+    def test_islands_are_the_fewest(self) -> None:
         """Two loud ones, or one faint one."""
         modules = {"loud": {20: 1}, "louder": {21: 1}, "faint": {-30: 1}}
         others = {name: {0: 1} for name in "abcd"}
         assert fewest_islands(prediction_of({**modules, **others})) == ("faint",)
 
     @pytest.mark.parametrize("name", [OUTSIDE, WHOLE_MODEL])
-    def test_are_modules_that_can_be_named(self, name: str) -> None:
+    def test_islands_are_modules_that_can_be_named(self, name: str) -> None:
         others = {other: {-30: 1} for other in "abcd"}
         assert fewest_islands(prediction_of({name: {30: 1}, **others})) == ()
 

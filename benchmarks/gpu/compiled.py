@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.gpu import loops
 from benchmarks.gpu.box import Box, problem_of, stretch
 from benchmarks.gpu.resnet import Bare, batch_on
+from benchmarks.loops import train_in_turns
 from determined_amp.amp.settings import Precision
 
 ROUNDS = 3
@@ -67,7 +68,7 @@ def through_the_library(box: Box, precision: Precision) -> Iterator[dict[str, An
     data = loops.noise_of(box)
     compared = {
         f"amp.compile: {value}": partial(
-            loops.ours,
+            train_in_turns,
             loops.experiment_of(box, precision, data, [f"hyperparameters.amp.compile={value}"]),
         )
         for value in ("false", "default")

@@ -15,6 +15,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from benchmarks.gpu import loops
 from benchmarks.gpu.box import Box, problem_of, stretch
+from benchmarks.loops import train_in_turns
 from benchmarks.photos import photo, write_photos
 from determined_amp.experiment.experiment import Experiment
 from trials.data import images, loading
@@ -41,7 +42,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
             where = {"source": source, "workers": workers, "cores": cores}
             speed = _alone(experiment, box)
             yield {**where, "what": "loader alone", "round": 0, "images_per_second": speed}
-            training = {"training": partial(loops.ours, experiment)}
+            training = {"training": partial(train_in_turns, experiment)}
             for row in loops.in_turns(box, box.amp[0], training, rounds=3):
                 yield {**where, "what": row.pop("loop"), **row}
     if box.device.type == "cuda":

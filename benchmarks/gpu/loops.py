@@ -17,7 +17,7 @@ from determined import pytorch
 
 from benchmarks.gpu.box import Box
 from benchmarks.gpu.resnet import BATCHES, TINY_BATCHES, Bare, batch_on
-from benchmarks.loops import NoReports, take_turns
+from benchmarks.loops import ENDLESS, NoReports, train_in_turns
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
@@ -47,7 +47,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
     for precision in box.amp:
         compared = {
             "bare": partial(bare, box, precision),
-            "determined_amp": partial(ours, experiment_of(box, precision, noise_of(box))),
+            "determined_amp": partial(train_in_turns, experiment_of(box, precision, noise_of(box))),
         }
         yield from in_turns(box, precision, compared)
 
@@ -83,9 +83,8 @@ def experiment_of(
     raw = dict(read_yaml(path))
     side, classes = (32, 10) if box.tiny else (224, 1000)
     raw["data"] = {"image_size": side, "channels": 3, "classes": classes, **data}
-    lengths = ("max_length", "validation_period", "checkpoint_period")
-    overrides = [f"hyperparameters.training.{name}={{batches: 1000000}}" for name in lengths]
-    overrides += [
+    overrides = [
+        *ENDLESS,
         f"hyperparameters.training.reporting_period={{batches: {BATCHES_PER_TURN}}}",
         f"hyperparameters.global_batch_size={batch_size(box)}",
         *changes,
@@ -101,15 +100,6 @@ def bare(box: Box, precision: Precision, turns: Turns) -> None:
         if turns.over:
             return
         loop.step(batch, precision)
-
-
-def ours(experiment: Experiment[Any], turns: Turns) -> None:
-    """The trial in Determined's loop, with audit, guard, counters and reports."""
-    with throwaway_core_context(reports=NoReports) as core_context:
-        context = trial_context(core_context, experiment)
-        trial = trial_of(experiment, context)
-        take_turns(trial, turns)
-        fit(trial, context, checkpoint_policy="none")
 
 
 class Counting(SafeController):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.goals import BATCH, by_round, words
+from benchmarks.measured import spread
 
 HEADS = (
     f"| ResNet-50, 224 px, batch {BATCH} | images/s, median (range) | times FP32 | times TF32 | "
@@ -40,7 +41,7 @@ def _row(rows: Sequence[Mapping[str, Any]], precision: str) -> str | None:
         share[0] = f"{memory[precision] / 2**30:.1f}"
         share[1] = f"{memory[precision] / memory['fp32']:.0%}" if "fp32" in memory else ""
     speeds = speed[precision]
-    shown = f"{middle[precision]:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+    shown = spread(speeds, ",.0f")
     return f"| {' | '.join([f'`{precision}`', shown, *times, *share])} |"
 
 
@@ -84,8 +85,7 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if row[key] is not None:
                 groups.setdefault((row["part"], said, key), []).append(float(row[key]))
     for (part, said, key), values in groups.items():
-        shown = f"{statistics.median(values):,.4g} ({min(values):,.4g} to {max(values):,.4g})"
-        yield f"| {part} | {said}: {key.replace('_', ' ')} | {shown} |"
+        yield f"| {part} | {said}: {key.replace('_', ' ')} | {spread(values, ',.4g')} |"
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
