@@ -1,4 +1,4 @@
-"""The recipe in Determined's own loop, with numbers derived by hand; see `one_weight`."""
+"""The recipe in Determined's own loop, with numbers derived by hand; see `tests.trials`."""
 
 from __future__ import annotations
 

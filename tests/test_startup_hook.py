@@ -58,7 +58,7 @@ calls.write_text(json.dumps([*before, [arguments, constraints.split()]]))
 if (here / "pip_fails").exists():
     sys.exit("ERROR: no route to the index")
 modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
-for package in (a for a in arguments if not a.startswith("-") and a != "install"):
+for package in (a.split("<")[0] for a in arguments if not a.startswith("-") and a != "install"):
     (here / f"{modules.get(package, package)}.py").touch()
 """
 
