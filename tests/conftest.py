@@ -63,6 +63,15 @@ def _deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
+def _switches_restored() -> Iterator[None]:
+    """Torch's switches of TF32 are afterwards what they were."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty checkpoint folder; the loop copies the working directory into every checkpoint."""
     (tmp_path / "work").mkdir()

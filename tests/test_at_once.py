@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests import training
 from tests.precisions import write_run
 
 ROOT = Path(__file__).parents[1]
@@ -28,15 +27,8 @@ sys.exit(f"imported: {early}" if early else status)
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
     """Exit status and standard error of a command."""
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    surroundings = {**os.environ, **environment}
+    process = training.outcome("-c", PROGRAM, *arguments, env=surroundings, timeout=60)
     return process.returncode, process.stderr
 
 

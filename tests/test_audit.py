@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,15 +34,9 @@ from tests import training
 from tests.trials import weigh
 from trials.mlp import MLPTrial
 
+pytestmark = pytest.mark.usefixtures("_switches_restored")
+
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _switches_restored() -> Iterator[None]:
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = cudnn
 
 
 class Wrapped(nn.Module):

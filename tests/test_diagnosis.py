@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -93,10 +93,101 @@ def cause(
     return find_cause([model], (x,), batch_of(model, x), scale=scale, grown=grown)
 
 
-class TestDiagnosis:
-    def test_sound_batch_has_none(self) -> None:
-        assert cause(Net(1, 1), torch.ones(4, 1)) is None
+def layers(*weights: float) -> nn.Sequential:
+    """Layers of one weight each."""
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in weights))
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        nn.init.constant_(parameter, weight)
+    return model
 
+
+ONES = torch.ones(4, 1)
+LOUD = Net(2.0**10, 2.0**10)  # 2^20 = 1.05e6 is beyond 65504, in the head and not in the body
+SCALE = "no loss scale helps. What helps, in the YAML: precision: amp_bf16"
+LARGE = "|activation| 1.05e+06, float16 ends at 65504; "
+GROWN = "1e+05 times as large as at the start: lower learning_rate, or clip the gradients; "
+CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] = {
+    "none": (Net(1, 1), ONES, {}, None),
+    "infinities as masks are none": (Masked(1.0), torch.ones(4, 4), {}, None),
+    "weight beside such masks": (
+        *(Masked(1e5), torch.ones(4, 4), {}),
+        "forward overflow in module last: largest |weight| 1e+05, float16 ends at 65504; "
+        f'{SCALE}, or fp32_modules: ["^last$"]',
+    ),
+    "forward of a module": (
+        *(LOUD, ONES, {}),
+        f'forward overflow in module head: largest {LARGE}{SCALE}, or fp32_modules: ["^head$"]',
+    ),
+    # Four layers hand on 2^20; float32 for three of them helps nothing.
+    "forward that no three islands help": (
+        *(layers(2.0**10, 2.0**10, 1.0, 1.0, 1.0), ONES, {}),
+        f"forward overflow in module 1: largest {LARGE}{SCALE}",
+    ),
+    "forward of a model of one module": (
+        *(layers(2.0**17)[0], ONES, {}),
+        "forward overflow in module the model: largest |weight| 1.31e+05, float16 ends at 65504; "
+        f"{SCALE}",
+    ),
+    # Dec gets infinity from outside, and is not blamed for it.
+    "operation between modules": (
+        *(Exponential(), ONES, {}),
+        "forward overflow in exp of module the model, after module enc: largest |activation| "
+        f"1.63e+05, float16 ends at 65504; {SCALE}",
+    ),
+    "far beyond float16": (
+        *(Net(2.0**15, 1), torch.full((4, 1), 2.0**15), {}),
+        "forward overflow in module body: largest |activation| 1.07e+09, float16 ends at 65504; "
+        "that far beyond it, with a loss of 1.07e+09 in float32, the precision is not the cause: "
+        "look at the inputs and the initial weights, and lower learning_rate",
+    ),
+    "beyond float32": (
+        *(Net(1e30, 1), torch.full((1, 1), 1e30), {}),
+        "the output of module body is not finite, not even in float32; look at the inputs and at "
+        "this operation there",
+    ),
+    "weights that have grown": (
+        *(LOUD, ONES, {"grown": 1e5}),
+        f"forward overflow in module head: largest {LARGE}the weights are {GROWN}no precision "
+        "helps",
+    ),
+    "weights that have grown beyond float32": (
+        *(Net(1e30, 1), torch.full((1, 1), 1e30), {"grown": 1e5}),
+        "the output of module body is not finite, not even in float32; the weights are "
+        f"{GROWN}no precision helps",
+    ),
+    # The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32.
+    "gradient of a module": (
+        *(Net(2.0**-10, 2.0**10), ONES, {"scale": 2.0**10}),
+        "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing overflows: "
+        "lower init_scale. What helps, in the YAML: precision: amp_bf16",
+    ),
+    # 2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on.
+    "gradient of the loss": (
+        *(Net(1, 1), ONES, {"scale": 2.0**18}),
+        "gradient overflow at the loss, outside the model at a loss scale of 262144; at 2^15 "
+        "nothing overflows: lower init_scale. What helps, in the YAML: precision: amp_bf16",
+    ),
+    "derivative that overflows at every scale": (
+        *(Steep(), torch.ones(1, 1), {}),
+        "gradient overflow at module the model at every loss scale. What helps, in the YAML: "
+        "precision: amp_bf16",
+    ),
+    "parameter that is lost already": (
+        *(Net(math.nan, 1), ONES, {}),
+        "parameter body.weight is already not finite; resume from an earlier checkpoint with a "
+        "lower learning rate or a clip",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "x", "options", "sentence"), CAUSES.values(), ids=CAUSES)
+def test_cause_is_named_where_it_begins(
+    model: nn.Module, x: torch.Tensor, options: Mapping[str, float], sentence: str | None
+) -> None:
+    assert cause(model, x, **options) == sentence
+
+
+class TestDiagnosis:
     @pytest.mark.parametrize(
         ("batch", "where"),
         [
@@ -114,25 +205,6 @@ class TestDiagnosis:
 
         found = find_cause([model], batch, train)
         assert found == f"input {place}; fix or remove these samples"
-
-    def test_cause_names_the_module_whose_forward_overflows(self) -> None:
-        """2^10 * 2^10 = 2^20 = 1.05e6 is beyond 65504, in the head and not in the body."""
-        sentence = str(cause(Net(2.0**10, 2.0**10), torch.ones(4, 1)))
-        assert "forward overflow in module head: largest |activation| 1.05e+06" in sentence
-        assert 'fp32_modules: ["^head$"]' in sentence
-
-    def test_cause_names_the_module_whose_gradient_overflows(self) -> None:
-        """The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32."""
-        sentence = str(cause(Net(2.0**-10, 2.0**10), torch.ones(4, 1), scale=2.0**10))
-        assert sentence == (
-            "gradient overflow at module head at a loss scale of 1024; at 2^5 nothing overflows: "
-            "lower init_scale. What helps, in the YAML: precision: amp_bf16"
-        )
-
-    def test_cause_names_the_first_module_that_the_backward_reaches(self) -> None:
-        """2^18 / 4 = 2^16 > 65504 where the loss casts the head's output, and from there on."""
-        sentence = str(cause(Net(1, 1), torch.ones(4, 1), scale=2.0**18))
-        assert "gradient overflow at the loss, outside the model at a loss scale of 2" in sentence
 
     @pytest.mark.parametrize(
         ("lost", "module"), [(["body"], "body"), (["body", "head"], "head"), ([], "the model")]
@@ -154,22 +226,6 @@ class TestDiagnosis:
             f"gradient overflow at module {module} at a loss scale of 64; at 2^3 nothing overflows"
         )
 
-    def test_not_even_in_float32_is_said_only_of_what_float32_cannot_hold(self) -> None:
-        """1e30 * 1e30; and 2^20 in a head, which float32 holds."""
-        assert cause(Net(1e30, 1), torch.full((1, 1), 1e30)) == (
-            "the output of module body is not finite, not even in float32; look at the inputs and "
-            "at this operation there"
-        )
-        assert "not even" not in str(cause(Net(2.0**10, 2.0**10), torch.ones(4, 1)))
-
-    def test_overflow_between_modules_is_named_by_its_operation(self) -> None:
-        """Dec gets infinity from outside, and is not blamed for it."""
-        assert cause(Exponential(), torch.ones(4, 1)) == (
-            "forward overflow in exp of module the model, after module enc: largest |activation| "
-            "1.63e+05, float16 ends at 65504; no loss scale helps. What helps, in the YAML: "
-            "precision: amp_bf16"
-        )
-
     def test_overflow_in_the_loss_is_outside_the_model(self) -> None:
         def train(scale: float) -> None:
             with torch.autocast("cpu", dtype=torch.float16):
@@ -180,10 +236,6 @@ class TestDiagnosis:
         assert str(find_cause([model], (), train)).startswith(
             "forward overflow in exp outside the model, after module the model: largest"
         )
-
-    def test_infinities_that_are_masks_are_no_cause(self) -> None:
-        assert cause(Masked(1.0), torch.ones(4, 4)) is None
-        assert "forward overflow in module last: " in str(cause(Masked(1e5), torch.ones(4, 4)))
 
     def test_infinity_that_a_batch_holds_as_a_mask_is_no_cause(self) -> None:
         model = nn.Sequential(nn.Linear(1, 4), nn.Softmax(-1), nn.Linear(4, 1))
@@ -273,25 +325,6 @@ class TestDiagnosis:
         assert "forward overflow in module 0.head" in sentence
         assert torch.equal(scripted.running_mean, before)
 
-    def test_derivative_that_overflows_at_every_scale_is_no_matter_of_the_loss_scale(self) -> None:
-        assert cause(Steep(), torch.ones(1, 1)) == (
-            "gradient overflow at module the model at every loss scale. What helps, in the YAML: "
-            "precision: amp_bf16"
-        )
-
-    def test_weights_that_have_grown_mean_the_learning_rate(self) -> None:
-        for sentence in (
-            cause(Net(2.0**10, 2.0**10), torch.ones(4, 1), grown=1e5),
-            cause(Net(1e30, 1), torch.full((1, 1), 1e30), grown=1e5),
-        ):
-            assert "the weights are 1e+05 times as large as at the start: lower" in str(sentence)
-            assert "YAML" not in str(sentence)
-
-    def test_activations_far_beyond_float16_are_no_matter_of_the_precision(self) -> None:
-        sentence = str(cause(Net(2.0**15, 1), torch.full((4, 1), 2.0**15)))
-        assert "largest |activation| 1.07e+09, float16 ends at 65504; that far beyond" in sentence
-        assert "YAML" not in sentence
-
     def test_cause_without_memory_is_what_was_seen_before(self) -> None:
         def fail(scale: float) -> None:
             raise torch.cuda.OutOfMemoryError
@@ -315,12 +348,6 @@ class TestDiagnosis:
             find_cause([model], (), in_float16)
         )
 
-    def test_cause_names_a_parameter_that_is_lost_already(self) -> None:
-        assert cause(Net(math.nan, 1), torch.ones(4, 1)) == (
-            "parameter body.weight is already not finite; resume from an earlier "
-            "checkpoint with a lower learning rate or a clip"
-        )
-
     def test_cause_tells_several_models_apart(self) -> None:
         sound, lost = Net(1, 1), Net(1, math.nan)
         found = find_cause([sound, lost], (torch.ones(1, 1),), lambda scale: None)
@@ -337,14 +364,6 @@ class TestDiagnosis:
         assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
         assert last.weight.grad.item() == 7
         assert last.bias.grad is None
-
-
-def layers(*weights: float) -> nn.Sequential:
-    """Layers of one weight each."""
-    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in weights))
-    for parameter, weight in zip(model.parameters(), weights, strict=True):
-        nn.init.constant_(parameter, weight)
-    return model
 
 
 class TestAdvice:
@@ -371,17 +390,6 @@ class TestAdvice:
         assert f"forward overflow in module {module}: largest" in sentence
         helps = f"What helps, in the YAML: precision: amp_bf16, or fp32_modules: {patterns}"
         assert sentence.endswith(helps)
-
-    def test_what_does_not_help_is_not_proposed(self) -> None:
-        """Four layers hand on 2^20; float32 for three of them helps nothing."""
-        model = layers(2.0**10, 2.0**10, 1.0, 1.0, 1.0)
-        sentence = str(cause(model, torch.ones(4, 1)))
-        assert sentence.endswith("What helps, in the YAML: precision: amp_bf16")
-
-    def test_model_of_one_module_is_no_island(self) -> None:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(model.weight, 2.0**17)
-        assert str(cause(model, torch.ones(1, 1))).endswith("precision: amp_bf16")
 
     def test_nothing_that_helps_is_said(self) -> None:
         def train(scale: float) -> None:

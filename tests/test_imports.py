@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import determined.pytorch
 import pytest
 
 import determined_amp
+from tests import training
 
 LIBRARY = Path(determined_amp.__file__).parent
 # Each may import those before it, and itself.
@@ -79,13 +78,7 @@ def loaded() -> dict[str, set[str]]:
         "if name.startswith('determined_amp.')})"
     )
     script = "".join(f"{program}\n{say}\n" for program in PROGRAMS.values())
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import sys\n{script}"],
-        cwd=LIBRARY.parent,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    run = training.outcome("-W", "ignore", "-c", f"import sys\n{script}", check=True)
     lines = [set(line.split()) for line in run.stdout.splitlines()]
     return dict(zip(PROGRAMS, lines, strict=True))
 

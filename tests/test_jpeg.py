@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from benchmarks import jpeg, photos
@@ -16,13 +14,6 @@ from benchmarks.measured import RESULTS
 from trials.data.images import DatasetName, DataSettings, load
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _same_threads_afterwards() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_photos_are_as_large_as_those_of_imagenet_and_make_a_dataset(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from determined_amp import __main__ as door
 from determined_amp import cluster
 from determined_amp.amp.errors import UserError
 from determined_amp.cli import audit, train
+from tests import training
 from tests.training import ROOT
 
 
@@ -144,15 +145,9 @@ def test_error_of_a_user_is_one_message_and_status_2(
 def test_launcher_of_ranks_ends_its_report_with_the_reason(tmp_path: Path) -> None:
     config = tmp_path / "experiment.yaml"
     config.write_text("hyperparameters: {trial: 'os:getcwd'}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "1")
     # Two import torch here: a fake torch would prove nothing of the file that they agree on.
-    done = subprocess.run(
-        [*launcher, "-m", "determined_amp", "train", str(config)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    done = training.outcome(*launcher, "-m", "determined_amp", "train", str(config))
     assert done.returncode != 0
     *_, reason, rule = done.stderr.strip().splitlines()
     assert reason.startswith("  traceback : no retry can help: ")
@@ -163,14 +158,8 @@ def test_launcher_of_ranks_ends_its_report_with_the_reason(tmp_path: Path) -> No
 def test_launcher_of_a_task_adds_no_traceback_to_a_reason(tmp_path: Path) -> None:
     config = tmp_path / "experiment.yaml"
     config.write_text("hyperparameters: {trial: 'os:getcwd'}")
-    launcher = [sys.executable, "-m", "determined_amp.launcher", "--nnodes", "1"]
-    done = subprocess.run(
-        [*launcher, "--nproc_per_node", "1", "-m", "determined_amp", "train", str(config)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
+    launcher = ("-m", "determined_amp.launcher", "--nnodes", "1", "--nproc_per_node", "1")
+    done = training.outcome(*launcher, "-m", "determined_amp", "train", str(config))
     assert done.returncode == 1
     assert "no retry can help: " in done.stderr
     assert "Traceback" not in done.stderr
@@ -263,8 +252,6 @@ def test_program_ends_with_its_status_after_what_runs_at_the_exit(
         f"door.main = lambda: atexit.register(print, 'removed') and {result}; "
         "print('kept', end=' '); door.run()"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT
-    )
+    ended = training.outcome("-c", program)
     assert (ended.returncode, ended.stdout) == (status, "kept removed\n")
     assert ended.stderr.endswith(last_error)

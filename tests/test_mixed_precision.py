@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,11 @@ def report_of(trial: type[Weights], amp: Any = FP16) -> dict[str, Any]:
     return fit(trial, amp, batches=batches, reporting_period=batches).report
 
 
-@pytest.fixture
-def _switches_restored() -> Iterator[None]:
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    yield
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = cudnn
-
-
 @pytest.mark.usefixtures("_switches_restored")
 @pytest.mark.parametrize("set_backends", [False, True])
 def test_torchs_switches_are_set_only_if_that_is_asked_for(set_backends: bool) -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
     context: Any = Context()
     MixedPrecision(context, AmpSettings(Precision.FP32, set_backends=set_backends))
     assert torch.get_float32_matmul_precision() == ("highest" if set_backends else "high")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,14 +135,6 @@ def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> Non
         assert list(rows) == list(overhead.LOOPS)
 
 
-@pytest.fixture
-def same_threads_afterwards() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("same_threads_afterwards")
 def test_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overhead.main(["--precision", "fp32", "--rounds", "1", "--folder", str(tmp_path)])
     (written,) = tmp_path.glob("*.json")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from determined_amp.amp.precision import (
 )
 from determined_amp.amp.settings import Precision
 
+pytestmark = pytest.mark.usefixtures("_switches_restored")
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 BEFORE = pytest.mark.parametrize("before", [("high", True), ("highest", False)])
 
@@ -33,13 +33,6 @@ def switches() -> tuple[str, bool]:
 def switch(matmul: str, tf32: bool) -> None:
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = tf32
-
-
-@pytest.fixture(autouse=True)
-def _switches_restored() -> Iterator[None]:
-    before = switches()
-    yield
-    switch(*before)
 
 
 def pretend_cpu(monkeypatch: pytest.MonkeyPatch, *instructions: str) -> None:

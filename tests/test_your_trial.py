@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import training
+
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
 PAGE = (ROOT / "docs" / "your_trial.md").read_text()
@@ -181,16 +183,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, source in variants.items():
         (project / f"{name}.py").write_text(source)
     (project / "script.txt").write_text(own_trainer())
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN_EACH, "before", "model_def", *variants],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    process = training.start(
+        "-c", TRAIN_EACH, "before", "model_def", *variants, cwd=project, PYTHONPATH=str(ROOT)
     )
-    printed = re.split(r"^=== (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    printed = re.split(r"^=== (\w+)\n", output, flags=re.MULTILINE)[1:]
     return dict(zip(printed[::2], printed[1::2], strict=True))
 
 

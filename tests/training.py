@@ -111,16 +111,24 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
     """Start a Python program of the repository as a user would."""
     return subprocess.Popen(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def outcome(
+    *command: str, check: bool = False, cwd: Path = ROOT, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """What a Python program of the repository printed, and its status."""
+    command = (sys.executable, *command)
+    return subprocess.run(command, check=check, cwd=cwd, capture_output=True, text=True, **options)
 
 
 @contextmanager
