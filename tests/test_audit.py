@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
-from determined_amp import __main__ as door
 from determined_amp import audit as module
 from determined_amp.amp.settings import Precision
 from determined_amp.audit import (
@@ -421,17 +420,3 @@ class TestCommand:
     def test_audit_that_fails_is_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main(options("mlp/bf16.yaml", trial="NoAutocastTrial")) == 1
         assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (["missing.yaml"], "cannot be read"),
-            (options("mlp/bf16.yaml", "hyperparameters.amp.precision=bf16"), "amp.precision"),
-            (options("mlp/bf16.yaml", "data.classes=11"), "data.classes"),
-        ],
-    )
-    def test_mistake_of_the_user_is_2(
-        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert door.main(["audit", *arguments]) == 2
-        assert said in capsys.readouterr().err

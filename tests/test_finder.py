@@ -340,43 +340,6 @@ class TestCommand:
             findings.append(json.loads(target.read_text())["modules"])
         assert findings[0] != findings[1]
 
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [
-            (["experiment_configs/mlp/bf16.yaml"], "scales no loss"),
-            (["experiment_configs/mlp/fp32.yaml"], "scales no loss"),
-            (["missing.yaml"], "cannot be read: No such file"),
-            (["experiment_configs/mlp/amp.yaml", "--json", "no/where.json"], "does not exist"),
-            (
-                ["experiment_configs/mlp/amp.yaml", "--json", "README.md"],
-                "README.md, which is there",
-            ),
-            (
-                ["experiment_configs/mlp/amp.yaml", "--plot", "README.md"],
-                "README.md, which is there",
-            ),
-            (
-                ["experiment_configs/mlp/amp.yaml", "--json", "experiment_configs/mlp/amp.yaml"],
-                "which is there and no answer of this command; allowed: another file",
-            ),
-            (["experiment_configs/mlp/amp.yaml", "--trial", "trials.mlp:No"], "cannot be imported"),
-            (["experiment_configs/mlp/amp.yaml", "--checkpoint", "tests"], "neither a checkpoint"),
-        ],
-    )
-    def test_bad_input_is_one_sentence(
-        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert door.main(["find", *arguments]) == 2
-        printed = capsys.readouterr()
-        assert said in printed.err
-        assert "Traceback" not in printed.err
-
-    def test_number_of_batches_is_checked(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
-            door.main(["find", "experiment_configs/mlp/amp.yaml", "--batches", "0"])
-        assert ended.value.code == 2
-        assert "--batches: got 0; allowed: an integer >= 1 and <= 1000" in capsys.readouterr().err
-
     def test_range_to_search_is_named(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,50 +20,51 @@ from determined_amp.cli import audit, train
 from tests import training
 from tests.training import ROOT
 
+BF16, FP16 = (f"experiment_configs/mlp/{name}.yaml" for name in ("bf16", "amp"))
+EXISTS = "README.md, which is there"
+
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "said"),
     [
-        ([], "no command given; allowed: train, audit, "),
-        (["tran", "--help"], "got 'tran'; allowed: train, audit, "),
+        ("", "no command given; allowed: train, audit, "),
+        ("tran --help", "got 'tran'; allowed: train, audit, "),
+        ("tran", "report precision, report loss-scale"),
+        ("report", "required: SOURCE"),
+        ("report speed", "speed: there is no such folder; allowed: a run fol"),
+        # An empty argument is a variable that is not set; an empty value of a key is a value.
+        ("train a.yaml --run-folder ''", "got an empty argument after --run-folder"),
+        ("report a --output=", "got an empty argument: --output="),
+        ("find ''", "got an empty argument"),
+        ("train missing.yaml --config=name=", "missing.yaml: cannot be read"),
+        ("audit missing.yaml", "cannot be read: No such file"),
+        (f"audit {BF16} --config hyperparameters.amp.precision=bf16", "amp.precision"),
+        (f"audit {BF16} --config data.classes=11", "data.classes"),
+        ("find missing.yaml", "cannot be read: No such file"),
+        (f"find {BF16}", "scales no loss"),
+        ("find experiment_configs/mlp/fp32.yaml", "scales no loss"),
+        (f"find {FP16} --json no/where.json", "does not exist"),
+        (f"find {FP16} --json README.md", EXISTS),
+        (f"find {FP16} --plot README.md", EXISTS),
+        (f"find {FP16} --json {FP16}", "no answer of this command; allowed: another file"),
+        (f"find {FP16} --trial trials.mlp:No", "cannot be imported"),
+        (f"find {FP16} --checkpoint tests", "neither a checkpoint"),
+        (f"find {FP16} --batches 0", "--batches: got 0; allowed: an integer >= 1 and <= 1000"),
     ],
 )
-def test_unknown_command_is_named_with_those_there_are(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_mistake_of_the_user_is_one_sentence_and_status_2(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert door.main(arguments) == 2
+    monkeypatch.chdir(ROOT)
+    status: object
+    try:
+        status = door.main(shlex.split(line))
+    except SystemExit as of_the_parser:
+        status = of_the_parser.code
     shown = capsys.readouterr()
-    assert shown.err.startswith(message)
-    assert "report precision, report loss-scale" in shown.err
-    assert not shown.out
-
-
-def test_report_without_a_source_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        door.main(["report"])
-    assert "required: SOURCE" in capsys.readouterr().err
-    assert door.main(["report", "speed"]) == 2
-    assert capsys.readouterr().err.startswith("speed: there is no such folder; allowed: a run fol")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "a.yaml", "--run-folder", ""], "got an empty argument after --run-folder"),
-        (["report", "a", "--output="], "got an empty argument: --output="),
-        (["find", ""], "got an empty argument"),
-    ],
-)
-def test_empty_argument_is_a_variable_that_is_not_set(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert door.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_empty_value_of_a_key_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
-    assert door.main(["train", "missing.yaml", "--config=name="]) == 2
-    assert "missing.yaml: cannot be read" in capsys.readouterr().err
+    assert (status, shown.out) == (2, "")
+    assert said in shown.err
+    assert "Traceback" not in shown.err
 
 
 def test_directory_that_was_removed_is_a_sentence(
