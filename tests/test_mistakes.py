@@ -387,6 +387,9 @@ def test_forward_of_another_name_fails_the_audit() -> None:
             super().__init__()
             self.layer = nn.Linear(FEATURES, CLASSES)
 
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.logits(x)
+
         def logits(self, x: torch.Tensor) -> Any:
             return self.layer(x)
 
