@@ -17,13 +17,15 @@ It writes `runs/compare-NAME/TIME/`, a search folder with the page `precision.ht
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem, UserError
 from determined_amp.cli.options import at_least, checked_configuration, is_task, parser_of
 from determined_amp.cli.search import start_server
 from determined_amp.experiment.dotted import value_at
+
+_BATCH_SIZE = "hyperparameters.global_batch_size"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     config: dict[str, Any] = {}
     if not is_task():
         config = checked_configuration(options)
-        _require_batch_size(config, options.config)
+        if value_at(config, _BATCH_SIZE) is None:
+            text = (
+                "missing; allowed: the number of samples in a batch, which turns a speed into the "
+                f"time of a batch, for instance by --config {_BATCH_SIZE}=32"
+            )
+            raise ConfigError(options.config, [Problem(_BATCH_SIZE, text)])
     start_server()
     try:
         # Imported after the server starts: both spend seconds importing torch, at the same time.
@@ -45,16 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # during the runs, the engine handles signals
         raise UserError("stopped before the first run: nothing is compared yet") from None
     return 0
-
-
-def _require_batch_size(config: Mapping[str, Any], source: str) -> None:
-    key = "hyperparameters.global_batch_size"
-    if value_at(config, key) is None:
-        text = (
-            "missing; allowed: the number of samples in a batch, which turns a speed into the time "
-            f"of a batch, for instance by --config {key}=32"
-        )
-        raise ConfigError(source, [Problem(key, text)])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -70,7 +70,10 @@ def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorc
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for parameter, kind in arguments:
-        value = context if kind == "context" else _value(context, kind)
+        value: Any = context
+        if kind != "context":
+            hparams = kind == "hparams"
+            value = context.get_hparams() if hparams else context.get_experiment_config()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             named[parameter.name] = value
         else:
@@ -79,10 +82,6 @@ def make_trial(factory: Factory, context: pytorch.PyTorchTrialContext) -> pytorc
     if not isinstance(trial, pytorch.PyTorchTrial):
         raise ConfigError(name, [f"made {type(trial).__name__}; allowed: a PyTorchTrial"])
     return trial
-
-
-def _value(context: pytorch.PyTorchTrialContext, kind: str) -> dict[str, Any]:
-    return context.get_hparams() if kind == "hparams" else context.get_experiment_config()
 
 
 def _arguments(factory: Factory) -> list[tuple[inspect.Parameter, str]]:

@@ -153,7 +153,8 @@ def _value(
     if dataclasses.is_dataclass(kinds[0]):
         return read(typing.cast("type[object]", kinds[0]), raw, path, problems, strict=strict)
     value = next((v for kind in kinds if (v := _converted(kind, raw)) is not None), None)
-    if value is None or not _within(value, field):
+    bounds = [] if isinstance(value, enum.Enum) else _bounds(field)
+    if value is None or not all(_BOUNDS[name][1](value, bound) for name, bound in bounds):
         allowed = f"{_allowed(hint, field)}{_hint_for(kinds[0], raw)}"
         problems.append(Problem(path, f"got {_shown(raw)}; allowed: {allowed}"))
     return value
@@ -191,11 +192,6 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
         return [hint], False
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     return kinds, len(kinds) < len(typing.get_args(hint))
-
-
-def _within(value: Any, field: dataclasses.Field[Any]) -> bool:
-    bounds = [] if isinstance(value, enum.Enum) else _bounds(field)
-    return all(_BOUNDS[name][1](value, bound) for name, bound in bounds)
 
 
 def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:

@@ -98,7 +98,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     shown: logging.Handler = RichHandler(
         logging.WARNING, console, show_time=False, show_path=False, markup=False
     )
-    shown.addFilter(_is_for_users)
+    shown.addFilter(lambda record: not record.getMessage().startswith(_NOT_FOR_USERS))
     handlers = [shown]
     if path is not None:
         written = _LogFile(path, encoding="utf-8")
@@ -121,7 +121,3 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
             handler.close()
         logging.captureWarnings(False)
         root.setLevel(level)
-
-
-def _is_for_users(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NOT_FOR_USERS)

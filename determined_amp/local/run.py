@@ -144,7 +144,10 @@ class LocalController(SafeController):
         searcher = experiment.platform.searcher
         fitted["searcher_metric_name"] = searcher.metric
         fitted["smaller_is_better"] = searcher.smaller_is_better
-        fitted["checkpoint_policy"] = _policy(experiment).value
+        policy = experiment.platform.checkpoint_policy
+        if policy is CheckpointPolicy.BEST and searcher.metric is None:  # nothing to rank by
+            policy = CheckpointPolicy.ALL
+        fitted["checkpoint_policy"] = policy.value
         super().__init__(**fitted)
         self._length = length
         self._listeners = listeners
@@ -280,13 +283,6 @@ def _are_finite(models: Sequence[nn.Module]) -> bool:
     tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
     flags = [torch.isfinite(tensor.detach()).all() for tensor in tensors if tensor.numel()]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
-
-
-def _policy(experiment: Experiment[Any]) -> CheckpointPolicy:
-    """The experiment's policy; `all` instead of `best` if there is no metric to rank by."""
-    policy = experiment.platform.checkpoint_policy
-    ranks = experiment.platform.searcher.metric is not None
-    return policy if ranks or policy is not CheckpointPolicy.BEST else CheckpointPolicy.ALL
 
 
 def _copy_user_code(path: Path, on_cluster: bool) -> None:

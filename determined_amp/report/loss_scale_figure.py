@@ -138,7 +138,10 @@ def _draw_metric(
     if search.metric == "loss_scale_score":
         title += ": log₂(1 + optimizer steps lost)"
         if prediction is not None:
-            _draw_predicted_scores(axes, prediction, _limits(prediction.finding, search.runs))
+            low, high = _limits(prediction.finding, search.runs)
+            scales = range(math.ceil(low), math.floor(high) + 1)
+            scores = [predicted_score(prediction, scale) for scale in scales]
+            axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
             title += " (line: predicted; dots: measured)"
     # All scored trials have the same seed, so there is no spread over seeds.
     seeds = alone and not any(run.is_scored for run in search.runs)
@@ -332,13 +335,6 @@ def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
     skipped = prediction.finding.expected_skips(scale_log2)
     share = prediction.finding.at(scale_log2 - skipped).flushed_share
     return score_of(steps_lost(skipped, share, prediction.run.growth_interval))
-
-
-def _draw_predicted_scores(axes: Axes, prediction: FoundScale, limits: tuple[float, float]) -> None:
-    """Draw the predicted score of every power of two between the limits, log2 of scales."""
-    scales = range(math.ceil(limits[0]), math.floor(limits[1]) + 1)
-    scores = [predicted_score(prediction, scale) for scale in scales]
-    axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
 
 
 def _mark_best(axes: Axes, best: Point) -> None:

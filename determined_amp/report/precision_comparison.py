@@ -415,12 +415,9 @@ def _ratio(
     if len(pairs) == 1:
         ((a, b),) = pairs
         low, high = a.low / b.high, a.high / b.low
-    return Ratio(_middle(ratios), low, high, len(pairs), bool(by_seed))
-
-
-def _middle(ratios: Sequence[float]) -> float:
-    """The median of ratios, which inverts if they do: of an even number the geometric mean."""
-    return math.sqrt(median_low(ratios) * median_high(ratios))
+    # A median that inverts if the ratios do: of an even number the geometric mean.
+    middle = math.sqrt(median_low(ratios) * median_high(ratios))
+    return Ratio(middle, low, high, len(pairs), bool(by_seed))
 
 
 def _allocated(run: Run) -> Spread | None:

@@ -152,6 +152,7 @@ def find(
         judge_claims=judge_claims or str(runs[0].settings[TRIAL]).startswith(_OWN_TRIALS),
     )
     settings = {n: value for n, value in finished[0].settings.items() if n not in _MAY_DIFFER}
+    days = sorted({run.date[:10] for run in runs if run.date})
     return Findings(
         metric=metric,
         smaller_is_better=smaller_is_better,
@@ -159,7 +160,7 @@ def find(
         baseline=base,
         settings=settings,
         machine=finished[0].machine,
-        dates=_dates(runs),
+        dates=list(dict.fromkeys(days[:1] + days[-1:])),
         summaries=by_precision,
         comparisons=compared,
         left_out=left_out,
@@ -173,11 +174,6 @@ def _judged_by(run: Run, metric: str) -> Run:
     if run.state is not RunState.COMPLETED or math.isfinite(value):
         return run
     return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
-
-
-def _dates(runs: Sequence[Run]) -> list[str]:
-    days = sorted({run.date[:10] for run in runs if run.date})
-    return list(dict.fromkeys(days[:1] + days[-1:]))
 
 
 def _counts(run: Run) -> bool:

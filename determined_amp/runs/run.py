@@ -269,7 +269,11 @@ class Run:
     @property
     def changed(self) -> dict[str, list[tuple[int, Any]]]:
         """What changed at a resume: by name the batches before each part, and its value."""
-        facts = [(part.first_batch, _facts(part)) for part in self.parts]
+        facts = []
+        for part in self.parts:
+            known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
+            known |= {name: getattr(part.machine, name) for name in _OF_A_MACHINE}
+            facts.append((part.first_batch, known))
         names = dict.fromkeys(name for _, known in facts for name in known)
         values = {n: [(first, known.get(n)) for first, known in facts] for n in names}
         return {n: parts for n, parts in values.items() if len({repr(v) for _, v in parts}) > 1}
@@ -373,11 +377,6 @@ _OF_A_MACHINE = ("device", "slots", "torch")
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")
-
-
-def _facts(part: Part) -> dict[str, Any]:
-    known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
-    return {**known, **{name: getattr(part.machine, name) for name in _OF_A_MACHINE}}
 
 
 def _as_float(value: float | str) -> float:

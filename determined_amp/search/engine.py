@@ -225,14 +225,11 @@ class Engine:
             if trial is None:
                 return
             number, job = trial
-            worker = self._idle.pop() if self._idle else self._new_worker()
+            taken = {worker.slot for worker in self._busy}
+            slot = next(slot for slot in range(self._workers) if slot not in taken)
+            worker = self._idle.pop() if self._idle else Worker(slot, self._workers)
             self._busy[worker] = number
             worker.run(job)
-
-    def _new_worker(self) -> Worker:
-        taken = {worker.slot for worker in self._busy}
-        slot = next(slot for slot in range(self._workers) if slot not in taken)
-        return Worker(slot, self._workers)
 
     def _handle(self, worker: Worker) -> None:
         number = self._busy[worker]

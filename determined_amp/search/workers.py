@@ -187,7 +187,9 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
             with translating_disk_errors(folder.path):
                 experiment = parse(job.config, str(job.config.get("name", "search")))
                 if job.task.verb is Verb.TRAIN:
-                    train(experiment, lambda: folder, _resume(folder), [listener], show=False)
+                    saved = complete_checkpoints(folder.checkpoints)
+                    resume = Resume.latest(folder.path) if saved else None
+                    train(experiment, lambda: folder, resume, [listener], show=False)
                 else:
                     _measure(experiment, job.task, folder, listener)
         except DiskError as error:
@@ -200,10 +202,6 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
         epoch_batches=listener.epoch_batches,
         seconds_per_batch=listener.seconds_per_batch,
     )
-
-
-def _resume(folder: RunFolder) -> Resume | None:
-    return Resume.latest(folder.path) if complete_checkpoints(folder.checkpoints) else None
 
 
 def _measure(
