@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -115,7 +115,9 @@ def _run(
         too_slow: The reason of its failure if it then has no result.
         log: Called with a sentence while the first batch is awaited.
     """
-    with _worker() as worker:
+    with ExitStack() as stack:
+        worker = Worker(0, 1)
+        stack.callback(worker.close, kill=True)
         worker.run(job)
         result = _await_first_batch(worker, name, log) or _result(worker, patience)
         if result is not None:
@@ -129,22 +131,19 @@ def _run(
 
 def _await_first_batch(worker: Worker, name: str, log: Callable[[str], None]) -> TrialResult | None:
     """Wait for the first batch, and log that it is awaited; the result if the job ends before."""
-    began, (first_line, between) = time.monotonic(), _SLOW_START
-    waited = first_line
-    while waited < _START:
-        message = _next(worker, began + waited)
+    began, (waited, between) = time.monotonic(), _SLOW_START
+    longest = f"{_START / 60:.0f} minutes"
+    while True:
+        message = _next(worker, began + min(waited, _START))
         if message is not None:
             return message if isinstance(message, TrialResult) else None
+        if waited >= _START:
+            return TrialResult(RunState.FAILED, reason=f"no batch was trained within {longest}")
         log(
             f"{name}: waiting for the first batch since {waited:.0f} s: data, model and "
-            f"compilation may take up to {_START / 60:.0f} minutes"
+            f"compilation may take up to {longest}"
         )
         waited += between
-    message = _next(worker, began + _START)
-    if message is None:
-        reason = f"no batch was trained within {_START / 60:.0f} minutes"
-        return TrialResult(RunState.FAILED, reason=reason)
-    return message if isinstance(message, TrialResult) else None
 
 
 def _result(worker: Worker, seconds: float) -> TrialResult | None:
@@ -165,12 +164,3 @@ def _next(worker: Worker, ends: float) -> FirstBatch | TrialResult | None:
             return message
         worker.answer(go_on=True)
     return None
-
-
-@contextmanager
-def _worker() -> Iterator[Worker]:
-    worker = Worker(0, 1)
-    try:
-        yield worker
-    finally:
-        worker.close(kill=True)
