@@ -113,7 +113,7 @@ class TestAnswer:
         assert all(run["state"] == "completed" for run in result["runs"])
         assert (images / "precision.html").is_file()
 
-    def test_ends_what_is_printed(self, images: Path) -> None:
+    def test_answer_ends_what_is_printed(self, images: Path) -> None:
         """In this order, without the tables of the page."""
         result = json.loads((images / "precision.json").read_text())
         printed = (images / "printed").read_text()

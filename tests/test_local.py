@@ -49,7 +49,7 @@ def test_warnings_of_determined_that_no_user_can_act_on_are_only_written(tmp_pat
 
 
 class TestRunFolder:
-    def test_holds_what_the_documentation_lists(self, folder: Path) -> None:
+    def test_run_folder_holds_what_the_documentation_lists(self, folder: Path) -> None:
         assert {path.name for path in folder.iterdir()} == {
             "config.yaml",
             "resolved.yaml",
@@ -66,7 +66,7 @@ class TestRunFolder:
         assert machine.startswith("1 x cpu, natively: fp32 yes")
         assert (folder / "log.txt").read_text().count(machine) == 1
 
-    def test_is_not_used_for_another_run(
+    def test_run_folder_is_not_used_for_another_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before = training.checkpoint(folder, 12)
@@ -120,7 +120,7 @@ class TestRunFolder:
             12,
         ]
 
-    def test_has_event_files(self, folder: Path) -> None:
+    def test_run_folder_has_event_files(self, folder: Path) -> None:
         assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
     def test_line_cut_off_by_a_kill_is_dropped(self, tmp_path: Path) -> None:
@@ -150,11 +150,11 @@ class TestRecordOfTheEnd:
 
         monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
 
-    def test_completed(self, folder: Path) -> None:
+    def test_run_to_its_end_is_recorded_as_completed(self, folder: Path) -> None:
         assert training.end(folder) == ("completed", "", 12)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-    def test_stopped_by_a_signal_and_removed_by_the_resume(
+    def test_signal_is_recorded_as_a_stop_until_the_resume(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
     ) -> None:
         """The batch of the signal is trained, and so is the next, which is followed by a report."""
@@ -181,7 +181,7 @@ class TestRecordOfTheEnd:
         assert seen[0] == "running"
         assert training.end(tmp_path) == ("completed", "", 12)
 
-    def test_completed_although_the_terminal_is_gone(
+    def test_run_whose_terminal_is_gone_is_recorded_as_completed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Display, "on_end", Mock(side_effect=OSError("terminal")))
@@ -189,7 +189,7 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("completed", "", 12)
 
-    def test_stopped_by_the_trial_itself(
+    def test_trial_that_asks_to_stop_is_recorded_as_stopped(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         contexts: list[Any] = []
@@ -206,7 +206,7 @@ class TestRecordOfTheEnd:
         assert (state, reason) == ("stopped", "the trial asked to stop")
         assert batches < 12
 
-    def test_stopped_by_an_impatient_user(
+    def test_second_interrupt_is_recorded_as_a_stop(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Two SIGINT end the run at once, in the middle of its fifth batch."""
@@ -220,7 +220,9 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("stopped", "stopped by SIGINT", 4)
 
-    def test_failed_by_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_is_recorded_as_a_failure(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail() -> None:
             raise RuntimeError("no memory left\nand much more to say")
 
@@ -230,7 +232,7 @@ class TestRecordOfTheEnd:
         assert training.end(tmp_path) == ("failed", "RuntimeError: no memory left", 4)
 
     @pytest.mark.parametrize("status", [0, 3])
-    def test_failed_by_a_trial_that_leaves(
+    def test_trial_that_leaves_is_recorded_as_failed(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -245,7 +247,7 @@ class TestRecordOfTheEnd:
         assert (state, batches) == ("failed", 4)
         assert "sys.exit" in reason
 
-    def test_lost_on_a_full_disk_hides_no_error(
+    def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail() -> None:
@@ -263,7 +265,7 @@ class TestRecordOfTheEnd:
     @pytest.mark.parametrize(
         "error", [PermissionError(errno.EACCES, "denied", "/my/data.bin"), ValueError("mine")]
     )
-    def test_failed_by_an_error_of_the_trial_has_its_traceback_in_the_log(
+    def test_error_of_the_trial_has_its_traceback_in_the_log(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
         """A file elsewhere is the trial's, and no disk of the run."""
@@ -278,7 +280,7 @@ class TestRecordOfTheEnd:
         assert "Traceback (most recent call last)" in log
         assert "in fail" in log
 
-    def test_failed_without_memory_names_the_line(
+    def test_failure_without_memory_names_the_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail() -> None:
@@ -288,7 +290,7 @@ class TestRecordOfTheEnd:
         with pytest.raises(UserError, match=r"not enough memory: a list \(.*test_local.py, line "):
             training.run_small("mlp/fp32.yaml", tmp_path)
 
-    def test_failed_by_hyperparameters_that_cannot_train(
+    def test_hyperparameters_that_cannot_train_are_recorded_as_invalid(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Determined ends the process then, by an exception without a word."""
@@ -301,7 +303,9 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("invalid", "too wide", 4)
 
-    def test_failed_by_the_guard(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_end_by_the_guard_is_recorded_with_its_sentence(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
         arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
         assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
@@ -311,7 +315,7 @@ class TestRecordOfTheEnd:
 
 
 class TestRunInsideTheRepository:
-    def test_leaves_nothing_but_its_folder(
+    def test_run_inside_a_repository_leaves_nothing_but_its_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Determined alone leaves `./runs` of its own, and copies the directory into itself."""
@@ -335,7 +339,7 @@ class TestMistakes:
         ],
         ids=["no file", "no run folder", "no value", "no such key"],
     )
-    def test_is_one_message_and_no_training(
+    def test_mistake_is_one_message_and_no_training(
         self,
         arguments: list[str],
         words: str,
@@ -350,7 +354,9 @@ class TestMistakes:
         assert "Traceback" not in shown
         assert not list(tmp_path.iterdir())
 
-    def test_without_arguments_says_what_is_needed(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_command_without_arguments_says_what_is_needed(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(SystemExit) as stopped:
             train.main([])
         assert stopped.value.code == 2

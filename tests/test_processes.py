@@ -164,14 +164,14 @@ def test_end_of_a_run_of_two_ranks_is_recorded(folder: Path) -> None:
 
 class TestStop:
     @pytest.mark.parametrize("of_the_chief", [False, True])
-    def test_is_when_the_chief_says_so(self, *, of_the_chief: bool) -> None:
+    def test_ranks_stop_when_the_chief_says_so(self, *, of_the_chief: bool) -> None:
         """Ranks that stop at different batches wait for each other forever."""
         processes: Any = SimpleNamespace(rank=1, size=2, broadcast=lambda mine: of_the_chief)
         stop = StopOnSignal(processes)
         stop.requested = not of_the_chief
         assert stop.should_preempt() is of_the_chief
 
-    def test_is_told_by_the_chief(self) -> None:
+    def test_chief_tells_the_ranks_to_stop(self) -> None:
         answers: list[bool] = []
         processes: Any = SimpleNamespace(rank=0, size=2, broadcast=answers.append)
         stop = StopOnSignal(processes)
@@ -180,7 +180,7 @@ class TestStop:
         stop.should_preempt()
         assert answers == [False, True]
 
-    def test_takes_a_checkpoint_however_often_it_is_terminated_at_once(self) -> None:
+    def test_run_takes_a_checkpoint_however_often_it_is_terminated_at_once(self) -> None:
         """On one Ctrl-C torchrun terminates what the terminal has interrupted."""
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
             try:
@@ -190,7 +190,7 @@ class TestStop:
                 pytest.fail("interrupted")
             assert stop.requested
 
-    def test_is_acknowledged_once_where_there_is_a_terminal(
+    def test_stop_is_acknowledged_once_where_there_is_a_terminal(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """The next report may be minutes away."""
@@ -204,7 +204,9 @@ class TestStop:
         assert capfd.readouterr().err.count("stopping at the next report") == 1
 
     @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-    def test_is_at_once_at_an_interrupt_after_the_first_signal(self, first: signal.Signals) -> None:
+    def test_stop_is_at_once_at_an_interrupt_after_the_first_signal(
+        self, first: signal.Signals
+    ) -> None:
         before = signal.getsignal(signal.SIGTERM)
         with StopOnSignal(core.DummyDistributedContext()).listening() as stop:
             assert signal.getsignal(signal.SIGTERM) != before
@@ -216,7 +218,7 @@ class TestStop:
         assert signal.getsignal(signal.SIGTERM) == before
 
     @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-    def test_is_at_once_at_a_later_termination(
+    def test_stop_is_at_once_at_a_later_termination(
         self, first: signal.Signals, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A loader that hangs never comes to the next report."""

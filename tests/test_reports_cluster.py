@@ -197,7 +197,7 @@ class TestTimeLimit:
 
     # The alarm may cut a request: its socket is closed when it is collected.
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_ends_a_list_without_an_end(
+    def test_time_limit_ends_a_list_without_an_end(
         self, master: Master, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         answer = master.answer
@@ -211,13 +211,13 @@ class TestTimeLimit:
         with pytest.raises(MasterError, match="has not answered all within 1 s"):
             read_experiment(7)
 
-    def test_leaves_no_alarm_behind(self, master: Master) -> None:
+    def test_time_limit_leaves_no_alarm_behind(self, master: Master) -> None:
         before = signal.getsignal(signal.SIGALRM)
         assert read_experiment(7).runs
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         assert signal.getsignal(signal.SIGALRM) == before
 
-    def test_is_no_hour_because_a_proxy_says_so(self) -> None:
+    def test_time_limit_is_no_hour_because_a_proxy_says_so(self) -> None:
         assert not _RETRIES.respect_retry_after_header
 
 

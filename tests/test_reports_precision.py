@@ -121,7 +121,7 @@ class TestRealRuns:
 
 
 class TestCommand:
-    def test_writes_beside_the_first_source(self, tmp_path: Path) -> None:
+    def test_report_is_written_beside_the_first_source(self, tmp_path: Path) -> None:
         folders = [str(write_run(tmp_path / p, p, 1)) for p in ("fp32", "amp_fp16")]
         assert precision.main(["precision", *folders]) == 0
         assert sorted(p.name for p in (tmp_path / "fp32").glob("precision.*")) == FILES

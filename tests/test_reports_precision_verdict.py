@@ -355,7 +355,7 @@ class TestAdvice:
         assert advised is Precision.FP32
         assert why == "amp_fp16 is slower (0.30 times the speed)"
 
-    def test_names_what_is_certain_before_what_may_be_chance(self) -> None:
+    def test_reason_is_what_is_certain_before_what_may_be_chance(self) -> None:
         values = shifted(-0.01, -0.0, -0.03)
         _, why = self.advised(amp_bf16={"speed": 500.0, "values": values})
         assert why == "amp_bf16 is slower (0.50 times the speed)"

@@ -34,7 +34,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestResumedRun:
-    def test_differs_if_the_data_order_were_not_restored(self, tmp_path: Path, whole: Path) -> None:
+    def test_run_differs_if_the_data_order_were_not_restored(
+        self, tmp_path: Path, whole: Path
+    ) -> None:
         """Negative control: the digest sees another order of the same data."""
         other = training.run_small(
             "mlp/amp.yaml", tmp_path, *RICH, "reproducibility.experiment_seed=1"

@@ -68,7 +68,7 @@ class TestRefusedResume:
             "hyperparameters.training.max_length.batches=4",  # 12 are trained
         ],
     )
-    def test_changes_nothing(
+    def test_refused_resume_changes_nothing(
         self, run: Path, change: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before = content(run)
@@ -76,7 +76,7 @@ class TestRefusedResume:
         assert change.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err + change
         assert content(run) == before
 
-    def test_can_be_resumed_afterwards(self, run: Path) -> None:
+    def test_run_can_be_resumed_after_a_refused_resume(self, run: Path) -> None:
         wrong = ["--config", "hyperparameters.hidden_features=24"]
         assert door.main(["train", "--resume", str(run), *wrong]) == 2
         longer = ["--config", "hyperparameters.training.max_length.batches=14"]
@@ -85,7 +85,7 @@ class TestRefusedResume:
 
 
 class TestDamagedCheckpoint:
-    def test_falls_back_to_the_one_before(
+    def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(
         self, run: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (newest,) = complete_checkpoints(run / "checkpoints")[-1:]
@@ -100,7 +100,9 @@ class TestDamagedCheckpoint:
         assert Resume.latest(run) == Resume(older.name, 4)
         assert "has changed; trying the checkpoint before it" in caplog.text
 
-    def test_displaces_no_good_one_after_a_resume_that_passed_over_it(self, run: Path) -> None:
+    def test_damaged_checkpoint_displaces_no_good_one_after_a_resume_passed_over_it(
+        self, run: Path
+    ) -> None:
         """It says that it is the newest, and finite."""
         good = complete_checkpoints(run / "checkpoints")[-1]
         damaged = good.with_name("batch-00000099")
@@ -112,14 +114,18 @@ class TestDamagedCheckpoint:
             training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
         assert Resume.latest(run) == Resume("batch-00000018", 18)
 
-    def test_without_metadata_is_named(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_checkpoint_without_metadata_is_named(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         checkpoints = complete_checkpoints(run / "checkpoints")
         for checkpoint in checkpoints:
             (checkpoint / "metadata.json").unlink()
         assert door.main(["train", "--resume", str(run)]) == 2
         assert f"{checkpoints[-1]}: metadata.json cannot be read" in capsys.readouterr().err
 
-    def test_alone_is_an_error(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_damaged_checkpoint_alone_is_an_error(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
             flip_a_bit(checkpoint / "state_dict.pth")
         before = content(run)
@@ -141,7 +147,7 @@ class TestDamagedState:
             ("trial_state.pkl", b"", "trial_state.pkl is damaged: a byte has changed"),
         ],
     )
-    def test_is_refused(
+    def test_damaged_state_is_refused(
         self, run: Path, file: str, text: bytes, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
@@ -151,7 +157,7 @@ class TestDamagedState:
         assert words in capsys.readouterr().err
         assert content(run) == before
 
-    def test_without_its_counts_is_refused(
+    def test_checkpoint_without_its_counts_is_refused(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
@@ -175,7 +181,7 @@ class TestDamagedState:
             ),
         ],
     )
-    def test_of_another_type_is_refused(
+    def test_state_of_another_type_is_refused(
         self, run: Path, name: str, state: object, words: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Determined takes weights that are no dict for a start from the beginning."""
@@ -191,7 +197,7 @@ class TestDamagedState:
         assert words in capsys.readouterr().err
 
     @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-    def test_of_another_kind_of_optimizer_is_refused(
+    def test_state_of_another_kind_of_optimizer_is_refused(
         self,
         run: Path,
         kind: Any,
@@ -207,7 +213,9 @@ class TestDamagedState:
         assert f"and {kind.__name__} has " in words
         assert content(run) == before
 
-    def test_of_an_older_checkpoint_stays_when_others_are_deleted(self, tmp_path: Path) -> None:
+    def test_checkpoint_with_damaged_metadata_stays_when_others_are_deleted(
+        self, tmp_path: Path
+    ) -> None:
         """Nobody knows what it was, and the run goes on."""
         reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
         storage = LocalCheckpoints(SimpleNamespace(rank=0, size=1), tmp_path, reports)  # type: ignore[arg-type]
@@ -221,7 +229,7 @@ class TestDamagedState:
 
 
 class TestDamagedMetrics:
-    def test_lose_the_damaged_lines_alone_with_one_warning(
+    def test_damaged_metrics_lose_the_damaged_lines_alone_with_one_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         folder = RunFolder(tmp_path)
@@ -238,7 +246,7 @@ class TestDamagedMetrics:
 
 class TestFolderThatCannotBeWritten:
     @pytest.mark.parametrize("name", ["metrics.jsonl", "resolved.yaml", "log.txt"])
-    def test_is_one_sentence(
+    def test_file_that_cannot_be_written_is_one_sentence(
         self, run: Path, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A folder in the place of a file: root may write everywhere."""
@@ -250,7 +258,9 @@ class TestFolderThatCannotBeWritten:
         assert f"{run}: the run cannot go on" in shown
         assert name.partition(".")[0] in shown
 
-    def test_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_file_in_place_of_a_folder_is_one_sentence(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "file").touch()
         arguments = training.arguments("mlp/bf16.yaml")
         for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
@@ -263,7 +273,7 @@ TOO_LARGE = (f"hyperparameters.hidden_features={10**15}",)
 
 
 class TestRefusedRun:
-    def test_leaves_no_folder(
+    def test_refused_run_leaves_no_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -273,7 +283,9 @@ class TestRefusedRun:
         assert "not enough memory" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
-    def test_leaves_what_was_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_refused_run_leaves_what_was_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "runs" / "mlp-bf16" / "other").mkdir(parents=True)
         (tmp_path / "mine").mkdir()
@@ -285,7 +297,7 @@ class TestRefusedRun:
 
 
 class TestWeightsThatAreNotFinite:
-    def test_are_found_in_parameters_and_buffers(self) -> None:
+    def test_weights_that_are_not_finite_are_found_in_parameters_and_buffers(self) -> None:
         model = torch.nn.BatchNorm1d(2)
         assert _are_finite([model])
         assert model.running_mean is not None
@@ -293,7 +305,7 @@ class TestWeightsThatAreNotFinite:
         assert not _are_finite([torch.nn.Linear(1, 1), model])
         assert _are_finite([torch.nn.Flatten()])
 
-    def test_never_displace_a_checkpoint_with_finite_ones(self, tmp_path: Path) -> None:
+    def test_weights_that_are_not_finite_displace_no_finite_ones(self, tmp_path: Path) -> None:
         reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
         processes: Any = SimpleNamespace(rank=0, size=1)
         storage = LocalCheckpoints(processes, tmp_path, reports)
@@ -304,7 +316,7 @@ class TestWeightsThatAreNotFinite:
         saved = [path.name for path in complete_checkpoints(tmp_path)]
         assert saved == ["batch-00000002", "batch-00000005"]
 
-    def test_are_passed_over_by_a_resume(self, run: Path) -> None:
+    def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run: Path) -> None:
         checkpoints = complete_checkpoints(run / "checkpoints")
         for checkpoint in checkpoints:
             metadata = json.loads((checkpoint / "metadata.json").read_text())
@@ -326,7 +338,7 @@ class TestReplaced:
 class TestFilesTogether:
     """What a command writes is whole, or as it was before."""
 
-    def test_are_all_as_before_if_one_cannot_be_written(self, tmp_path: Path) -> None:
+    def test_files_are_all_as_before_if_one_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "a.md").write_text("before")
         (tmp_path / "b.png").mkdir()
         with pytest.raises(IsADirectoryError):
@@ -334,20 +346,20 @@ class TestFilesTogether:
         assert (tmp_path / "a.md").read_text() == "before"
         assert {path.name for path in tmp_path.iterdir()} == {"a.md", "b.png"}
 
-    def test_on_a_full_disk_leave_nothing(self, tmp_path: Path) -> None:
+    def test_files_on_a_full_disk_leave_nothing(self, tmp_path: Path) -> None:
         named = pytest.raises(OSError, match=r"too large.*\.a\.partial")
         with training.no_file_larger_than(1000), named:
             write_together({tmp_path / "a": [b"x" * 10_000]})
         assert not list(tmp_path.iterdir())
 
-    def test_replace_a_link_and_not_what_it_points_to(self, tmp_path: Path) -> None:
+    def test_file_replaces_a_link_and_not_what_it_points_to(self, tmp_path: Path) -> None:
         (tmp_path / "theirs").write_text("theirs")
         (tmp_path / "ours").symlink_to("theirs")
         write_together({tmp_path / "ours": [b"ours"]})
         assert (tmp_path / "theirs").read_text() == "theirs"
         assert (tmp_path / "ours").read_text() == "ours"
 
-    def test_go_into_a_device_as_it_is(self) -> None:
+    def test_file_goes_into_a_device_as_it_is(self) -> None:
         write_together({Path(os.devnull): [b"x"]})
         assert Path(os.devnull).is_char_device()
 
@@ -355,12 +367,12 @@ class TestFilesTogether:
 class TestErrorOfAFile:
     """It is the machine's in the run folder, and the trial's elsewhere."""
 
-    def test_is_known_by_its_path(self, tmp_path: Path) -> None:
+    def test_error_of_a_file_is_known_by_its_path(self, tmp_path: Path) -> None:
         for file, of_the_machine in (("run/a", True), ("other", False), ("runs", False)):
             error = OSError(errno.ENOSPC, "no space", str(tmp_path / file))
             assert is_of_the_machine(error, tmp_path / "run") is of_the_machine
 
-    def test_without_a_path_is_known_by_who_wrote(self, tmp_path: Path) -> None:
+    def test_error_without_a_path_is_known_by_who_wrote(self, tmp_path: Path) -> None:
         folder = RunFolder(tmp_path / "run")
         folder.metrics.symlink_to("/dev/full")
         with pytest.raises(OSError, match="No space left") as ours:
@@ -375,7 +387,7 @@ class TestErrorOfAFile:
 
 
 class TestLock:
-    def test_that_is_a_link_is_not_followed(self, tmp_path: Path) -> None:
+    def test_lock_that_is_a_link_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "theirs").write_text("theirs")
         (tmp_path / ".lock").symlink_to("theirs")
         with (

@@ -56,7 +56,9 @@ def run(folder: Path, *listeners: RunListener, show: bool = False) -> None:
     train(experiment, lambda: RunFolder(folder), None, listeners=listeners, show=show)
 
 
-def test_everything_is_told_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listener_gets_every_event_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = Recorder()
     run(tmp_path, recorder)
     assert recorder.events[:2] == [("start", tmp_path), ("training", 0, 12)]
@@ -77,7 +79,7 @@ def test_listener_can_stop_the_run_which_keeps_a_checkpoint(
     assert "mlp-bf16: stopped, can be resumed" in capsys.readouterr().out
 
 
-def test_one_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
     before, after = Recorder(), Recorder()
     with pytest.raises(ValueError, match="does not start") as raised:
         run(tmp_path, before, Failing(), after)

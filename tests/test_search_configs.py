@@ -63,7 +63,7 @@ def test_files_are_exactly_those_declared() -> None:
 
 @pytest.mark.parametrize("name", DIFFERS)
 class TestEveryFile:
-    def test_differs_in_exactly_the_declared_keys(self, name: str) -> None:
+    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(self, name: str) -> None:
         base = load(CONFIGS / "mlp" / "amp.yaml")
         assert difference(load(_path(name)), base) == NAMES | DIFFERS[name]
 

@@ -63,7 +63,7 @@ def processes_in(directory: Path) -> int:
 
 
 class TestGrid:
-    def test_scores_every_point_once_and_finds_the_best(
+    def test_grid_scores_every_point_once_and_finds_the_best(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         scales = (*searching.THREE_SCALES, TELLS_ITS_PROCESS)
