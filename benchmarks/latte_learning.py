@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
@@ -30,7 +29,7 @@ CONFIGS = ROOT / "experiment_configs" / "latte"
 PASSES = 6
 
 
-def baselines(config: experiment.Experiment[Any]) -> dict[str, float]:
+def baselines(config: experiment.Experiment) -> dict[str, float]:
     """The validation losses, over all timesteps, of noise predictors without a network.
 
     Let x_t = sqrt(a) x + sqrt(1 - a) e. In a direction in which the clips have variance v, the best

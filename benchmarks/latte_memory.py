@@ -36,7 +36,6 @@ from determined_amp.amp.precision import prepare_backend
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.experiment import Experiment
-from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 
 CONFIGS = ROOT / "experiment_configs" / "latte"
@@ -86,7 +85,7 @@ class Step:
 
     def __init__(
         self,
-        config: Experiment[LatteHparams],
+        config: Experiment,
         precision: Precision,
         checkpointing: bool,
         device: torch.device,
@@ -216,7 +215,7 @@ def variants(precisions: Sequence[Precision] = PRECISIONS) -> list[tuple[Precisi
     return [(precision, on) for precision in precisions for on in (False, True)]
 
 
-def load(name: str) -> Experiment[Any]:
+def load(name: str) -> Experiment:
     path = str(CONFIGS / f"{name}.yaml")
     return experiment.parse(experiment.read_yaml(path), path)
 

@@ -21,7 +21,7 @@ from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
 from trials.data import images as data
 from trials.data import loading
-from trials.mlp import MLPHparams, MLPTrial
+from trials.mlp import MLPTrial
 from trials.schedule import LRSchedule
 
 BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
@@ -49,7 +49,7 @@ class Case:
             "hyperparameters.global_batch_size=8",
         )
         self.config: Mapping[str, Any] = with_overrides(read_yaml(BASE), overrides)
-        self.experiment = cast("Experiment[MLPHparams]", parse(self.config, BASE))
+        self.experiment = cast("Experiment", parse(self.config, BASE))
         self.hparams = self.experiment.hparams
         assert self.hparams.max_grad_norm is not None
         self.max_grad_norm: float = self.hparams.max_grad_norm
@@ -233,7 +233,7 @@ ENDLESS = tuple(
 )
 
 
-def train_in_turns(experiment: Experiment[Any], turns: Turns) -> pytorch.PyTorchTrial:
+def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial:
     """Train the trial of an experiment in Determined's loop, by turns; the trial."""
     with throwaway_core_context(reports=NoReports) as core_context:
         context = trial_context(core_context, experiment)

@@ -61,7 +61,7 @@ def task_info() -> det.ClusterInfo:
     return info
 
 
-def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment[Any]:
+def task_experiment(info: det.ClusterInfo, trial: str | None) -> Experiment:
     """The experiment of a trial on a cluster, with the hyperparameters that were sampled for it.
 
     If it is wrong, the metadata of the run say so.
@@ -175,7 +175,7 @@ def start_ranks(info: det.ClusterInfo, *command: str) -> None:
 
 
 @contextmanager
-def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContext]:
+def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     """Determined's context of a task; if the trial no longer trains, it reports why.
 
     The reason goes to the overview and the metadata of the run. That of an `InvalidHP`, which
@@ -200,7 +200,7 @@ def _context(experiment: Experiment[Any]) -> Iterator[pytorch.PyTorchTrialContex
 
 
 @contextmanager
-def _opened(info: det.ClusterInfo, experiment: Experiment[Any]) -> Iterator[OpenTrial]:
+def _opened(info: det.ClusterInfo, experiment: Experiment) -> Iterator[OpenTrial]:
     """The trial, made with the experiment's seed instead of the trial's seed."""
     info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:

@@ -260,7 +260,7 @@ class _Trials:
         seeds: Number of runs of each precision.
     """
 
-    def __init__(self, experiment: Experiment[Any], config: Mapping[str, Any], seeds: int) -> None:
+    def __init__(self, experiment: Experiment, config: Mapping[str, Any], seeds: int) -> None:
         self._experiment = experiment
         self._seeds = [experiment.seed + i for i in range(seeds)]
         section = config.get("hyperparameters", {}).get("amp")
@@ -375,9 +375,7 @@ def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[s
     results.scale.write(folder.parent / FILE_NAME)
 
 
-def make_plan(
-    results: PilotResults, experiment: Experiment[Any], options: argparse.Namespace
-) -> Plan:
+def make_plan(results: PilotResults, experiment: Experiment, options: argparse.Namespace) -> Plan:
     """The runs that fit into the time that the options give."""
     per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in results.pilots.values())
     overhead = options.seeds * sum(pilot.overhead for pilot in results.pilots.values())

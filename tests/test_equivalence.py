@@ -51,7 +51,7 @@ FLOAT16, BFLOAT16 = (
     functools.partial(torch.autocast, "cpu", dtype=dtype)
     for dtype in (torch.float16, torch.bfloat16)
 )
-Config = experiment.Experiment[Any]
+Config = experiment.Experiment
 
 
 def parsed(config: str, overrides: Sequence[str]) -> Config:

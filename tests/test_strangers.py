@@ -50,7 +50,7 @@ def changed(*overrides: str) -> dict[str, Any]:
     return with_overrides(LEGACY, overrides)
 
 
-def parse(*overrides: str, **options: Any) -> experiment.Experiment[Any]:
+def parse(*overrides: str, **options: Any) -> experiment.Experiment:
     return experiment.parse(changed(*overrides), "test", **options)
 
 

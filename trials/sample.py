@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
+def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
     """The experiment and the model, with averaged weights, of a run folder or of a checkpoint.
 
     No code in the checkpoint runs: it is read as plain values and tensors.
@@ -100,7 +100,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
     config = experiment.parse(raw, str(folder), hyperparameters=hyperparameters)
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.trial}, which samples no clips")
-    latte = cast("experiment.Experiment[LatteHparams]", config)
+    latte = cast("experiment.Experiment", config)
     denoiser = Denoiser(latte.hparams.model, latte.data, gradient_checkpointing=False)
     try:
         denoiser.load_state_dict(weights)
@@ -112,7 +112,7 @@ def load(source: Path) -> tuple[experiment.Experiment[LatteHparams], Denoiser]:
 @torch.no_grad()
 def sample(
     denoiser: Denoiser,
-    config: experiment.Experiment[LatteHparams],
+    config: experiment.Experiment,
     labels: torch.Tensor,
     *,
     steps: int = 50,
@@ -223,7 +223,7 @@ def _grid(pictures: torch.Tensor, columns: int) -> Image.Image:
 
 
 def _labels(
-    config: experiment.Experiment[LatteHparams], wanted: Sequence[int] | None, clips: int
+    config: experiment.Experiment, wanted: Sequence[int] | None, clips: int
 ) -> torch.Tensor:
     """The class of each clip: `clips` clips of each wanted class, by default of every class."""
     classes = config.data.classes

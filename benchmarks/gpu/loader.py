@@ -49,7 +49,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
         yield {"source": "nvJPEG", "what": "decoding alone", **_nvjpeg(photos, box)}
 
 
-def _alone(experiment: Experiment[Any], box: Box) -> float:
+def _alone(experiment: Experiment, box: Box) -> float:
     """Images per second of the loader alone, without training."""
     size, workers = loops.batch_size(box), experiment.data.workers
     samples, _ = images.load(experiment.data, experiment.seed)

@@ -77,7 +77,7 @@ def noise_of(box: Box) -> dict[str, Any]:
 
 def experiment_of(
     box: Box, precision: Precision, data: dict[str, Any], changes: Sequence[str] = ()
-) -> Experiment[Any]:
+) -> Experiment:
     """The experiment of imagenet_*.yaml on other data, endless, with a report per turn."""
     path = str(CONFIGS / YAMLS[precision])
     raw = dict(read_yaml(path))

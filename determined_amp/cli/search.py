@@ -8,20 +8,7 @@ trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resu
 trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even
 while it runs.
 
-Optuna draws the points and stops trials early. A grid has the points of the platform, except that
-a half of an `int` is rounded to the even number. These things differ from a search on a cluster:
-
-* A comparison trains seed by seed; the platform trains precision by precision.
-* Random numbers come from the same distributions, but the values differ. So do the seeds of trials
-  that train. A scored trial has the seed of the search, here and on the platform.
-* `max_concurrent_trials` and `slots_per_trial` have no effect. `--workers` sets the number of
-  concurrent trials, and every trial is one process. Early stopping compares a trial with earlier
-  ones, so the number of workers affects its decisions, as it does on a cluster.
-* `adaptive_asha` is Optuna's successive halving: all trials are compared with each other, `mode`
-  has no effect, and `divisor` is an integer.
-* A trial with hyperparameters that cannot train is not replaced by another one.
-* Three trials in a row that fail for the same reason end the search. One precision that always
-  fails does not end a comparison, because the precisions alternate.
+What differs from a search on a cluster is in docs/cluster.md, "The same search without a cluster".
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import AmpSettings, setting
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from determined import pytorch
 
     from determined_amp.experiment.factory import Factory
-
-H_co = TypeVar("H_co", covariant=True)
 
 # Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
 _SECTIONS = frozenset(
@@ -135,7 +133,7 @@ _REQUIRED = (
 
 
 @dataclass(frozen=True)
-class Experiment(Generic[H_co]):
+class Experiment:
     """An experiment configuration, parsed."""
 
     # The configuration before parsing, with trial and seed filled in.
@@ -152,7 +150,7 @@ class Experiment(Generic[H_co]):
     global_batch_size: int | None
     # The `data` section: an instance of the trial's class `Data` if it has one, else a dict.
     data: Any
-    hparams: H_co  # an instance of the trial's class `Hparams`; None if it has none
+    hparams: Any  # an instance of the trial's class `Hparams`; None if it has none
 
     @property
     def name(self) -> str:
@@ -258,7 +256,7 @@ def parse(
     *,
     trial: str | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
-) -> Experiment[Any]:
+) -> Experiment:
     """Check a whole configuration and convert it to typed settings.
 
     Args:
@@ -295,7 +293,7 @@ def _check(
     source: str,
     trial: str | None,
     hyperparameters: Mapping[str, Any] | None,
-) -> tuple[Experiment[Any], str]:
+) -> tuple[Experiment, str]:
     """The experiment as far as it is known without its trial, and the key that names the trial."""
     problems: list[str] = []
     values = _hyperparameters(config, hyperparameters, problems)
@@ -319,7 +317,7 @@ def _check(
     if problems or named is None or platform is None or known is None or plan is None:
         raise ConfigError(source, problems)
     path, key = named
-    experiment: Experiment[Any] = Experiment(
+    experiment = Experiment(
         config=config,
         trial=path,
         factory=None,
@@ -469,7 +467,7 @@ def _read_known(hyperparameters: Mapping[str, Any], problems: list[str]) -> _Kno
     return None if known is None else dataclasses.replace(known, amp=settings)
 
 
-def _with_trial(experiment: Experiment[Any], key: str, source: str) -> Experiment[Any]:
+def _with_trial(experiment: Experiment, key: str, source: str) -> Experiment:
     """Import the trial, and check the sections that only it knows."""
     from determined_amp.experiment.factory import load_factory  # noqa: PLC0415  # torch
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import determined as det
 import torch
@@ -109,7 +108,7 @@ def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> 
     )
 
 
-def check_score(experiment: Experiment[Any]) -> None:
+def check_score(experiment: Experiment) -> None:
     """Check that the loss scale of an experiment can be scored.
 
     Raises:

@@ -53,7 +53,7 @@ def outcome(error: BaseException) -> tuple[RunState, str]:
 
 
 def trial_context(
-    core_context: core.Context, experiment: Experiment[Any], first_batch: int = 0
+    core_context: core.Context, experiment: Experiment, first_batch: int = 0
 ) -> pytorch.PyTorchTrialContext:
     """Set the seeds, and make the context of a run that has trained `first_batch` batches.
 
@@ -88,7 +88,7 @@ class OpenTrial:
 
     trial: pytorch.PyTorchTrial
     context: pytorch.PyTorchTrialContext
-    experiment: Experiment[Any]
+    experiment: Experiment
     latest_checkpoint: str | None = None  # the argument for `Trainer.fit`
 
     def score(self, batches: int) -> dict[str, float]:

@@ -50,9 +50,7 @@ class RunRecorder(RunListener):
     it was.
     """
 
-    def __init__(
-        self, experiment: Experiment[Any], batches: int, slots: int, *, resumed: bool
-    ) -> None:
+    def __init__(self, experiment: Experiment, batches: int, slots: int, *, resumed: bool) -> None:
         self._experiment = experiment
         self._resumed = resumed
         self._batches = batches
@@ -134,7 +132,7 @@ class LocalController(SafeController):
 
     def __init__(
         self,
-        experiment: Experiment[Any],
+        experiment: Experiment,
         length: Length,
         listeners: Sequence[RunListener],
         first_batch: int,
@@ -188,7 +186,7 @@ class LocalController(SafeController):
 
 
 def train(
-    experiment: Experiment[Any],
+    experiment: Experiment,
     choose_folder: Callable[[], RunFolder],
     resume: Resume | None,
     listeners: Sequence[RunListener] = (),

@@ -82,7 +82,7 @@ class LocalReports(core.DummyTrainContext):
     def __init__(
         self,
         folder: RunFolder,
-        experiment: Experiment[Any],
+        experiment: Experiment,
         listeners: Sequence[RunListener],
         first_batch: int,
     ) -> None:

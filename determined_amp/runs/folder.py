@@ -138,7 +138,7 @@ class RunFolder:
             with suppress(OSError):  # it has other runs
                 path.rmdir()
 
-    def describe(self, experiment: Experiment[Any], *, first_batch: int = 0, slots: int = 1) -> Run:
+    def describe(self, experiment: Experiment, *, first_batch: int = 0, slots: int = 1) -> Run:
         """Write what is trained from now on, and that it runs.
 
         Args:

@@ -189,7 +189,7 @@ class SearchPlan:
             return optuna.pruners.NopPruner()
         return optuna.pruners.SuccessiveHalvingPruner(settings.first_rung(), settings.divisor)
 
-    def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment[Any]:
+    def experiment(self, number: int, sampled: Mapping[str, Any]) -> Experiment:
         """The experiment of a trial, with nested values of its hyperparameters.
 
         Without a `trial_seed`, every trained trial gets its own seed, drawn from `experiment_seed`.
@@ -214,7 +214,7 @@ class SearchPlan:
         return int(np.random.SeedSequence((self._seed, number)).generate_state(1)[0])
 
 
-def unequal_lengths(experiment: Experiment[Any], searcher: SearcherSettings) -> Iterator[Problem]:
+def unequal_lengths(experiment: Experiment, searcher: SearcherSettings) -> Iterator[Problem]:
     """Problems of a trial that `adaptive_asha` cannot compare with others; the platform only warns.
 
     Its length must be `max_time`, and its first validation not after the first rung.

@@ -205,7 +205,7 @@ def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> Tria
 
 
 def _measure(
-    experiment: Experiment[Any], task: Task, folder: RunFolder, listener: _SearchListener
+    experiment: Experiment, task: Task, folder: RunFolder, listener: _SearchListener
 ) -> None:
     """Score or find the loss scale of a trial, and write what was measured into its folder."""
     folder.describe(experiment)

@@ -49,7 +49,7 @@ MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
 
 def trial_of(
-    experiment: Experiment[Any],
+    experiment: Experiment,
     context: pytorch.PyTorchTrialContext,
 ) -> pytorch.PyTorchTrial:
     """The trial of an experiment, in the precision of its section `amp`, if it has one.
