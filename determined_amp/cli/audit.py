@@ -1,7 +1,4 @@
-"""The command `audit`: show in which precision one training batch is computed.
-
-python -m determined_amp audit CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
-"""
+"""The command `audit`: show in which precision one training batch is computed."""
 
 from __future__ import annotations
 

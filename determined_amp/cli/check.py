@@ -1,8 +1,5 @@
 """The command `check`: say what is wrong with the mixed precision that a trial has of its own.
 
-    python -m determined_amp check CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
-                                [--json]
-
 It trains a few batches of the trial as it is, in fresh processes: with two overflows, from a
 checkpoint, and at two loss scales. Nothing of the user's is written. The first line that it prints
 is the number of faults.

@@ -1,8 +1,5 @@
 """The command `compare`: train a trial in every precision, and say which one to use.
 
-    python -m determined_amp compare CONFIG.yaml [--trial module:Class] [--config KEY=VALUE ...]
-                                  [--seeds 3] [--batches N] [--minutes 3]
-
 The trial needs no change. First the command trains a few batches in every precision that the
 device supports, with an audit, and finds the loss scale. Then it prints its plan with a time limit,
 and trains in all precisions in turn, with the same seeds and batches. Each run has its own process.

@@ -1,9 +1,5 @@
 """The command `find`: find the initial loss scale in one pass over a few batches.
 
-    python -m determined_amp find experiment_configs/mlp/amp.yaml
-    python -m determined_amp find CONFIG.yaml [--batches 4] [--checkpoint RUN_FOLDER] [--sweep]
-                               [--json FILE] [--plot FILE.png]
-
 The trial can be any `PyTorchTrial` with a wrapped `GradScaler` and float16 autocast, named in the
 YAML or by `--trial module:Class`. It is not trained. One forward and backward pass per batch in
 bfloat16 predicts overflow and underflow at every power of two. Passes in float16 verify the choice.

@@ -1,23 +1,8 @@
 """The command `report`: compare precisions, or draw the loss scale, whichever fits the source.
 
-    python -m determined_amp report SOURCE [OPTIONS]
-
-    python -m determined_amp report precision runs/mlp-fp32/TIME runs/mlp-amp/TIME ... # run folders
-    python -m determined_amp report precision runs/SEARCH/TIME                     # a local search
-    python -m determined_amp report precision 12 13                                # on DET_MASTER
-    python -m determined_amp report precision SOURCE [SOURCE ...] [--margin X] [--output FOLDER]
-                                [--metric NAME [--better larger|smaller]] [--claims]
-
-The runs must differ in precision and seed only, and include fp32 or tf32. It writes precision.png,
-precision.html, precision.md and precision.json, and prints the text.
-
-    python -m determined_amp report loss-scale runs/loss-scale-grid/TIME # without a cluster
-    python -m determined_amp report loss-scale 12                        # on DET_MASTER
-    python -m determined_amp report loss-scale SOURCE [--finding FINDING] [--output FOLDER]
-
-It writes loss_scale.png, loss_scale.html, loss_scale.md and loss_scale.json. It runs the finder on
-this machine, which takes seconds, unless FINDING names a finding: a file written by
-`python -m determined_amp find CONFIG --json FILE`, or the id of an experiment of
+The runs of `report precision` must differ in precision and seed only, and include fp32 or tf32.
+`report loss-scale` runs the finder on this machine, which takes seconds, unless `--finding` names a
+finding: a file that `find --json` wrote, or the id of an experiment of
 `hp_search/find_loss_scale.yaml`, which ran on the cluster's own device.
 """
 

@@ -1,8 +1,5 @@
 """The command `score`: measure how many optimizer steps an initial loss scale loses.
 
-    python -m determined_amp score CONFIG.yaml [--trial module:Class] [--batches 4]
-                                   [--config KEY=VALUE ...]
-
 The trial is not trained; see `determined_amp.finder.score`. The scale is `amp.init_scale`, or that
 of the trial's own `GradScaler`.
 

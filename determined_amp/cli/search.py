@@ -1,8 +1,5 @@
 """The command `search`: run a search without a cluster, from the same YAML as on a cluster.
 
-    python -m determined_amp search SEARCH.yaml [--workers N] [--config KEY=VALUE ...]
-    python -m determined_amp search --resume FOLDER [--workers N]
-
 It writes `runs/NAME/TIME/`: the configuration, an Optuna study in `study.db`, and a run folder per
 trial. Ctrl-C stops it. If the search or a worker was stopped or killed, `--resume` continues every
 trial from its newest checkpoint. `optuna-dashboard sqlite:///FOLDER/study.db` shows a search, even

@@ -1,10 +1,5 @@
 """The command `train`: train one experiment on this machine, or as a task of a cluster.
 
-    python -m determined_amp train CONFIG.yaml [--trial module:Class] [--precision amp_bf16]
-                                   [--config KEY=VALUE ...] [--run-folder FOLDER]
-    python -m determined_amp train [CONFIG.yaml] --resume RUN_FOLDER
-    torchrun --nproc-per-node 2 -m determined_amp train CONFIG.yaml
-
 It trains any `PyTorchTrial`, from a YAML in our form or in Determined's own. On a cluster it is the
 entrypoint. Its only option there is `--trial`, for a configuration that does not name the trial.
 """
