@@ -241,14 +241,12 @@ class Histogram:
     def overflow_share(self, scale_log2: int) -> float:
         """The share of the nonzero values that float16 makes infinite at a loss scale."""
         first = max(2 * (OVERFLOW_LOG2 - scale_log2 + _BIAS), 1)
-        return self._share(int(self.counts[min(first, _NOT_FINITE) :].sum()))
+        count = int(self.counts[min(first, _NOT_FINITE) :].sum())
+        return count / self.nonzero if self.nonzero else 0.0
 
     def _share_of_norm(self, squares: float) -> float:
         whole = self.squares.sum()
         return math.sqrt(min(squares / whole, 1.0)) if whole else 0.0
-
-    def _share(self, count: int) -> float:
-        return count / self.nonzero if self.nonzero else 0.0
 
 
 def _value(pattern: float) -> float:

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             partial.mkdir(parents=True)
             yield partial, name
             metadata["finite"] = self.finite
-            _check_whole(partial / "state_dict.pth")
+            with zipfile.ZipFile(partial / "state_dict.pth"):
+                pass  # the end is there: torch does not notice if the last flush fails
             if (partial / _STATE).exists():
                 metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
             self._write_metadata_file(os.fspath(partial), metadata)
@@ -143,8 +144,10 @@ class LocalCheckpoints(core.DummyCheckpointContext):
     def _prune(self, newest: Path) -> None:
         # A resume may have passed over later ones than the newest. One whose metadata cannot be
         # read is kept: what it was is unknown.
-        readable = ((path, _metadata_or_none(path)) for path in complete_checkpoints(self._folder))
-        metadata = {path: known for path, known in readable if known is not None}
+        metadata: dict[Path, dict[str, Any]] = {}
+        for path in complete_checkpoints(self._folder):
+            with suppress(CheckpointError):
+                metadata[path] = read_metadata(path)
         saved = [path for path in metadata if path <= newest]
         keep = {
             newest,
@@ -241,24 +244,11 @@ class Resume:
         )
 
 
-def _metadata_or_none(checkpoint: Path) -> dict[str, Any] | None:
-    try:
-        return read_metadata(checkpoint)
-    except CheckpointError:
-        return None
-
-
 def _is_of_the_disk(error: BaseException) -> bool:
     """Whether a save failed because of the disk; torch's writer then raises a RuntimeError."""
     words = ("inline_container", "iostream")
     of_torch = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return of_torch or isinstance(error, (OSError, zipfile.BadZipFile))
-
-
-def _check_whole(weights: Path) -> None:
-    """Raise if the end of the file is missing: torch does not notice if the last flush fails."""
-    with zipfile.ZipFile(weights):
-        pass
 
 
 def _flush(folder: Path) -> None:
