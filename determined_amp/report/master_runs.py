@@ -234,28 +234,22 @@ def _on_master(number: int) -> Iterator[tuple[Session, Experiment, str]]:
             f"experiment {number} is on a cluster, and {MASTER} is not set; set it to the address "
             "of the master, or give the folder of a local search"
         )
-    with answering_in_time(), _connected(number, address) as connected:
-        yield connected
-
-
-@contextmanager
-def _connected(number: int, address: str) -> Iterator[tuple[Session, Experiment, str]]:
-    session = log_in(address)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
-        from determined.experimental.client import Experiment  # noqa: PLC0415
-    try:
-        experiment = Experiment(number, session)
-        experiment.reload()
-        yield session, experiment, f"experiment {number} on {session.master}"
-    except errors.NotFoundException as error:
-        raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
-    except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
-        raise ReportError(
-            f"{session.master} gave no experiment {number}: {one_line(error)}"
-        ) from error
-    except (errors.BadResponseException, *NONSENSE) as error:
-        raise ReportError(
-            f"{session.master} gave no experiment {number}: its answer is not that of Determined "
-            f"0.38: {type(error).__name__} {one_line(error)}"
-        ) from error
+    with answering_in_time():
+        session = log_in(address)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the SDK warns that it is deprecated
+            from determined.experimental.client import Experiment  # noqa: PLC0415
+        refusal = f"{session.master} gave no experiment {number}"
+        try:
+            experiment = Experiment(number, session)
+            experiment.reload()
+            yield session, experiment, f"experiment {number} on {session.master}"
+        except errors.NotFoundException as error:
+            raise ReportError(f"{session.master} has no experiment {number}: {error}") from error
+        except (errors.BadRequestException, bindings.APIHttpError, OSError) as error:
+            raise ReportError(f"{refusal}: {one_line(error)}") from error
+        except (errors.BadResponseException, *NONSENSE) as error:
+            raise ReportError(
+                f"{refusal}: its answer is not that of Determined 0.38: {type(error).__name__} "
+                f"{one_line(error)}"
+            ) from error
