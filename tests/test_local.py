@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +135,18 @@ class TestRunFolder:
         assert RunFolder.new(tmp_path, "x").path != RunFolder.new(tmp_path, "x").path
 
 
+def interrupt_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
 class TestRecordOfTheEnd:
     """The state in `run.json`, by real runs of 12 batches."""
 
@@ -206,102 +217,81 @@ class TestRecordOfTheEnd:
         assert (state, reason) == ("stopped", "the trial asked to stop")
         assert batches < 12
 
-    def test_second_interrupt_is_recorded_as_a_stop(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Two SIGINT end the run at once, in the middle of its fifth batch."""
-
-        def interrupt() -> None:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-
-        self.planted(monkeypatch, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path) == ("stopped", "stopped by SIGINT", 4)
-
-    def test_error_is_recorded_as_a_failure(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail() -> None:
-            raise RuntimeError("no memory left\nand much more to say")
-
-        self.planted(monkeypatch, fail)
-        with pytest.raises(RuntimeError, match="no memory left"):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path) == ("failed", "RuntimeError: no memory left", 4)
-
-    @pytest.mark.parametrize("status", [0, 3])
-    def test_trial_that_leaves_is_recorded_as_failed(
+    @pytest.mark.parametrize(
+        ("do", "error", "words", "state", "reason"),
+        [
+            # The second SIGINT ends the run at once, in the middle of its fifth batch.
+            (interrupt_twice, KeyboardInterrupt, "^$", "stopped", "stopped by SIGINT"),
+            (
+                raising(RuntimeError("no memory left\nand much more to say")),
+                RuntimeError,
+                "no memory left",
+                "failed",
+                "RuntimeError: no memory left",
+            ),
+            (
+                # A file elsewhere is the trial's, and no disk of the run.
+                raising(PermissionError(errno.EACCES, "denied", "/my/data.bin")),
+                PermissionError,
+                "denied",
+                "failed",
+                "PermissionError: [Errno 13] denied: '/my/data.bin'",
+            ),
+            (
+                raising(MemoryError("a list")),
+                UserError,
+                r"not enough memory: a list \(.*test_local.py, line ",
+                "failed",
+                "not enough memory: a list",
+            ),
+            # Determined ends the process then, by an exception without a word.
+            (raising(det.InvalidHP("too wide")), UserError, "^too wide$", "invalid", "too wide"),
+            *(
+                (
+                    raising(SystemExit(status)),
+                    UserError,
+                    rf"the trial called sys.exit\({status}\)",
+                    "failed",
+                    f"the trial called sys.exit({status})",
+                )
+                for status in (0, 3)
+            ),
+        ],
+        ids=["interrupt", "error", "file", "memory", "invalid", "exit 0", "exit 3"],
+    )
+    def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        status: int,
+        *,
+        do: Callable[[], None],
+        error: type[BaseException],
+        words: str,
+        state: str,
+        reason: str,
     ) -> None:
-        self.planted(monkeypatch, lambda: sys.exit(status))
-        arguments = training.arguments("mlp/fp32.yaml")
-        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
-        assert f"the trial called sys.exit({status})" in capsys.readouterr().err
-        state, reason, batches = training.end(tmp_path)
-        assert (state, batches) == ("failed", 4)
-        assert "sys.exit" in reason
+        self.planted(monkeypatch, do)
+        with pytest.raises(error, match=words):
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        recorded, why, batches = training.end(tmp_path)
+        assert (recorded, batches) == (state, 4)
+        assert why.startswith(reason)
+        assert "\n" not in why
+        log = (tmp_path / "log.txt").read_text()
+        assert "Traceback (most recent call last)" in log
+        assert f"in {do.__name__}" in log
 
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail() -> None:
-            raise RuntimeError("first")
-
         def refuse(folder: RunFolder, state: RunState, reason: str) -> None:
             raise OSError("no space left")
 
-        self.planted(monkeypatch, fail)
+        self.planted(monkeypatch, raising(RuntimeError("first")))
         monkeypatch.setattr(RunFolder, "end", refuse)
         with pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
-
-    @pytest.mark.parametrize(
-        "error", [PermissionError(errno.EACCES, "denied", "/my/data.bin"), ValueError("mine")]
-    )
-    def test_error_of_the_trial_has_its_traceback_in_the_log(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-    ) -> None:
-        """A file elsewhere is the trial's, and no disk of the run."""
-
-        def fail() -> None:
-            raise error
-
-        self.planted(monkeypatch, fail)
-        with pytest.raises(type(error), match=r"denied|mine"):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        log = (tmp_path / "log.txt").read_text()
-        assert "Traceback (most recent call last)" in log
-        assert "in fail" in log
-
-    def test_failure_without_memory_names_the_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail() -> None:
-            raise MemoryError("a list")
-
-        self.planted(monkeypatch, fail)
-        with pytest.raises(UserError, match=r"not enough memory: a list \(.*test_local.py, line "):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-
-    def test_hyperparameters_that_cannot_train_are_recorded_as_invalid(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Determined ends the process then, by an exception without a word."""
-
-        def refuse() -> None:
-            raise det.InvalidHP("too wide")
-
-        self.planted(monkeypatch, refuse)
-        with pytest.raises(UserError, match="too wide"):
-            training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path) == ("invalid", "too wide", 4)
 
     def test_end_by_the_guard_is_recorded_with_its_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
