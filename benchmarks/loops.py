@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from determined import core, pytorch
@@ -49,7 +49,7 @@ class Case:
             "hyperparameters.global_batch_size=8",
         )
         self.config: Mapping[str, Any] = with_overrides(read_yaml(BASE), overrides)
-        self.experiment = cast("Experiment", parse(self.config, BASE))
+        self.experiment = parse(self.config, BASE)
         self.hparams = self.experiment.hparams
         assert self.hparams.max_grad_norm is not None
         self.max_grad_norm: float = self.hparams.max_grad_norm

@@ -14,7 +14,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,13 +100,12 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
     config = experiment.parse(raw, str(folder), hyperparameters=hyperparameters)
     if not isinstance(config.hparams, LatteHparams):
         raise CheckpointError(f"{folder}: is of {config.trial}, which samples no clips")
-    latte = cast("experiment.Experiment", config)
-    denoiser = Denoiser(latte.hparams.model, latte.data, gradient_checkpointing=False)
+    denoiser = Denoiser(config.hparams.model, config.data, gradient_checkpointing=False)
     try:
         denoiser.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
-    return latte, denoiser.eval()
+    return config, denoiser.eval()
 
 
 @torch.no_grad()
