@@ -101,6 +101,8 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
             sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             status, body = answer(self.command, self.path, sent)
             self.send_response(status)
+            if status in (429, 503):
+                self.send_header("Retry-After", "3600")  # as a proxy says
             self.end_headers()
             self.wfile.write(body.encode())
 

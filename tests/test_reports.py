@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
 from determined_amp.cli import find as finder
 from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
+from determined_amp.report import page
 from determined_amp.report.loss_scale_figure import draw
 from determined_amp.report.loss_scale_report import sentences, text
 from determined_amp.report.page import as_html, as_svg
+from tests import training
 from tests.reporting import (
     SEARCH,
     Rows,
@@ -182,6 +185,18 @@ def test_report_replaces_no_finding(workplace: Path, capsys: pytest.CaptureFixtu
         assert kept.read_text() == text
 
 
+def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "finding.json").write_text(json.dumps(finding()))
+    (workplace / "out" / "loss_scale.html").mkdir(parents=True)
+    options = ["--finding", "finding.json", "--output", "out"]
+    assert door.main(["report", "loss-scale", "study", *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("out: the report cannot be written: [Errno 21] Is a directory: ")
+    assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.html"]
+
+
 def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert finder.main(["experiment.yaml", "--plot", "found.png"]) == 0
     assert (workplace / "found.png").read_bytes().startswith(PNG)
@@ -194,6 +209,10 @@ def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture
         (("--plot", "none/found.png"), "folder does not exist"),
         (("--plot", "."), "got ., which is a folder; allowed: a file"),
         (("--json", "."), "got ., which is a folder; allowed: a file"),
+        (
+            ("--plot", "a.png", "--json", "a.png"),
+            "got a.png for --json and for --plot; allowed: two",
+        ),
         (("--plot", "found.foo"), "--plot: got found.foo; allowed: a name in .png"),
         (("--batches", "0"), "--batches: got 0; allowed: an integer >= 1"),
         (("--batches", "1000000000"), "--batches: got 1000000000; allowed: an integer >= 1"),
@@ -214,6 +233,51 @@ def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
     trial = "hyperparameters.trial=tests.mortal:OverflowingTrial"
     assert door.main(["score", "experiment.yaml", "--batches", "1", "--config", trial]) == 2
     assert capsys.readouterr().err.startswith("no loss scale helps: ")
+
+
+@pytest.mark.parametrize(
+    ("option", "target"),
+    [
+        ("--json", "experiment.yaml"),  # its own input
+        ("--plot", "experiment.png"),  # a link to it
+        ("--json", "picture.png"),
+        ("--plot", "notes.png"),
+        ("--json", "other.json"),
+    ],
+)
+def test_finder_replaces_no_file_but_an_earlier_answer(
+    option: str, target: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "experiment.png").symlink_to("experiment.yaml")
+    (workplace / "picture.png").write_bytes(PNG)
+    (workplace / "notes.png").write_text("mine")
+    (workplace / "other.json").write_text('{"run": 5}')
+    before = {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
+    assert door.main(["find", "experiment.yaml", option, target]) == 2
+    assert f"got {target}, which is there and no answer of this command" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in workplace.iterdir() if path.is_file()}
+
+
+def test_finder_replaces_an_earlier_answer(workplace: Path) -> None:
+    for _ in range(2):
+        assert door.main(["find", "experiment.yaml", "--batches", "1", "--json", "a.json"]) == 0
+    assert FoundScale.read(workplace / "a.json").finding.answer_log2 is not None
+
+
+def test_answer_that_cannot_be_written_is_a_sentence(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["find", "experiment.yaml", "--batches", "1", "--json", "a.json"]
+    with training.no_file_larger_than(1000):
+        assert door.main(command) == 2
+    said = capsys.readouterr().err
+    assert "the answer cannot be written: [Errno 27] File too large: '.a.json.partial'" in said
+    assert not list(workplace.glob("*a.json*"))
+
+
+def test_tags_in_what_others_wrote_stay_text_in_markdown(tmp_path: Path) -> None:
+    page.write(tmp_path, "x", "# <script>a</script>, 1 < 2\n", Figure(), {})
+    assert (tmp_path / "x.md").read_text() == "# &lt;script>a&lt;/script>, 1 < 2\n"
 
 
 class TestPage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from determined_amp.finder.frozen import LossScaleError
 from determined_amp.report import ReportError, loss_scale_figure, sources
 from determined_amp.report.loss_scale_report import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.runs.master import _RETRIES, MasterError, log_in
+from determined_amp.runs.master import MasterError, log_in
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search
 from tests.report_master import TRIAL, Master, answering, report, serving
@@ -208,8 +209,10 @@ class TestTimeLimit:
 
         monkeypatch.setattr(master, "answer", endless)
         monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 1)
+        began = time.monotonic()
         with pytest.raises(MasterError, match="has not answered all within 1 s"):
             read_experiment(7)
+        assert time.monotonic() < began + 15
 
     def test_time_limit_leaves_no_alarm_behind(self, master: Master) -> None:
         before = signal.getsignal(signal.SIGALRM)
@@ -217,8 +220,36 @@ class TestTimeLimit:
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         assert signal.getsignal(signal.SIGALRM) == before
 
-    def test_time_limit_is_no_hour_because_a_proxy_says_so(self) -> None:
-        assert not _RETRIES.respect_retry_after_header
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_time_limit_is_no_hour_because_a_proxy_says_so(
+        self, master: Master, monkeypatch: pytest.MonkeyPatch, status: int
+    ) -> None:
+        """After the login; it asks for a retry in an hour."""
+        answer = master.answer
+
+        def refuse(path: str, query: str) -> tuple[int, str]:
+            return (status, "{}") if "experiments" in path else answer(path, query)
+
+        monkeypatch.setattr(master, "answer", refuse)
+        monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 20)
+        with pytest.raises(ReportError, match="gave no experiment 7: "):
+            read_experiment(7)
+
+    def test_time_limit_of_each_request_is_shorter(
+        self, master: Master, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answer = master.answer
+
+        def silent(path: str, query: str) -> tuple[int, str]:
+            if "experiments" in path:
+                time.sleep(2)
+            return answer(path, query)
+
+        monkeypatch.setattr(master, "answer", silent)
+        monkeypatch.setattr("determined_amp.runs.master.ANSWER", 0.5)
+        monkeypatch.setattr("determined_amp.runs.master._RETRIES", 0)
+        with pytest.raises(ReportError, match="gave no experiment 7: "):
+            read_experiment(7)
 
 
 @pytest.mark.parametrize("value", ["NaN", "1" + "0" * 400, "-1e308", '"text"', "null", "[]"])

@@ -14,6 +14,7 @@ from determined_amp.experiment.dotted import flat, nested
 from determined_amp.finder.score import bits_from_default
 from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_report import over_loss_scale, sentences
+from determined_amp.report.sources import folder_beside, read_source
 from determined_amp.runs.folder import RunError
 from determined_amp.search.search_folder import read_search
 from tests.reporting import SEARCH, Rows, observed, scored, write_study
@@ -122,6 +123,26 @@ def test_folder_in_place_of_the_remarks_is_damage(tmp_path: Path) -> None:
     (write_study(tmp_path, []) / "compare.json").mkdir()
     with pytest.raises(RunError, match=r"compare\.json: is damaged"):
         read_search(tmp_path)
+
+
+def test_source_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    for name in ("x" * 300, "9" * 5000):
+        with pytest.raises(ReportError, match=f"^{name}.*: cannot be read: File name too long; al"):
+            read_source(name)
+    folder = write_study(tmp_path, [(2.0**4, scored(4))])
+    (folder / "trials" / "0000" / "metrics.jsonl").unlink()
+    (folder / "trials" / "0000" / "metrics.jsonl").mkdir()
+    with pytest.raises(ReportError, match=r"metrics\.jsonl: cannot be read: Is a directory; al"):
+        read_source(str(folder))
+
+
+def test_folder_of_a_report_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(ReportError, match="runs/experiment-7: cannot be made: Not a directory; al"):
+        folder_beside("7")
 
 
 def test_search_without_trials_is_a_sentence(tmp_path: Path) -> None:

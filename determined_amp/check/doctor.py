@@ -5,12 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from determined_amp.amp.errors import UserError
@@ -20,6 +18,7 @@ from determined_amp.check.probe import Probe
 from determined_amp.check.record import Record
 from determined_amp.check.rules import confirm, dependence, judge, judge_checkpoint, judge_resume
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
+from determined_amp.experiment.files import temporary_folder
 from determined_amp.trial.determined_0_38 import leave_the_cluster
 
 # Two scales at which the gradients of a step must be the same.
@@ -63,8 +62,8 @@ def examine(
         UserError: if the configuration is wrong, or the trial cannot be made or run here.
     """
     run = run or run_afresh
-    with tempfile.TemporaryDirectory() as folder:
-        first = Probe(config, source, trial, Path(folder), saves=True)
+    with temporary_folder() as folder:
+        first = Probe(config, source, trial, folder, saves=True)
         say("training a few batches, of which two overflow, and saving a checkpoint")
         try:
             record = run(first)
@@ -81,13 +80,13 @@ def examine(
                     first, record, findings = again, undisturbed, judge(undisturbed)
                     findings.notes.append(note)
         findings.all += judge_checkpoint(record)
-        if any(Path(folder).glob("*/state_dict.pth")):
+        if any(folder.glob("*/state_dict.pth")):
             say("resuming from the checkpoint")
             findings.all += judge_resume(record, run(replace(first, resumes=True, saves=False)))
     if any(scaler["used"] for scaler in record.scalers) and record.error is None:
         say("training two steps at each of two loss scales, in float32")
-        with tempfile.TemporaryDirectory() as folder:
-            short = replace(first, folder=Path(folder), saves=False, windows=2, overflows=())
+        with temporary_folder() as folder:
+            short = replace(first, folder=folder, saves=False, windows=2, overflows=())
             low, high = (run(replace(short, scale=scale)) for scale in SCALES)
         confirm(findings, record, dependence(low, high), SCALES)
     if not record.has_cuda:

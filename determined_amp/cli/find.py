@@ -82,6 +82,8 @@ def _check_targets(options: argparse.Namespace) -> None:
         for target, begins in ((options.json, _JSON), (options.plot, _PNG))
         if target is not None and (problem := _problem(target, begins)) is not None
     ]
+    if options.json is not None and options.json == options.plot:
+        problems.append(f"got {options.plot} for --json and for --plot; allowed: two files")
     if options.plot is not None and options.plot.suffix != ".png":
         problems.append(f"--plot: got {options.plot}; allowed: a name in .png")
     if problems:

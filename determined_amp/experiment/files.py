@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+from determined_amp.amp.errors import UserError
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
@@ -19,9 +22,7 @@ def write_together(contents: Mapping[Path, Iterable[bytes]]) -> None:
     partials = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():
-            if path.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            if path.exists() and not path.is_file():  # a device or a pipe
+            if path.exists() and not path.is_file():  # a device or a pipe; a folder is refused
                 partials[path] = path
             _write(partials[path], content)
         for path, partial in partials.items():
@@ -40,3 +41,21 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
     except OSError as error:
         error.filename = error.filename or str(path)  # that of a file that is open names none
         raise
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone after this block.
+
+    Raises:
+        UserError: if there is no place for one.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise UserError(
+            f"no temporary folder can be made: {error}; allowed: TMPDIR with the path of a folder "
+            "that can be written"
+        ) from error
+    with folder as path:
+        yield Path(path)

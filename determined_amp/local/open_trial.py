@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from determined import core, pytorch
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
+from determined_amp.experiment.files import temporary_folder
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
@@ -143,11 +143,11 @@ def throwaway_core_context(
         reports: Class that takes the reports.
     """
     processes = core.DummyDistributedContext()
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         core_context = core.Context(
-            checkpoint=LocalCheckpoints(processes, checkpoints or Path(folder), None),
+            checkpoint=LocalCheckpoints(processes, checkpoints or folder, None),
             distributed=processes,
-            train=reports(Path(folder)),
+            train=reports(folder),
         )
         with core_context:
             yield core_context

@@ -68,10 +68,6 @@ def write_report(
     if finding:
         number = int(finding) if is_experiment(finding) else None
         predicted = FoundScale.read(Path(finding)) if number is None else read_finding(number)
-    if finding and (folder / f"{NAME}.json").resolve() == Path(finding).resolve():
-        raise ReportError(
-            f"--finding: got {finding}, which the report would replace; allowed: another --output"
-        )
     search = over_loss_scale(source)
     missing: list[str] = []
     if predicted is None:

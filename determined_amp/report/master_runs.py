@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from determined import errors as det_errors
@@ -17,6 +16,7 @@ from determined.common.api import bindings, errors
 from determined_amp.amp.errors import ConfigError, one_line
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.files import temporary_folder
 from determined_amp.report import ReportError
 from determined_amp.report.page import write_files
 from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
@@ -138,20 +138,20 @@ def _checkpoint(number: int, name: str) -> Iterator[tuple[Path, str]]:
     Yields:
         The folder of the checkpoint, and a name for the experiment.
     """
-    with _on_master(number) as (session, experiment, origin), TemporaryDirectory() as folder:
+    with _on_master(number) as (session, experiment, origin), temporary_folder() as folder:
         saved = [c for c in experiment.list_checkpoints() if name in (c.resources or {})]
         if not saved:
             noted = [n.get("failure") or n.get("answer") for n in _noted(session, number).values()]
             why = next(filter(None, noted), "it has not completed, or ran another command")
             raise ReportError(f"{origin}: has no checkpoint with {name}: {why}")
         try:
-            saved[0].download(folder)
+            saved[0].download(str(folder))
         except det_errors.MultipleDownloadsFailed as error:
             raise ReportError(
                 f"{origin}: its checkpoint cannot be downloaded from here. Where its storage can "
                 f"be reached: det checkpoint download {saved[0].uuid}"
             ) from error
-        yield Path(folder), origin
+        yield folder, origin
 
 
 def _noted(session: Session, experiment: int) -> dict[int, Mapping[str, Any]]:

@@ -52,13 +52,19 @@ def read_source(source: str) -> Search:
     Raises:
         UserError: if there is no such source, or it cannot be read.
     """
-    if is_experiment(source):
-        return read_experiment(int(source))
     path = Path(source)
-    if is_search(path):
-        return read_search(path.parent if path.name == STUDY_FILE else path)
-    if path.is_dir():
-        return Search(source, (read_run(path),))
+    try:
+        if is_experiment(source):
+            return read_experiment(int(source))
+        if is_search(path):
+            return read_search(path.parent if path.name == STUDY_FILE else path)
+        if path.is_dir():
+            return Search(source, (read_run(path),))
+    except OSError as error:
+        raise ReportError(
+            f"{error.filename or source}: cannot be read: {error.strerror or error}; allowed: a "
+            "folder of your own"
+        ) from error
     raise ReportError(
         f"{source}: there is no such folder; allowed: a run folder, the folder of a local search, "
         "or the id of an experiment on the master of DET_MASTER"
