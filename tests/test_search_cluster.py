@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from determined_amp import __main__ as door
 from determined_amp.finder.advice import FoundScale
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial import determined_0_38
-from tests import searching
+from tests import searching, training
 from tests.cluster_task import TaskMaster, start_task
 
 Task = Callable[..., TaskMaster]
@@ -110,6 +111,18 @@ def test_trial_that_cannot_train_ends_its_log_with_the_reason(
     assert "overflow" in failure
     assert masters[-1].status
     assert len(masters[-1].status) <= 100
+
+
+def test_trial_that_leaves_has_failed_and_says_so(
+    task: Task, masters: list[TaskMaster], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 0 of the task would be a trial that has completed."""
+    leave = training.before_each_batch(lambda batch: sys.exit(0))
+    with leave, pytest.raises(AssertionError):
+        task("loss_scale_asha.yaml", *searching.SHORT_ASHA)
+    said = "the trial called sys.exit(0); allowed: an exception if it failed"
+    assert f"no retry can help: {said}" in capsys.readouterr().err
+    assert masters[-1].metadata["failure"].startswith(said)
 
 
 def test_trained_trial_uses_the_sampled_values(task: Task) -> None:

@@ -48,6 +48,12 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (GRID, "reproducibility=2", "experiment_seed: got None; allowed: an integer >= 0"),
         (GRID, "max_restarts=often", "max_restarts: got 'often'; allowed: an integer >= 0"),
         (GRID, "entrypoint=python3 train.py", "entrypoint: got 'python3 train.py'; allowed"),
+        (GRID, "entrypoint=[null]", "entrypoint: got [None]; allowed: a command"),
+        (
+            GRID,
+            "entrypoint=python3 'train",
+            'entrypoint: got "python3 \'train"; allowed: a command',
+        ),
         ("find_loss_scale.yaml", "a=1", "allowed in a search: python3 -m determined_amp train"),
         (COMPARISON, "hyperparameters.trial_seed.vals=[1, -1]", "trial_seed: got -1; allowed"),
     ],

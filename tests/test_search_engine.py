@@ -19,7 +19,7 @@ from rich.console import Console
 
 from determined_amp import __main__ as door
 from determined_amp.cli import search as command
-from determined_amp.runs.folder import RunError
+from determined_amp.runs.folder import RunError, RunFolder
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import engine
 from determined_amp.search.engine import SearchError, _kind
@@ -144,6 +144,25 @@ class TestFullDisk:
         message = capsys.readouterr().err
         assert "study.db: cannot be read or written: database or disk is full; free" in message
         assert {run.state for run in read_search(folder).runs} == {RunState.RUNNING}
+        assert door.main(["search", "--resume", str(folder)]) == 0
+        assert [run.state for run in read_search(folder).runs] == [RunState.COMPLETED] * 3
+
+    def test_full_disk_below_a_run_folder_ends_the_search_in_the_same_way(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(folder: RunFolder, *given: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder.record))
+
+        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES)
+        for name in ("describe_trial", "end"):  # before a trial, and after it
+            with monkeypatch.context() as planted:
+                planted.setattr(RunFolder, name, full)
+                more = ["--resume", str(searching.only_folder(tmp_path))] if name == "end" else []
+                assert door.main(["search", *(more or [path.name])]) == 2
+            message = capsys.readouterr().err
+            assert "run.json: cannot be read or written: No space left on device; free" in message
+            assert "-m determined_amp search --resume " in message
+        folder = searching.only_folder(tmp_path)
         assert door.main(["search", "--resume", str(folder)]) == 0
         assert [run.state for run in read_search(folder).runs] == [RunState.COMPLETED] * 3
 

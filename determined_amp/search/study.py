@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
+from determined_amp.local.checkpoint_storage import is_of_the_machine
 from determined_amp.runs.folder import RunFolder, read_record, read_run, trial_folder
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, result
@@ -174,16 +175,20 @@ def _load(file: Path) -> tuple[optuna.study.Study, optuna.storages.RDBStorage]:
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Inside this block, raise a `StudyError` for disk errors of the study in `folder`.
+    """Inside this block, raise a `StudyError` for disk errors of the study and runs in `folder`.
 
     Trials that have not ended stay open, and continue when the search is resumed.
     """
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError) as error:
+    except (OSError, StorageInternalError, SQLAlchemyError) as error:
+        if isinstance(error, OSError) and not is_of_the_machine(error, folder):
+            raise
         cause = error.__cause__ or error
+        file = getattr(error, "filename", None) or folder / STUDY_FILE
+        why = getattr(cause, "strerror", None) or getattr(cause, "orig", cause)
         raise StudyError(
-            f"{folder / STUDY_FILE}: cannot be read or written: {getattr(cause, 'orig', cause)}; "
+            f"{file}: cannot be read or written: {why}; "
             "free some space, or let this user write there, and go on with: python -m "
             f"determined_amp search --resume {folder}"
         ) from error

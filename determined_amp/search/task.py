@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,9 @@ class Task:
         """The task of an experiment; None if its entrypoint runs another program.
 
         Raises:
-            ConfigError: if `--batches` is not a number that can be used.
+            ConfigError: if it is no command, or `--batches` is not a number that can be used.
         """
-        entrypoint = config.get("entrypoint")
-        words = entrypoint if isinstance(entrypoint, list) else shlex.split(str(entrypoint or ""))
+        words = _words_of(config.get("entrypoint") or "")
         if len(words) == 1 and ":" in words[0]:
             return Task(Verb.TRAIN)
         at = words.index("determined_amp") + 1 if "determined_amp" in words else len(words)
@@ -84,6 +84,17 @@ class Topic(enum.Enum):
             return Topic.LOSS_SCALES
         is_single = value_at(config, "searcher.name") in (None, "single")
         return Topic.SINGLE_RUN if is_single else Topic.OTHER_SEARCH
+
+
+def _words_of(entrypoint: object) -> list[str]:
+    words = entrypoint
+    if isinstance(entrypoint, str):
+        with suppress(ValueError):  # a quotation mark without its partner
+            words = shlex.split(entrypoint)
+    if isinstance(words, list) and all(isinstance(word, str) for word in words):
+        return words
+    problem = f"got {entrypoint!r}; allowed: a command, as a text or a list of words"
+    raise ConfigError("experiment", [Problem("entrypoint", problem)])
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str]]:
