@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import tempfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +259,16 @@ class TestFolderThatCannotBeWritten:
         assert f"{run}: the run cannot go on" in shown
         assert name.partition(".")[0] in shown
 
+    def test_new_run_that_cannot_be_written_promises_no_checkpoint(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "log.txt").mkdir()
+        arguments = ["train", *training.arguments("mlp/bf16.yaml"), "--run-folder", str(tmp_path)]
+        assert door.main(arguments) == 2
+        said = capsys.readouterr().err
+        assert f"{tmp_path}: the run cannot go on: [Errno 21] Is a directory" in said
+        assert said.endswith("; there is no checkpoint of it\n")
+
     def test_file_in_place_of_a_folder_is_one_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -266,6 +277,61 @@ class TestFolderThatCannotBeWritten:
         for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
             assert door.main(["train", *arguments, "--run-folder", str(path)]) == 2
             assert f"cannot make the folder {path}" in capsys.readouterr().err
+
+
+class TestFolderOfSomebodyElse:
+    @pytest.mark.parametrize("name", ["config.yaml", "resolved.yaml", "metrics.jsonl"])
+    def test_is_not_replaced(
+        self, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """`--run-folder .` beside an experiment of the name that a run has, too."""
+        (tmp_path / name).write_text("mine")
+        arguments = ["train", *training.arguments("mlp/bf16.yaml"), "--run-folder", str(tmp_path)]
+        assert door.main(arguments) == 2
+        assert f"{tmp_path} holds no run, and {name}; allowed: " in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "mine"
+
+    def test_with_other_files_is_a_run_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        training.run_small("mlp/bf16.yaml", tmp_path)
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+    def test_of_a_run_that_was_killed_before_its_first_checkpoint_is_taken(
+        self, tmp_path: Path
+    ) -> None:
+        with training.killed_in_batch(2):
+            training.run_small("mlp/bf16.yaml", tmp_path)
+        training.run_small("mlp/bf16.yaml", tmp_path)
+        assert training.end(tmp_path) == ("completed", "", 12)
+
+
+def test_name_that_is_not_utf_8_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes into no such folder, and raises in the middle of the run."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    arguments = ["train", *training.arguments("mlp/bf16.yaml"), "--run-folder", str(folder)]
+    assert door.main(arguments) == 2
+    assert "is no name in UTF-8; allowed: one that is" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
+    """A folder of another run of this second has the same error, and the next name is tried."""
+    (tmp_path / "runs").symlink_to("nowhere")
+    with pytest.raises(FolderError, match=r"cannot make the folder .*: File exists"):
+        fresh_folder(tmp_path / "runs", "a")
+
+
+@pytest.mark.parametrize("command", ["find", "score", "audit", "check"])
+def test_machine_without_a_temporary_folder_is_a_sentence(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    assert door.main([command, str(training.ROOT / "experiment_configs/mlp/amp.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "'/nowhere/" in said
+    assert "; allowed: TMPDIR with the path of a folder" in said
 
 
 # What no check of the YAML finds, and no machine has.
@@ -396,6 +462,10 @@ class TestLock:
         ):
             pass
         assert (tmp_path / "theirs").read_text() == "theirs"
+
+    def test_on_a_full_disk_is_held_without_a_number(self, tmp_path: Path) -> None:
+        with training.no_file_larger_than(0), RunFolder(tmp_path).locked():
+            assert (tmp_path / ".lock").read_bytes() == b""
 
     def test_second_process_is_told_which_one_writes(self, tmp_path: Path) -> None:
         with training.locked_by_another_process(tmp_path) as number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from determined_amp.runs.run import (
     Reports,
     Run,
     RunState,
+    Spread,
     Thinned,
     judged,
 )
@@ -74,6 +76,12 @@ class TestReports:
         assert reports.speed is not None
         assert (reports.speed.median, reports.speed.low) == (200.0, 100.0)
         assert reports.audit_share == 0.5
+
+    @pytest.mark.parametrize("odd", [math.inf, math.nan, -1.0, 1e300])
+    def test_speed_that_no_machine_has_counts_for_nothing(self, odd: float) -> None:
+        speeds = enumerate((1.0, odd, 100.0))
+        reports = Reports(("training", Report(n, {"samples_per_second": s})) for n, s in speeds)
+        assert reports.speed == Spread(100.0, 100.0, 100.0)
 
     def test_other_groups_count_for_nothing(self) -> None:
         reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])

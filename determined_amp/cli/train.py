@@ -64,6 +64,9 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
         if not options.run_folder:
             return RunFolder.new(Path("runs"), config.name)
         folder = RunFolder(Path(options.run_folder))
+        if folder.foreign:
+            text = f"{options.run_folder} holds no run, and {', '.join(folder.foreign)}"
+            raise ConfigError("--run-folder", [f"{text}; allowed: a new folder, or that of a run"])
         if complete_checkpoints(folder.checkpoints):
             raise ConfigError(
                 "--run-folder",

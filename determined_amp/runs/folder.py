@@ -42,7 +42,7 @@ from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunStat
 
 logger = logging.getLogger(__name__)
 
-_RECORD = "run.json"
+_RECORD, _RESOLVED = "run.json", "resolved.yaml"
 
 
 class FolderError(UserError):
@@ -74,21 +74,26 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         raise FolderError(
             f"{path}: cannot be written: {error.strerror}; allowed: a folder of your own"
         ) from error
-    with os.fdopen(descriptor, "r+") as file:
-        try:
-            # Only this process holds the lock, not the loader processes that it forks.
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
-            holder = file.read().strip()
-            process = f"process {holder}" if holder.isdecimal() else "another process"
-            raise FolderInUseError(
-                f"{folder}: {process} is running {what}; allowed: wait until it ends, or stop it"
-            ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+    try:
+        _take(descriptor, folder, what, wait=wait)
+        with suppress(OSError):  # on a full disk nobody is told which process it is
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path, what: str, *, wait: bool) -> None:
+    try:
+        # Only this process holds the lock, not the loader processes that it forks.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError) as error:
+        holder = os.pread(descriptor, 20, 0).strip()
+        process = f"process {holder.decode()}" if holder.isdigit() else "another process"
+        raise FolderInUseError(
+            f"{folder}: {process} is running {what}; allowed: wait until it ends, or stop it"
+        ) from error
 
 
 class RunError(UserError):
@@ -112,12 +117,23 @@ class RunFolder:
         self.record = path / _RECORD
         self._made = _missing(path)
         try:
+            str(path.absolute()).encode()
+        except UnicodeEncodeError as error:  # TensorBoard writes into no other
+            raise FolderError(f"{str(path)!a} is no name in UTF-8; allowed: one that is") from error
+        try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FolderError(
                 f"cannot make the folder {error.filename}: {error.strerror}; allowed: a new one, "
                 "or that of a run"
             ) from error
+
+    @property
+    def foreign(self) -> list[str]:
+        """Files that a run would replace, in a folder that is no run's."""
+        replaced = (self.config, self.path / _RESOLVED, self.metrics)
+        there = [file.name for file in replaced if os.path.lexists(file)]
+        return [] if self.record.exists() else there
 
     @staticmethod
     def new(root: Path, name: str) -> RunFolder:
@@ -151,9 +167,6 @@ class RunFolder:
             The run, with the new part.
         """
         before = self._run()
-        # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
-        write_whole(self.config, dump_yaml(dict(experiment.config)))
-        write_whole(self.path / "resolved.yaml", dump_yaml(experiment.resolved()))
         part = Part(
             first_batch,
             experiment.settings,
@@ -162,9 +175,14 @@ class RunFolder:
             sys.argv,
         )
         parts = (*(p for p in before.parts if p.first_batch < first_batch), part)
-        return self._write(
+        # First what says that this folder is a run's.
+        run = self._write(
             dataclasses.replace(before, state=RunState.RUNNING, reason="", parts=parts)
         )
+        # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
+        write_whole(self.config, dump_yaml(dict(experiment.config)))
+        write_whole(self.path / _RESOLVED, dump_yaml(experiment.resolved()))
+        return run
 
     def describe_trial(self, number: int, hparams: Mapping[str, Any]) -> None:
         """Write which trial of a search this is: its number, and its sampled values by name."""
@@ -312,10 +330,10 @@ def fresh_folder(root: Path, name: str) -> Path:
     while True:
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # another run of this second
-            count += 1
-            path = root / name / f"{stamp}-{count}"
         except OSError as error:
-            raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
+            if not os.path.lexists(path):  # as above a link to nowhere
+                raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
+            count += 1  # another run of this second
+            path = root / name / f"{stamp}-{count}"
         else:
             return path

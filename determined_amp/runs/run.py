@@ -102,7 +102,9 @@ def _commit() -> str | None:
     """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(describe, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            describe, capture_output=True, text=True, errors="replace", check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
