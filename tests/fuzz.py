@@ -461,7 +461,7 @@ def judged(example: Example, step: Step, folder: Path, *, differs: bool) -> tupl
 
 def _refused(example: Example, step: Step, ending: Ending, touched: Sequence[Path]) -> str:
     paths = [fault.where for fault in (*example.changes, *example.damages)]
-    words = [*re.split(r"[./*]", " ".join(paths)), *step.command, "runs"]
+    words = [*re.split(r"[./*]", " ".join(paths)), *step.command, "runs", "master"]
     named = any(word.strip() and word.strip() in ending.output for word in words)
     if not ending.output.strip() or not named or len(ending.output) > 6000:
         return "unclear"
@@ -474,12 +474,11 @@ def _refused(example: Example, step: Step, ending: Ending, touched: Sequence[Pat
 
 
 def _failed(record: Path) -> bool:
-    """Whether a run, whose record may be damaged, has failed after a report."""
+    """Whether a run, whose record may be damaged, has begun and failed."""
     try:
-        failed = read_record(record.parent).state is RunState.FAILED
+        return read_record(record.parent).state is RunState.FAILED
     except RunError:
         return False
-    return failed and any((record.parent / "metrics.jsonl").open())
 
 
 def _asked(step: Step) -> dict[str, str]:
@@ -498,7 +497,7 @@ def _not_as_asked(example: Example, step: Step, folder: Path, *, differs: bool) 
     made = folder / resumed
     resolved = util.yaml_safe_load((made / "resolved.yaml").read_text(encoding="utf-8"))
     for name, value in flat(asked).items():
-        is_there = value_at(resolved, name)
+        is_there = flat(resolved).get(name)
         same = value == is_there and isinstance(value, bool) == isinstance(is_there, bool)
         if value not in (None, {}) and not same:
             return f"{name}: asked for {value!r}, trained {is_there!r}"
@@ -514,8 +513,13 @@ def _not_as_asked(example: Example, step: Step, folder: Path, *, differs: bool) 
     if length not in (None, last):
         return f"{length} batches are asked for, {last} trained"
     sound = flat(resolved) == flat(read_yaml(str(bases() / "whole" / "resolved.yaml")))
-    same = sound or not (example.changes or example.damages)
-    if same and not differs and reached(made) != reached(bases() / "whole"):
+    is_whole = sound or not (example.changes or example.damages)
+    if (
+        is_whole
+        and not differs
+        and not _asked(step)
+        and reached(made) != reached(bases() / "whole")
+    ):
         return "another end than that of an undisturbed run"
     return ""
 
@@ -729,7 +733,10 @@ def main() -> int:
 
     def judge(example: Example) -> None:
         if options.examples or time.monotonic() < ends:
-            kind, output = try_out(example)
+            try:
+                kind, output = try_out(example)
+            except Exception:  # an hour must not end with what no kind has foreseen
+                kind, output = "unjudged", traceback.format_exc()
             counts[kind] += 1
             if kind not in RIGHT:
                 text = json.dumps(astuple(example))

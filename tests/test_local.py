@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from determined_amp import __main__ as door
 from determined_amp.amp.precision import described
 from determined_amp.cli import train
 from determined_amp.experiment import experiment
+from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import on_stop_signals
@@ -45,6 +47,14 @@ def test_warnings_of_determined_that_no_user_can_act_on_are_only_written(tmp_pat
     assert "TensorFlow writer not found" in (tmp_path / "log.txt").read_text()
     printed: Any = shown.file
     assert printed.getvalue().split() == ["WARNING", "something", "else"]
+
+
+def test_log_on_a_full_disk_ends_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python would print a traceback for each line, and raise when the log is closed."""
+    with logging_to(Path("/dev/full"), Console(file=io.StringIO())):
+        for _ in range(3):
+            logging.getLogger("determined").warning("x" * 10_000)
+    assert capsys.readouterr().err == ""
 
 
 class TestRunFolder:
@@ -292,6 +302,28 @@ class TestRecordOfTheEnd:
         with pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
+
+    def test_weights_that_are_lost_displace_no_good_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are lost in batch 5 of 12; the guard looks after 12, a checkpoint comes every 4."""
+        original = MLPTrial.train_batch
+
+        def lose(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
+            for parameter in trial.model.parameters() if batch_idx == 4 else ():
+                parameter.data.fill_(math.nan)
+            return original(trial, batch, epoch_idx, batch_idx)
+
+        monkeypatch.setattr(MLPTrial, "train_batch", lose)
+        period = "hyperparameters.training.{}_period.batches=12".format
+        goes_on = "hyperparameters.amp.on_overflow=warn"
+        rare = training.arguments(
+            "mlp/fp32.yaml", period("reporting"), period("validation"), goes_on
+        )
+        assert door.main(["train", *rare, "--run-folder", str(tmp_path)]) == 0
+        kept = [path.name for path in complete_checkpoints(tmp_path / "checkpoints")]
+        assert kept == ["batch-00000004", "batch-00000012"]
+        assert Resume.latest(tmp_path) == Resume("batch-00000004", 4)
 
     def test_end_by_the_guard_is_recorded_with_its_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

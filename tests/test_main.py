@@ -257,3 +257,15 @@ def test_program_ends_with_its_status_after_what_runs_at_the_exit(
     ended = training.outcome("-c", program)
     assert (ended.returncode, ended.stdout) == (status, "kept removed\n")
     assert ended.stderr.endswith(last_error)
+
+
+def test_ctrl_c_after_the_end_changes_nothing() -> None:
+    """All is saved and said; Python would print the traceback of what it interrupts at the exit."""
+    program = (
+        "import atexit, signal; from determined_amp import __main__ as door; "
+        "door.main = lambda: atexit.register(signal.raise_signal, signal.SIGINT) and 0; door.run()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -323,7 +323,7 @@ def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
         fresh_folder(tmp_path / "runs", "a")
 
 
-@pytest.mark.parametrize("command", ["find", "score", "audit", "check"])
+@pytest.mark.parametrize("command", ["find", "score", "audit"])
 def test_machine_without_a_temporary_folder_is_a_sentence(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,15 @@ def translating_disk_errors(folder: Path) -> Iterator[None]:
         raise DiskError(f"{folder}: the run cannot go on: {error}; {kept}") from error
 
 
+class _WholeCheckpoints(storage.SharedFSStorageManager):
+    """Determined asks for a part of each checkpoint, and then warns that it gets all."""
+
+    @contextmanager
+    def restore_path(self, src: str, selector: storage.Selector | None = None) -> Iterator[Path]:
+        with super().restore_path(src) as path:
+            yield path
+
+
 class LocalCheckpoints(core.DummyCheckpointContext):
     """Determined's checkpoint storage, in one folder on this machine.
 
@@ -88,7 +97,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self, distributed: core.DistributedContext, folder: Path, reports: LocalReports | None
     ) -> None:
         folder = folder.absolute()
-        super().__init__(distributed, storage.SharedFSStorageManager(str(folder)))
+        super().__init__(distributed, _WholeCheckpoints(str(folder)))
         self._folder = folder
         self._reports = reports
         self.finite = True

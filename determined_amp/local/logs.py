@@ -15,8 +15,8 @@ from rich.logging import RichHandler
 
 logger = logging.getLogger(__name__)
 
-# Warnings of Determined about its own storage and its own writer: nothing that a user can change.
-_NOT_FOR_USERS = ("Ignoring partial checkpoint download", "TensorFlow writer not found")
+# Warnings of Determined about its own writer: nothing that a user can change.
+_NOT_FOR_USERS = ("TensorFlow writer not found",)
 
 
 class _MayVanish:
