@@ -996,7 +996,9 @@ def test_rate_that_is_moved_by_hand_on_skipped_steps_is_a_suspicion_with_its_lin
     ]
     line = planted_line(train_with_rate_by_hand)
     assert line is not None
-    assert [where.line for where in findings.all[0].where] == [line[1]]
+    # Other tests that this process has imported have such lines, too.
+    here = [where for where in findings.all[0].where if where.file.endswith("test_check.py")]
+    assert [where.line for where in here] == [line[1]]
 
 
 def train_on_rank(rank: int, differs: int) -> None:
