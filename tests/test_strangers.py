@@ -838,6 +838,7 @@ def test_error_of_autocast_has_a_remedy_and_one_of_float32_has_none(
         lambda: torch.zeros(6, 4).index_add(0, rows, points[rows].double()),
         lambda: nn.CrossEntropyLoss()(points, torch.full((6,), 9)),
         lambda: points.long().mean(),
+        lambda: int("half of the labels do not match"),
     ],
 )
 def test_error_that_float32_has_too_is_left_to_its_traceback(code: Callable[[], Any]) -> None:

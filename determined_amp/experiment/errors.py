@@ -30,9 +30,8 @@ _NO_MEMORY = re.compile(
 
 # What torch calls 16-bit dtypes in its messages. `scatter` names none: it has another by autocast.
 _IN_16_BITS = re.compile(
-    r"\bB?Float16\b|\b(Complex)?Half|could not create a primitive"
-    r"|Expected self\.dtype to be equal to src\.dtype",
-    re.IGNORECASE,
+    r"\b(torch\.b?float16|BFloat16|(Complex)?Half)\b|HalfTensor|could not create a primitive"
+    r"|Expected self\.dtype to be equal to src\.dtype"
 )
 
 # What an operation in 16 bits can fail of, the first that fits: a name, torch's words, our words,
