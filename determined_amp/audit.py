@@ -5,7 +5,8 @@ of the first batch by dtype, forward and backward, and stops the run if the wron
 
 A product is an operation for which `torch.utils.flop_counter` has a formula: matrix products,
 convolutions and fused attention (on a CPU, torch 2.3 does not count fused attention). Recurrent
-layers and anything in `torch.inference_mode` are not counted.
+layers and anything in `torch.inference_mode` are not counted. Nor is what an optimizer computes in
+its step: Muon multiplies in bfloat16 in any precision.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from determined import pytorch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.loop import AmpLoop
@@ -32,10 +39,11 @@ from determined_amp.amp.settings import Precision
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Is the forward in train_batch under amp.autocast()? Without a MixedPrecision of its own, does "
-    "the trial call the model as model(inputs), and not another method of it? Look for "
-    "fp32_modules in the YAML, for autocast(enabled=False), .float() and .to() in the model, and "
-    "for code that sets torch.backends; or ask for the precision that it computes in."
+    "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
+    "its own, is every model, a teacher too, given to context.wrap_model, and called as "
+    "model(inputs), not by another method? Look for fp32_modules in the YAML, for "
+    "autocast(enabled=False), .float(), .double() and .to() in the model, and for code that sets "
+    "torch.backends; or ask for the precision that it computes in."
 )
 
 # The keyword for an operation's result in torch's FLOP formulas; torch 2.3 uses another keyword.
@@ -61,12 +69,34 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.flops: Counter[tuple[str, torch.dtype]] = Counter()
         self.casts = 0
         self.cast_bytes = 0
+        self._steps = 0  # steps that are under way, one inside the other
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> ProductCount:
+        self._hooks = [
+            register_optimizer_step_pre_hook(partial(self._count_step, by=1)),
+            register_optimizer_step_post_hook(partial(self._count_step, by=-1)),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any], *, by: int) -> None:
+        # A closure runs the forward and the backward inside the step, as for LBFGS.
+        if len(args) == 1 and kwargs.get("closure") is None:
+            self._steps += by
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._steps:
+            return result
         operation = getattr(func, "overloadpacket", func)
         if operation in flop_registry:
             flops = flop_registry[operation](*args, **{**kwargs, _RESULT: result})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
@@ -855,6 +856,16 @@ class Container(Habit):
         return functional.cross_entropy(inputs, classes)
 
 
+class Traced(Habit):
+    """Its model is one of TorchScript, whose class has no forward."""
+
+    def net(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inputs = torch.zeros(4, FEATURES)
+            return torch.jit.trace(super().net(), inputs)  # type: ignore[no-untyped-call]
+
+
 class CheckpointingNet(Net):
     def hidden(self, inputs: torch.Tensor) -> Any:
         return checkpoint(super().hidden, inputs.requires_grad_(), use_reentrant=True)
@@ -886,11 +897,11 @@ class Complex(Habit):
 
 # Refused, or made to overflow.
 APART = {LoudAtFirst, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
-# What these keep Determined does not save: histories, and parameters and optimizers that nobody
-# wrapped.
+# What these keep Determined does not save: histories, parameters and optimizers that nobody
+# wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {
     *(KeepsNorms, SecondOptimizer, UnknownOptimizer, LooksAhead, Sam, SamInItsStep, TwoTowers),
-    MeanTeacher,
+    *(MeanTeacher, Traced),
 }
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (

@@ -214,10 +214,34 @@ class TestProductCount:
             Nested.apply(torch.ones(3, 3, requires_grad=True), 70).sum().backward()
         assert count.flops == {("mm", FP32): 3 * 2 * 27}
 
+    def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self) -> None:
+        """Muon does, in bfloat16. A closure runs forward and backward, which count."""
+        weight = nn.Parameter(torch.ones(3, 5))
+        optimizer = Multiplies([weight])
+        with ProductCount() as count:
+            optimizer.step()
+            assert not count.flops
+            torch.autograd.backward((torch.ones(2, 3) @ weight).sum())
+            assert count.flops == {("mm", FP32): 2 * 60}
+            optimizer.step(lambda: multiply(FP32))
+        assert count.flops == {("mm", FP32): 3 * 60, ("mm", BF16): 60}
+
     def test_integers_are_no_flops(self) -> None:
         with ProductCount() as count:
             torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
         assert not count.flops
+
+
+class Multiplies(torch.optim.Optimizer):
+    """Makes one product in bfloat16 in its step."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        multiply(BF16)
 
 
 class Nested(torch.autograd.Function):

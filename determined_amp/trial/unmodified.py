@@ -188,7 +188,8 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
     Of another one without a forward a method is called, and what that computes is seen by nobody.
     """
-    has_none = type(model).forward is nn.Module.forward
+    # TorchScript's classes have no `forward`, but their models do.
+    has_none = getattr(type(model), "forward", None) is nn.Module.forward
     if has_none and isinstance(model, (nn.ModuleDict, nn.ModuleList)):
         for member in model.children():
             yield from _called(member)
