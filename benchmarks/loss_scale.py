@@ -44,8 +44,8 @@ from benchmarks.loss_scale_rows import (
 )
 from benchmarks.loss_scale_tasks import TASKS, Task
 from benchmarks.measured import RESULTS, ROOT, cpu_name, markdown_table, parser_of
+from determined_amp.experiment.machine import Machine
 from determined_amp.report.page import INK, PAPER, STYLE, VERMILION, as_png
-from determined_amp.runs.run import Machine
 
 ROWS = "loss_scale_rows.jsonl"
 PUBLISHED = RESULTS / "loss_scale_cpu.json"

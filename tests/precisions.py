@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from determined_amp.experiment.dotted import flat
+from determined_amp.experiment.machine import Machine
 from determined_amp.report.precision_findings import Findings, find
 from determined_amp.runs.folder import read_run
-from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 
 GPU, CPU = "NVIDIA H100", "cpu"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import determined_amp
-from determined_amp.runs.run import Machine
+from determined_amp.experiment.machine import Machine
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"

@@ -10,12 +10,13 @@ import pytest
 
 from determined_amp.cli import report as precision
 from determined_amp.experiment.experiment import read_yaml
+from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.precision_findings import find
 from determined_amp.runs.folder import read_run
-from determined_amp.runs.run import Machine, RunState
+from determined_amp.runs.run import RunState
 from tests.precisions import TRAINED, made_on
 from tests.report_master import TRIAL, Master, report, serving
 from tests.training import ROOT, run_small

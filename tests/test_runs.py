@@ -12,18 +12,9 @@ from typing import Any
 
 import pytest
 
+from determined_amp.experiment.machine import Machine
 from determined_amp.runs.folder import RunError, RunFolder, read_run, read_trials, trial_folder
-from determined_amp.runs.run import (
-    Machine,
-    Part,
-    Report,
-    Reports,
-    Run,
-    RunState,
-    Spread,
-    Thinned,
-    judged,
-)
+from determined_amp.runs.run import Part, Report, Reports, Run, RunState, Spread, Thinned, judged
 from tests.precisions import GPU, findings_of, made_on, run, write_run
 
 SETTINGS = {

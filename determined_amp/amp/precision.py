@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -54,21 +53,6 @@ class DeviceSupport:
             Precision.AMP_BF16: self.bf16,
         }
         return not native[precision]
-
-
-def described_device(device: torch.device) -> dict[str, Any]:
-    """What a run trains on, as plain values, which reports compare.
-
-    CPUs with different numbers of processors or threads count as different devices.
-    """
-    support, on_gpu = DeviceSupport.of(device), device.type == "cuda"
-    cpu = f"cpu ({os.cpu_count()} processors, torch threads: {torch.get_num_threads()})"
-    return {
-        "device": support.name if on_gpu else cpu,
-        "on_gpu": on_gpu,
-        "has_tf32": support.tf32,
-        "torch": torch.__version__,
-    }
 
 
 def described(device: torch.device, slots: int) -> str:

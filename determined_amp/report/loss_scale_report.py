@@ -12,6 +12,7 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.experiment.dotted import flat, nested, value_at
 from determined_amp.experiment.experiment import TRIAL_SEED
+from determined_amp.experiment.machine import Machine
 from determined_amp.finder.advice import FoundScale, lines_to_paste
 from determined_amp.finder.advice import sentences as finder_sentences
 from determined_amp.finder.score import worth_of_best
@@ -21,7 +22,7 @@ from determined_amp.report import ReportError, page
 from determined_amp.report.loss_scale_figure import draw, points_of, predicted_score, seed_band
 from determined_amp.report.master_runs import read_finding
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, Machine, is_scale
+from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Task
 

@@ -17,10 +17,11 @@ from determined_amp.amp.errors import ConfigError, one_line
 from determined_amp.experiment.dotted import flat
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.files import temporary_folder
+from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
 from determined_amp.report.page import write_files
 from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
-from determined_amp.runs.run import SEED, Machine, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
 from determined_amp.search.task import Task, Topic, Verb
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from determined_amp.amp.settings import SCALER_KEYS, Precision
+from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
 from determined_amp.report.precision_comparison import (
     MIN_EFFECT,
@@ -28,7 +29,6 @@ from determined_amp.runs.run import (
     SEED,
     SMALLER_IS_BETTER,
     TRIAL,
-    Machine,
     Run,
     RunState,
 )

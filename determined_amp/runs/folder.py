@@ -37,8 +37,9 @@ from typing import Any
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.files import write_whole
+from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.yaml_text import dump_yaml
-from determined_amp.runs.run import Machine, Part, Report, Reports, Run, RunState, judged
+from determined_amp.runs.run import Part, Report, Reports, Run, RunState, judged
 
 logger = logging.getLogger(__name__)
 

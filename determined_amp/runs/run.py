@@ -7,10 +7,7 @@ it, and the run's metadata hold the rest.
 from __future__ import annotations
 
 import enum
-import importlib.metadata
 import math
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from determined_amp.amp.errors import one_line
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
 from determined_amp.amp.settings import Precision
+from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import LENGTH_UNITS
 
 T = TypeVar("T")
@@ -35,9 +33,6 @@ TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
 SCALE = "init_scale"
-
-_UNKNOWN = "unknown"
-_PACKAGES = ("torchvision", "determined", "numpy")
 
 # A run keeps this many of its validations, and judges its speed by this many reports.
 _MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
@@ -63,61 +58,13 @@ class RunState(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of a run, as far as it is known."""
-
-    device: str = _UNKNOWN  # the device in words; runs are compared only if these words are equal
-    slots: int = 1  # number of processes, each with such a device
-    on_gpu: bool = False  # whether the device is a GPU
-    has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
-    torch: str = _UNKNOWN  # version of torch
-    versions: Mapping[str, Any] = field(default_factory=dict)  # other versions, by name
-
-    @staticmethod
-    def of_this_process(slots: int = 1) -> Machine:
-        """The machine that this process trains on."""
-        import torch  # noqa: PLC0415  # a report does without, and it takes seconds
-
-        from determined_amp.amp.precision import described_device  # noqa: PLC0415
-
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        versions = {
-            "python": platform.python_version(),
-            **{name: version for name in _PACKAGES if (version := _version(name))},
-            "platform": platform.platform(),
-            "commit": _commit(),
-        }
-        return Machine(**described_device(device), slots=slots, versions=versions)
-
-
-def _version(package: str) -> str | None:
-    """The version of an optional package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(
-            describe, capture_output=True, text=True, errors="replace", check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-@dataclass(frozen=True)
 class Part:
     """The batches that one process trained: from the start of the run, or from a resume."""
 
     first_batch: int = 0  # number of batches trained before it
     # The whole configuration, defaults included, by dotted name; empty if unknown.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    machine: Machine = Machine()  # the machine it trained on
+    machine: Machine = field(default_factory=Machine)  # the machine it trained on
     date: str | None = None  # when it began, ISO 8601; None if unknown
     command: Sequence[str] = ()  # the command line; empty if unknown
 

@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
@@ -14,8 +15,8 @@ from determined import pytorch
 
 from determined_amp.amp.errors import GuardError
 from determined_amp.amp.guard import Guard, is_not_finite
-from determined_amp.amp.precision import described_device
 from determined_amp.amp.settings import AmpSettings
+from determined_amp.experiment.machine import machine_of
 from determined_amp.trial.determined_0_38 import searcher, trial_seed
 from determined_amp.trial.notes import note_on_master
 
@@ -47,23 +48,20 @@ class TrialGuard(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         self._guard.start()
-        settings = self._settings
+        settings, context = self._settings, self._context
+        versions = {"python": platform.python_version()}
         note_on_master(
-            self._context,
+            context,
             precision=settings.precision.value,
             init_scale=(
                 settings.first_scale
                 if settings.scales_the_loss and not settings.finds_scale
                 else None  # or noted when it is found
             ),
-            seed=trial_seed(self._context),
+            seed=trial_seed(context),
             failure=None,
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            machine={
-                **described_device(self._context.device),
-                "slots": self._context.distributed.size,
-                "versions": {"python": platform.python_version()},
-            },
+            machine=asdict(machine_of(context.device, context.distributed.size, versions)),
         )
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:

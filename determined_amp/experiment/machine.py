@@ -1,0 +1,78 @@
+"""The machine of a run; reports compare runs of equal machines only, and read it without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_UNKNOWN = "unknown"
+_PACKAGES = ("torchvision", "determined", "numpy")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a run, as far as it is known."""
+
+    device: str = _UNKNOWN  # the device in words; runs are compared only if these words are equal
+    slots: int = 1  # number of processes, each with such a device
+    on_gpu: bool = False  # whether the device is a GPU
+    has_tf32: bool = False  # whether the device has TF32; if not, `tf32` is the same as `fp32`
+    torch: str = _UNKNOWN  # version of torch
+    versions: Mapping[str, Any] = field(default_factory=dict)  # other versions, by name
+
+    @staticmethod
+    def of_this_process(slots: int = 1) -> Machine:
+        """The machine that this process trains on, with all that is known of it."""
+        import torch  # noqa: PLC0415
+
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        versions = {
+            "python": platform.python_version(),
+            **{name: version for name in _PACKAGES if (version := _version(name))},
+            "platform": platform.platform(),
+            "commit": _commit(),
+        }
+        return machine_of(device, slots, versions)
+
+
+def machine_of(device: torch.device, slots: int, versions: Mapping[str, Any]) -> Machine:
+    """The machine of a process that trains on a device, and those versions of other packages.
+
+    CPUs with different numbers of processors or threads count as different devices.
+    """
+    import torch  # noqa: PLC0415  # it takes seconds
+
+    from determined_amp.amp.precision import DeviceSupport  # noqa: PLC0415
+
+    support, on_gpu = DeviceSupport.of(device), device.type == "cuda"
+    cpu = f"cpu ({os.cpu_count()} processors, torch threads: {torch.get_num_threads()})"
+    name = support.name if on_gpu else cpu
+    return Machine(name, slots, on_gpu, support.tf32, torch.__version__, versions)
+
+
+def _version(package: str) -> str | None:
+    """The version of an optional package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the working directory, with `-dirty` after changes; None outside a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            describe, capture_output=True, text=True, errors="replace", check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
