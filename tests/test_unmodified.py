@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp import GuardError, MixedPrecision
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.trial.fused import fuse
+from determined_amp.trial.optimizers import fuse
 from tests import habits
 from tests.harness import (
     Fitted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in
 from determined_amp.trial.outer_autocast import OuterAutocast
-from determined_amp.trial.true_gradients import TrueGradients
+from determined_amp.trial.true_gradients import TrueGradients, are_finite, by_kind, inverse
 
 
 @contextmanager
@@ -37,7 +38,8 @@ def converted_hooks(
         for kind in ("forward", "forward_pre"):
             found.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
     if gradients is not None:
-        true, of_leaf = gradients.hooked, gradients.hooked_leaf
+        true = partial(partial, _on_true, gradients)
+        of_leaf = partial(partial, _on_true_leaf, gradients)
         of_leaves = "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"
         found += [
             (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
@@ -91,3 +93,43 @@ def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
     if result is None:
         write_back(replaced)
     return result
+
+
+def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *given: Any) -> Any:
+    """Call the hook of a tensor, or of a module, which is then the first of `given`."""
+    scale = None if gradients is None else gradients.scale
+    if scale is None:
+        return hook(*given)
+    ours = 1 if isinstance(given[0], nn.Module) else 0
+    factor = inverse(scale)
+    true = [_each(lambda gradient: as_float32(gradient) * factor, value) for value in given]
+    result = hook(*true)
+    if result is None:
+        result = true[ours]  # which it may have changed in place
+    # What it makes of infinity may be finite: the overflow must not be lost.
+    scaled: list[torch.Tensor] = []
+    _each(scaled.append, given[ours:])
+    back = torch.where(are_finite(scaled or [scale]), scale, math.nan)
+    return _each(lambda new, old: (new * back).to(old.dtype), result, given[ours])
+
+
+def _on_true_leaf(
+    gradients: TrueGradients | None, hook: Callable[..., Any], /, leaf: torch.Tensor
+) -> None:
+    scale = None if gradients is None else gradients.scale
+    if scale is None or leaf.grad is None:  # an earlier hook of the leaf may have dropped it
+        hook(leaf)
+        return
+    ((_, _, values),) = by_kind([leaf])
+    finite = are_finite(values)
+    torch._foreach_mul_(values, inverse(scale))
+    hook(leaf)
+    for _, _, values in by_kind([leaf]):
+        torch._foreach_mul_(values, torch.where(finite, scale, math.nan))
+
+
+def _each(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """Call a function with each tensor of nested tuples, and what is there in others like them."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_each(function, *items) for items in zip(value, *others, strict=True))
+    return function(value, *others) if isinstance(value, torch.Tensor) else value

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
@@ -78,14 +76,14 @@ class TrueGradients:
             run: Goes backward from what it is given.
         """
         groups = self._groups_of(loss)
-        left = {owners: _by_kind(leaves) for owners, leaves in groups.items()}
+        left = {owners: by_kind(leaves) for owners, leaves in groups.items()}
         found = self._found_before(left)
         with self.scaled() as scale:
             for kinds in left.values():
                 for device, _, gradients in kinds:
                     torch._foreach_mul_(gradients, scale.to(device))
             run(self._scaler.scale(loss))
-        self._unscale([_by_kind(leaves) for leaves in groups.values()], found, _inverse(scale))
+        self._unscale([by_kind(leaves) for leaves in groups.values()], found, inverse(scale))
         self._found = dict(zip(groups, found.unbind(), strict=True))
         self._closed.clear()
 
@@ -141,12 +139,12 @@ class TrueGradients:
             outputs, gradients = as_float32(tuple(outputs)), as_float32(tuple(gradients))
             seeds = tuple(None if seed is None else seed * scale for seed in gradients)
             scaled = run(outputs, seeds, *args, **kwargs)
-            finite = _are_finite([it for it in scaled if it is not None] or [scale])
+            finite = are_finite([it for it in scaled if it is not None] or [scale])
             found, before = (~finite).float(), self._found_by_grad
             self._found_by_grad = found if before is None else torch.maximum(found, before)
-            inverse = _inverse(scale)
+            factor = inverse(scale)
             return tuple(
-                None if it is None else torch.where(finite, as_float32(it) * inverse, 0.0)
+                None if it is None else torch.where(finite, as_float32(it) * factor, 0.0)
                 for it in scaled
             )
 
@@ -154,14 +152,6 @@ class TrueGradients:
         """The trial wants the gradient of a tensor that is no leaf, too."""
         if not tensor.is_leaf:
             self._retained[id(tensor)] = tensor
-
-    def hooked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook of a tensor or a module that gets and gives true gradients, in float32."""
-        return partial(_on_true, self, hook)
-
-    def hooked_leaf(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for one that runs when a parameter has its gradient."""
-        return partial(_on_true_leaf, self, hook)
 
     def __deepcopy__(self, memo: object) -> TrueGradients:
         return self  # of a model that is copied, with its hooks
@@ -263,7 +253,7 @@ class TrueGradients:
                 if device == one.device and dtype in _INTEGERS:
                     torch._amp_foreach_non_finite_check_and_unscale_(gradients, one, inverse)
                 else:  # in 16 bits or on another device, as no parameter of a model is
-                    one.add_((~_are_finite(gradients)).to(one.device))
+                    one.add_((~are_finite(gradients)).to(one.device))
                     torch._foreach_mul_(gradients, inverse.to(device, dtype))
         if self._amp.slots.size > 1:
             # Without an exchange of gradients in this batch, only this rank knows.
@@ -280,43 +270,10 @@ class TrueGradients:
             logger.warning("%s", message)
 
 
-def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *given: Any) -> Any:
-    """Call the hook of a tensor, or of a module, which is then the first of `given`."""
-    scale = None if gradients is None else gradients.scale
-    if scale is None:
-        return hook(*given)
-    ours = 1 if isinstance(given[0], nn.Module) else 0
-    inverse = _inverse(scale)
-    true = [_each(lambda gradient: as_float32(gradient) * inverse, value) for value in given]
-    result = hook(*true)
-    if result is None:
-        result = true[ours]  # which it may have changed in place
-    # What it makes of infinity may be finite: the overflow must not be lost.
-    scaled: list[torch.Tensor] = []
-    _each(scaled.append, given[ours:])
-    factor = torch.where(_are_finite(scaled or [scale]), scale, math.nan)
-    return _each(lambda new, old: (new * factor).to(old.dtype), result, given[ours])
-
-
-def _on_true_leaf(
-    gradients: TrueGradients | None, hook: Callable[..., Any], /, leaf: torch.Tensor
-) -> None:
-    scale = None if gradients is None else gradients.scale
-    if scale is None or leaf.grad is None:  # an earlier hook of the leaf may have dropped it
-        hook(leaf)
-        return
-    ((_, _, values),) = _by_kind([leaf])
-    finite = _are_finite(values)
-    torch._foreach_mul_(values, _inverse(scale))
-    hook(leaf)
-    for _, _, values in _by_kind([leaf]):
-        torch._foreach_mul_(values, torch.where(finite, scale, math.nan))
-
-
 _Kind = tuple[torch.device, torch.dtype, list[torch.Tensor]]
 
 
-def _by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
+def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
     """The values of the gradients that there are, as real numbers."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for leaf in leaves:
@@ -331,20 +288,14 @@ def _by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
     return [(device, dtype, values) for (device, dtype), values in kinds.items()]
 
 
-def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(), bool, on the device."""
+def are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether all numbers of all tensors are finite, (), bool, on the device."""
     return torch.stack([torch.isfinite(tensor.detach()).all() for tensor in tensors]).all()
 
 
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 over a loss scale, (), float32."""
     return scale.double().reciprocal().float()  # as `GradScaler` does it
-
-
-def _each(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """Call a function with each tensor of nested tuples, and what is there in others like them."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_each(function, *items) for items in zip(value, *others, strict=True))
-    return function(value, *others) if isinstance(value, torch.Tensor) else value
 
 
 def _nothing() -> None:

@@ -1,58 +1,30 @@
 """Mixed precision for a float32 `PyTorchTrial` whose code knows nothing of it.
 
-Determined's context sees all that is needed: the forward of each wrapped model runs under autocast,
-`context.backward` scales the loss and leaves true gradients, a step of any optimizer is skipped if
-they overflowed, and the batch ends with one `update`. Everything else is `MixedPrecision`, as in a
-trial that was written for it.
-
-What a model returns is cast to float32, and so is what its hooks see and what it keeps in
-attributes, so a loss computed outside the model is not in 16 bits.
+The trial gets a view of its context. The view hands each model that is wrapped, each backward and
+each step to `FromOutside`, which does there what a trial with a `MixedPrecision` does itself.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from determined import pytorch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import parameters_in, parameters_of
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Experiment, parse
-from determined_amp.trial.determined_0_38 import (
-    ends_step,
-    forget_scaler,
-    has_amp_of_its_own,
-    scaler_of,
-)
-from determined_amp.trial.fused import fuse
-from determined_amp.trial.hooks import converted_hooks
+from determined_amp.trial.from_outside import FromOutside
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.outer_autocast import NO_AMP, OuterAutocast, refusal
-from determined_amp.trial.true_gradients import TrueGradients
-
-logger = logging.getLogger(__name__)
+from determined_amp.trial.outer_autocast import refusal
 
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
 
-def trial_of(
-    experiment: Experiment,
-    context: pytorch.PyTorchTrialContext,
-) -> pytorch.PyTorchTrial:
-    """The trial of an experiment, in the precision of its section `amp`, if it has one.
+def trial_of(experiment: Experiment, context: pytorch.PyTorchTrialContext) -> pytorch.PyTorchTrial:
+    """Make the trial of an experiment, in the precision of its `amp` section if it has one.
 
     Args:
         experiment: Names the trial.
@@ -95,9 +67,9 @@ def make_with_amp(
 
 
 class TrialAsItIs(pytorch.PyTorchTrial):
-    """For Determined's own entrypoint of a class: `entrypoint: determined_amp:TrialAsItIs`.
+    """For an entrypoint that names a class: `entrypoint: determined_amp:TrialAsItIs`.
 
-    Makes the trial that `hyperparameters.trial` names, in the precision of `hyperparameters.amp`.
+    It makes the trial of `hyperparameters.trial` in the precision of `hyperparameters.amp`.
 
     Args:
         context: The trial's context.
@@ -107,40 +79,35 @@ class TrialAsItIs(pytorch.PyTorchTrial):
     """
 
     def __new__(cls, context: pytorch.PyTorchTrialContext) -> Any:
-        experiment = parse(
-            context.get_experiment_config(),
-            "experiment",
-            hyperparameters=context.get_hparams(),
-        )
+        config, hparams = context.get_experiment_config(), context.get_hparams()
+        experiment = parse(config, "experiment", hyperparameters=hparams)
         return trial_of(experiment, context)
 
 
 class AmpContext(pytorch.PyTorchTrialContext):
-    """The context of a trial as the trial sees it: the same one, but for three methods.
-
-    It shares all attributes with the context that Determined's loop has.
+    """A view of a trial's context that shares all of its attributes, and adds to three methods.
 
     Args:
-        context: That one.
+        context: The one that Determined's loop has.
         settings: The `amp` section.
 
     Attributes:
-        outside: What the three methods do more, from the first model on that the trial wraps
-            without a `MixedPrecision` of its own.
+        outside: What the three methods call. It is made when a trial without a `MixedPrecision`
+            wraps its first model.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
         self.__dict__ = context.__dict__
-        self.outside: _Unmodified | None = None
+        self.outside: FromOutside | None = None
         self._amp_settings = settings
 
     def hand_over(self) -> None:
-        """Be the context and no more, for a trial with a `MixedPrecision` of its own."""
+        """Become a plain context, for a trial that has made a `MixedPrecision` itself."""
         self.__class__ = pytorch.PyTorchTrialContext  # type: ignore[assignment]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         if self.outside is None and MixedPrecision.of(self) is None:
-            self.outside = _Unmodified(self, self._amp_settings)
+            self.outside = FromOutside(self, self._amp_settings)
         if self.outside is not None:
             self.outside.prepare(model)
         return super().wrap_model(model)
@@ -174,331 +141,3 @@ class AmpContext(pytorch.PyTorchTrialContext):
             run(clip_grads, scaler)
         else:
             self.outside.step(optimizer, run, clip_grads, scaler, zero_grad=auto_zero_grads)
-
-
-class _FromOutside(MixedPrecision):
-    """That of a trial which knows nothing of it, whose clip gets gradients that are unscaled."""
-
-    def _note_clips(self) -> None:
-        """`AmpContext` has told the scaler that it may clip."""
-
-
-def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or the members of a container of torch, which nobody calls.
-
-    Of another one without a forward a method is called, and what that computes is seen by nobody.
-    """
-    # TorchScript's classes have no `forward`, but their models do.
-    has_none = getattr(type(model), "forward", None) is nn.Module.forward
-    if has_none and isinstance(model, (nn.ModuleDict, nn.ModuleList)):
-        for member in model.children():
-            yield from _called(member)
-    else:
-        yield model
-
-
-class _Unmodified(pytorch.PyTorchCallback):
-    """What happens between a trial and its context.
-
-    Args:
-        context: The context as the trial sees it.
-        settings: The `amp` section.
-
-    Attributes:
-        is_attached: Whether the trial is made, and what it asks of its context comes through here.
-    """
-
-    def __init__(self, context: AmpContext, settings: AmpSettings) -> None:
-        theirs = scaler_of(context)
-        if theirs is not None and not theirs.is_enabled():
-            forget_scaler(context)  # a trial whose own AMP is switched off
-            theirs = None
-        if theirs is not None or has_amp_of_its_own(context):
-            raise refusal("it has a GradScaler of its own", NO_AMP)
-        self.is_attached = False
-        self._context = context
-        self._amp = _FromOutside(context, settings)
-        self._autocast = OuterAutocast(self._amp)
-        self._losses: list[torch.Tensor] = []
-        self._gradients: TrueGradients | None = None
-        # Of optimizers that may keep weights aside: norms of their weights where a window began.
-        self._weights: dict[torch.optim.Optimizer, torch.Tensor] = {}
-        self._drops_gradients = False
-        # The optimizer that the trial steps itself, just now.
-        self._own: torch.optim.Optimizer | None = None
-        self._own_skipped = False
-        self._patches = ExitStack()
-
-    # What the trial's constructor calls.
-
-    def prepare(self, model: nn.Module) -> None:
-        """Let a model that is about to be wrapped run under autocast."""
-        self._amp.prepare(model)
-        for part in _called(model):
-            # On the instance: names, state_dict keys and types stay.
-            part.forward = partial(self._autocast, part.forward)
-
-    def attach(self, trial: Any) -> None:
-        """From now on what `trial` asks of its context, and its batches, come through here."""
-        self.is_attached = True
-        self._train_batch = trial.train_batch
-        build_callbacks = trial.build_callbacks
-
-        def build_all_callbacks() -> dict[str, pytorch.PyTorchCallback]:
-            first = {"determined_amp.unmodified": self}
-            return {**first, **build_callbacks(), **self._amp.callbacks(trial)}
-
-        trial.build_callbacks, trial.train_batch = build_all_callbacks, self.train_batch
-
-    # What the trial's `train_batch` calls, and it itself.
-
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._losses.clear()
-        if self._gradients is not None:
-            self._gradients.begin_batch()
-        self._autocast.training = True
-        try:
-            result = self._train_batch(*args, **kwargs)
-        finally:
-            self._autocast.training = False
-        losses = self._losses
-        metrics = self._amp.update(sum(losses[1:], losses[0]) if losses else None)
-        if not metrics:
-            return result
-        named = {"loss": result} if isinstance(result, torch.Tensor) else result
-        return {**named, **metrics}
-
-    def backward(
-        self, loss: torch.Tensor, backward: Callable[[torch.Tensor], None], *, create_graph: bool
-    ) -> None:
-        """Go backward from a loss, and leave true gradients.
-
-        Args:
-            loss: Unscaled.
-            backward: That of the context.
-            create_graph: Whether the trial wants gradients of gradients.
-        """
-        amp, gradients = self._amp, self._gradients
-        if create_graph and amp.scaler.is_enabled():
-            raise refusal(
-                "it calls context.backward(create_graph=True), whose gradients would be scaled",
-                "precision amp_bf16, which needs no scale",
-            )
-        if loss.dtype in (torch.float16, torch.bfloat16):
-            raise refusal(
-                f"its loss is in {str(loss.dtype).removeprefix('torch.')}: the model's output "
-                "is no tensor, list, tuple, dictionary or dataclass, so it was not cast to float32",
-                "a model that returns one of these, or .float() on what is taken out of it",
-            )
-        if loss.numel() == 1:
-            kept = loss.detach().reshape(())
-            # A CUDA graph that is replayed writes the next loss over this one.
-            self._losses.append(kept.clone() if amp.settings.compile.replays_graphs else kept)
-
-        def run(scaled: torch.Tensor) -> None:
-            with self._in_backward():
-                backward(scaled)
-
-        if gradients is None:
-            run(amp.scaler.scale(loss))
-        elif amp.is_replaying:  # in search of what overflows: it must be seen
-            with gradients.scaled():
-                run(amp.scaler.scale(loss))
-        else:
-            self._remember_weights()
-            gradients.backward(loss, run)
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[[Callable[[Any], Any] | None, Any], None],
-        clip_grads: Callable[[Any], Any] | None,
-        scaler: Any,
-        *,
-        zero_grad: bool,
-    ) -> None:
-        """Step an optimizer whose gradients are true.
-
-        Args:
-            optimizer: The one to be stepped.
-            step: That of the context, with a function that clips, and a scaler.
-            clip_grads: The trial's.
-            scaler: The trial's.
-            zero_grad: Whether the gradients are zeroed afterwards.
-        """
-        amp = self._amp
-        if scaler is not None and scaler.is_enabled():
-            raise refusal("it has a GradScaler of its own", NO_AMP)
-        measure = amp.clip(optimizer)
-
-        def clip(parameters: Iterable[torch.Tensor]) -> None:
-            parameters = list(parameters)
-            measure(parameters)
-            assert clip_grads is not None
-            clip_grads(parameters)
-
-        if ends_step(self._context):
-            amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
-        step(clip if clip_grads else None, amp.scaler)
-        skipped = amp.scaler.outcomes.get(optimizer)
-        if skipped is True and optimizer in self._weights:
-            self._let_put_back(optimizer, zero_grad)
-        if skipped is not None:
-            self._weights.pop(optimizer, None)
-
-    @contextmanager
-    def _in_backward(self) -> Iterator[None]:
-        before, self._autocast.in_backward = self._autocast.in_backward, True
-        try:
-            yield
-        finally:
-            self._autocast.in_backward = before
-
-    def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """End its window; returns `found_inf` of it if there is a loss scale."""
-        scaler = self._amp.scaler
-        if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
-            self._amp.finish_steps()
-        scaler.has_scaled = True
-        return None if self._gradients is None else self._gradients.close(optimizer)
-
-    # An optimizer whose class is not torch's may have moved its weights away, and put them back in
-    # its step, as sharpness-aware minimisation does. Then a skipped step must still do that.
-
-    def _remember_weights(self) -> None:
-        for optimizer in self._context.optimizers:
-            is_torchs = type(optimizer).__module__.startswith("torch.")
-            if not is_torchs and optimizer not in self._weights:
-                self._weights[optimizer] = _norms_of(optimizer)
-
-    def _let_put_back(self, optimizer: torch.optim.Optimizer, zero_grad: bool) -> None:
-        if torch.equal(_norms_of(optimizer), self._weights[optimizer]):
-            return
-        for parameter in parameters_of(optimizer):
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        self._drops_gradients = self._amp.scaler.stepping = True
-        try:
-            optimizer.step()
-        finally:
-            self._drops_gradients = self._amp.scaler.stepping = False
-        if zero_grad:
-            optimizer.zero_grad()
-
-    # What torch calls in the training.
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
-        """Before each step of any optimizer, through the context or not."""
-        amp = self._amp
-        if not self._autocast.training:
-            return
-        drops = self._drops_gradients and optimizer not in self._weights
-        if amp.is_replaying:
-            drops = True
-        elif not amp.scaler.stepping:
-            self._own = optimizer
-            has_closure = len(given) > 1 or named.get("closure") is not None
-            self._refuse_own_step(optimizer, has_closure=has_closure)
-            found = self._begin_step(optimizer)
-            if found is not None:
-                amp.scaler.note(optimizer, found)
-                drops = bool(found)
-            self._own_skipped = drops
-            amp.scaler.stepping = True
-        if drops:  # a step without gradients changes nothing
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        if optimizer is self._own:
-            self._own = None
-            scaler = self._amp.scaler
-            counted = self._counted_as(optimizer)
-            scaler.stepping = False
-            scaler.has_stepped(counted, self._own_skipped)
-            self._weights.pop(counted, None)
-
-    def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer of the context with the same parameters, if there is one."""
-        if optimizer in self._context.optimizers:
-            return optimizer
-        its = set(map(id, parameters_of(optimizer)))
-        same = (o for o in self._context.optimizers if set(map(id, parameters_of(o))) == its)
-        return next(same, optimizer)
-
-    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        scaled = self._gradients is not None
-        if (scaled and has_closure) or (
-            isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
-        ):
-            raise ConfigError(
-                "the trial",
-                [
-                    f"train_batch: it steps {type(optimizer).__name__} with a closure, for which "
-                    "no line helps in 16 bits: it compares losses and gradients of several "
-                    "backwards that must not be skipped; allowed: precision fp32 or tf32"
-                ],
-            )
-        if self._gradients is not None and self._gradients.scale is not None:
-            raise refusal(
-                "it steps an optimizer inside the backward, where gradients are still scaled",
-                "the step after context.backward, or precision amp_bf16, which needs no scale",
-            )
-
-    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the engine that all of torch's backwards call."""
-        if not self._autocast.training or self._autocast.in_backward or _are_traced(args[0]):
-            return run(*args, **kwargs)
-        if kwargs.get("accumulate_grad"):
-            raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
-        with self._in_backward():
-            if self._gradients is None:
-                return run(*args, **kwargs)
-            return self._gradients.grad(run, *args, **kwargs)
-
-    # What Determined's loop calls.
-
-    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Make optimizers fused, now that all models and hooks are there, and no state yet."""
-        for optimizer in self._context.optimizers if self._amp.fused else ():
-            if not fuse(optimizer, self._context.models) and self._amp.scaler.is_enabled():
-                name = type(optimizer).__name__
-                logger.info("%s cannot be fused, so each step waits for the device", name)
-
-    def on_training_start(self) -> None:
-        _refuse_16_bit_weights(self._context)
-        if self._amp.scaler.is_enabled():
-            self._gradients = TrueGradients(self._amp)
-        for handle in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._patches.callback(handle.remove)
-        self._patches.enter_context(backwards_through(self._run_backward))
-        hooks = converted_hooks(self._amp, self._autocast, self._gradients)
-        self._patches.enter_context(hooks)
-
-    def on_trial_shutdown(self) -> None:
-        self._patches.close()
-
-
-def _norms_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm([p.detach() for p in parameters_of(optimizer)]))
-
-
-def _are_traced(outputs: Iterable[Any]) -> bool:
-    """Whether a compiler looks at a backward, with stand-ins for tensors."""
-    dispatch = torch.Tensor.__torch_dispatch__
-    return any(getattr(type(it), "__torch_dispatch__", dispatch) is not dispatch for it in outputs)
-
-
-def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
-    parameters = parameters_in(context.models, context.optimizers)
-    dtypes = {p.dtype for p in parameters if p.requires_grad}
-    for dtype in dtypes & {torch.float16, torch.bfloat16}:
-        raise ConfigError(
-            "the trial",
-            [
-                f"its weights are in {str(dtype).removeprefix('torch.')}, as after .half() or "
-                ".bfloat16(); autocast computes in 16 bits with weights in float32: leave that out"
-            ],
-        )
