@@ -281,6 +281,22 @@ class TestTrouble:
             "131072: with that as amp.init_scale none would have been"
         ]
 
+    @pytest.mark.parametrize(("rank", "said"), [(0, [5, 6]), (1, [])])
+    def test_skips_at_the_start_are_those_of_each_optimizer_in_this_run(
+        self, rank: int, said: list[int], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Each has skipped 60 steps before; five are worth a line, once it has applied one."""
+        watched = guard(optimizers=3)
+        watched._context.distributed.rank = rank
+        for gradients in watched._guard._metrics.all():
+            gradients.counts.load_state_dict({"attempted": 64, "applied": 4, "last_applied": 4})
+        watched.on_training_start()
+        later = [counted(5, 65, name="_1"), counted(5, 64, name="_2")]
+        judge(watched, counted(4, 66, 3, name="_0"), *later)
+        for _ in range(2):
+            judge(watched, counted(5, 66, name="_0"), *later)
+        assert [int(line.split()[0]) for line in caplog.messages] == said
+
     def test_trouble_of_one_of_several_optimizers_says_which(self) -> None:
         with pytest.raises(GuardError, match="optimizer 1: 4 optimizer steps in a row"):
             judge(guard(), counted(100, 0, name="_0"), counted(100, 4, 4, name="_1"))
@@ -327,9 +343,10 @@ class TestTrouble:
         self, weight: float
     ) -> None:
         model = nn.Linear(1, 2)
-        watched = guard(AmpSettings(Precision.AMP_BF16), models=[nn.Linear(1, 1), model])
-        watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
-        watched.on_training_workload_end({}, {})
+        for models in ([], [nn.Linear(1, 1), model]):
+            watched = guard(AmpSettings(Precision.AMP_BF16), models=models)
+            watched._guard._metrics.latest = Report(None, 1.0, (SOUND,))
+            watched.on_training_workload_end({}, {})
         torch.nn.init.constant_(model.bias, weight)
         with pytest.raises(GuardError, match="a parameter is not finite in amp_bf16"):
             watched.on_training_workload_end({}, {})

@@ -347,18 +347,22 @@ def test_without_a_scale_everything_passes_through(precision: Precision) -> None
     assert scaler.state_dict() == {}
 
 
-def counted(skips: list[bool], *, on_host: bool, ask_every: int) -> StepCounts:
-    """The counts after these steps, asked for after every `ask_every` of them."""
+def counted(skips: list[bool], *, on_host: bool | None, ask_every: int) -> StepCounts:
+    """The counts after these steps, asked for after every `ask_every` of them.
+
+    Without `on_host` it is known on the host of every other step only.
+    """
     counts = StepCounts(CPU, can_skip=True)
     for step, skipped in enumerate(skips, start=1):
-        counts.count(skipped if on_host else torch.tensor(float(skipped)))
+        is_known = step % 2 if on_host is None else on_host
+        counts.count(skipped if is_known else torch.tensor(float(skipped)))
         if step % ask_every == 0:
             assert int(counts.applied) == step - sum(skips[:step])
             assert bool(counts.last_step_applied) is not skipped
     return counts
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, True, None])
 @pytest.mark.parametrize("ask_every", [1, 3, NEVER])
 @pytest.mark.parametrize(
     ("skips", "applied", "in_a_row"),
@@ -372,7 +376,7 @@ def counted(skips: list[bool], *, on_host: bool, ask_every: int) -> StepCounts:
     ],
 )
 def test_counts_are_the_same_whoever_knows_and_whenever_asked(
-    skips: list[bool], applied: int, in_a_row: int, ask_every: int, *, on_host: bool
+    skips: list[bool], applied: int, in_a_row: int, ask_every: int, *, on_host: bool | None
 ) -> None:
     counts = counted(skips, on_host=on_host, ask_every=ask_every)
     assert int(counts.consecutive_skips()) == in_a_row

@@ -1,6 +1,7 @@
-"""Sums and counts on the device that cost the host little: a handful is added up at a time.
+"""Sums and counts on the device that cost the host little.
 
-Adding one to a tensor costs the host a kernel or three. Keeping it costs nothing.
+To add one number to a tensor costs the host several kernels, to keep it in a list costs nothing. So
+the numbers are kept, and 64 of them are added up at once.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ import torch
 
 
 class DeviceSum:
-    """A float64 sum of many small device tensors, added up a handful at a time.
-
-    Adding each one costs the host several kernels per batch. Keeping it costs nothing.
+    """A float64 sum of many small device tensors.
 
     Args:
         device: Where the sum is.
@@ -38,7 +37,7 @@ class DeviceSum:
         if self._waiting:
             values = torch.stack(self._waiting).double()
             if self._finite_only:
-                values = torch.nan_to_num(values, nan=0.0, posinf=0.0)
+                values = torch.nan_to_num(values, posinf=0.0)
             self._sum.add_(values.sum(), alpha=self._weight)
             self._waiting.clear()
         return self._sum

@@ -98,12 +98,11 @@ class Guard:
             return
         self._statistics = RunningStatistics(self._models)
         self._statistics.remember()
-        several = len(self._optimizers) > 1
-        for index, gradients in enumerate(self._metrics.all()):
-            counts = gradients.counts
+        for optimizer in self._optimizers:
+            counts = self._metrics.of(optimizer).counts
             applied = int(counts.applied)
-            name = f"_{index}" if several else ""
-            self._began_at[name] = applied, counts.attempted - applied
+            began_at = applied, counts.attempted - applied
+            self._began_at[self._metrics.suffix(optimizer)] = began_at
         self._judged_at = dict(self._began_at)
         self._norm_at_start = _norm(self._models)
         self._scale_at_start = self._scaler.get_scale()

@@ -219,6 +219,11 @@ class TrainingMetrics(StepsOfEach):
         self.latest = Report(loss, first["scale_of_newest_step"], tuple(steps))
         return metrics
 
+    def suffix(self, optimizer: torch.optim.Optimizer) -> str:
+        """What the names of an optimizer's metrics end in; nothing if there is only one."""
+        several = len(self._optimizers) > 1
+        return f"_{self._optimizers.index(optimizer)}" if several else ""
+
     def _wait_share(self, seconds: float) -> float | None:
         waited = self._wait.seconds()
         return None if waited is None or not seconds else waited / seconds
@@ -228,9 +233,8 @@ class TrainingMetrics(StepsOfEach):
     ) -> StepReport:
         steps = self.of(optimizer)
         _, _, applied, applied_before, consecutive = numbers
-        several = len(self._optimizers) > 1
         return StepReport(
-            name=f"_{self._optimizers.index(optimizer)}" if several else "",
+            name=self.suffix(optimizer),
             applied=int(applied),
             skipped=int(steps.counts.attempted - applied),
             consecutive_skips=int(consecutive),

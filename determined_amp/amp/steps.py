@@ -110,7 +110,7 @@ class OptimizerSteps:
             return
         if gradients := gradients_of(parameters):
             norm = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
-            largest = torch.nan_to_num(norm * scale() if scale else norm, nan=0.0, posinf=0.0)
+            largest = torch.nan_to_num(norm * scale() if scale else norm, posinf=0.0)
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
