@@ -600,6 +600,14 @@ def planted_line(trial: Any) -> tuple[str, int] | None:
     return ("tests/test_check.py", found[0]) if found else None
 
 
+def test_fake_tensors_of_the_shape_of_a_weight_do_not_disturb() -> None:
+    """The compiler leaves such; what computes with one and a real one raises."""
+    with FakeTensorMode():
+        kept = torch.ones(16)
+    assert {finding.key for finding in examined(MovesOnSkipped).faults} == {"schedule_on_skipped"}
+    assert kept.shape == (16,)
+
+
 @pytest.mark.parametrize("trial", PLANTED, ids=lambda trial: trial.__name__)
 def test_planted_fault_is_found_with_its_line(trial: type[Right]) -> None:
     findings = examined(trial, WINDOWS.get(trial, 1))

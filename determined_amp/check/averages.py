@@ -115,12 +115,13 @@ class Averages:
             if weight.numel() < _LEAST:  # near by chance
                 continue
             by_shape.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-        theirs = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
+        others = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
+        others.add(0)  # without memory, as the fake tensors that torch.compile leaves
         things = gc.get_objects()
         for thing in things:
             if not issubclass(type(thing), torch.Tensor) or thing.layout is not torch.strided:
                 continue
-            if _address(thing) in theirs:
+            if _address(thing) in others:
                 continue
             like = by_shape.get((thing.shape, thing.dtype, thing.device), ())
             near = [weight for weight in like if _similarity(thing, weight) > _NEAR]
