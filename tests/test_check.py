@@ -19,6 +19,7 @@ import torch
 import yaml
 from determined import pytorch
 from torch import distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset

@@ -115,13 +115,12 @@ class Averages:
             if weight.numel() < _LEAST:  # near by chance
                 continue
             by_shape.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-        others = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
-        others.add(0)  # without memory, as the fake tensors that torch.compile leaves
+        theirs = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
         things = gc.get_objects()
         for thing in things:
-            if not issubclass(type(thing), torch.Tensor) or thing.layout is not torch.strided:
+            if not _has_memory(thing):
                 continue
-            if _address(thing) in others:
+            if _address(thing) in theirs:
                 continue
             like = by_shape.get((thing.shape, thing.dtype, thing.device), ())
             near = [weight for weight in like if _similarity(thing, weight) > _NEAR]
@@ -132,6 +131,14 @@ class Averages:
 def _innermost() -> Any:
     stack: Any = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return stack[-1] if stack else None
+
+
+def _has_memory(thing: object) -> bool:
+    """Whether it is a tensor of numbers: not a sparse one, or a fake one that the compiler left."""
+    kind = type(thing)  # an object may claim another class
+    if not issubclass(kind, torch.Tensor) or thing.layout is not torch.strided:
+        return False
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _similarity(tensor: torch.Tensor, weight: torch.Tensor) -> float:
@@ -157,5 +164,5 @@ def _moves_towards(old: torch.Tensor, new: torch.Tensor, weights: list[torch.Ten
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # neither sparse nor fake tensors have one
+    except RuntimeError:  # a sparse tensor has none
         return 0
