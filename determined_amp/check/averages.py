@@ -133,7 +133,7 @@ def _innermost() -> Any:
     return stack[-1] if stack else None
 
 
-def _has_memory(thing: object) -> bool:
+def _has_memory(thing: Any) -> bool:
     """Whether it is a tensor of numbers: not a sparse one, or a fake one that the compiler left."""
     kind = type(thing)  # an object may claim another class
     if not issubclass(kind, torch.Tensor) or thing.layout is not torch.strided:
