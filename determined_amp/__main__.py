@@ -60,7 +60,7 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status, 2 for an unknown command or a `UserError`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not {"--help", "-h"}.isdisjoint(words[: 2 if words[:1] == ["report"] else 1]):
+    if words[:1] in (["--help"], ["-h"]):
         print(usage())
         return 0
     command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])

@@ -116,10 +116,22 @@ def test_standard_output_that_is_lost(
     assert ("audit: standard output cannot be written" in done.stderr) is (status == 2)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["report", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]])
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert door.main(arguments) == 0
     assert capsys.readouterr().out == door.usage() + "\n"
+
+
+@pytest.mark.parametrize("command", door._COMMANDS)
+def test_help_of_a_command_lists_its_arguments(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        door.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(
+        f"usage: python -m determined_amp {command.split()[0]} "
+    )
 
 
 @pytest.mark.parametrize(
