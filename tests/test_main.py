@@ -130,7 +130,7 @@ def test_help_of_a_command_lists_its_arguments(
         door.main([*command.split(), "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(
-        f"usage: python -m determined_amp {command.split()[0]} "
+        f"usage: python -m determined_amp {command.partition(' ')[0]} "
     )
 
 
