@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-# Before torch is imported: it is inherited by the processes that tests start.
+# Before torch is imported: it is inherited by the processes that tests start. They find the
+# repository wherever they start; a server of workers that does not would import nothing ahead.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_PATHS = (str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 
 import torch
 
@@ -88,7 +91,7 @@ def _workers_import_once() -> None:
     """
     modules = ["sklearn.model_selection", "trials.mlp"]
     multiprocessing.set_forkserver_preload([*command.PRELOADED, *modules])
-    forkserver.ensure_running()  # here: it finds the repository in the current directory
+    forkserver.ensure_running()
 
 
 # Files that take longest, started first: workers that end together leave no core idle.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -367,7 +369,6 @@ class TestKilledSearch:
         return subprocess.Popen(
             command,
             cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(training.ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -456,6 +457,14 @@ def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
     (tmp_path / "free").touch()
     assert door.main(["search", "--resume", str(folder)]) == 0
     assert len(read_search(folder).ranked()) == 2
+
+
+def test_worker_starts_with_torch_imported() -> None:
+    """The server imports it once. One that does not find the library says nothing."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, context) as workers:
+        imported = workers.submit(eval, "{*__import__('sys').modules}").result()
+    assert {"torch._dynamo", "determined_amp.search.workers", "trials.mlp"} <= imported
 
 
 def test_failures_of_one_kind_are_alike_whatever_their_numbers() -> None:
