@@ -70,15 +70,18 @@ class Images(Shape):
         )
 
 
-# Seconds that the data of `SlowData` take, and a batch of `SlowBatches`.
-SLOW_START, SLOW_BATCH = 12.0, 0.7
-
-
 class SlowData(Images):
-    """Its data take long to make, as a data set that is tokenized first."""
+    """Its data take long to make, as a data set that is tokenized first.
+
+    Attributes:
+        start: Seconds for the data.
+        batch: Seconds for a batch.
+    """
+
+    start, batch = 1.5, 0.0
 
     def data(self) -> TensorDataset:
-        time.sleep(SLOW_START)
+        time.sleep(self.start)
         return super().data()
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
@@ -88,8 +91,10 @@ class SlowData(Images):
 class SlowBatches(SlowData):
     """Its batches are slow, too."""
 
+    start, batch = 4.0, 0.2
+
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        time.sleep(SLOW_BATCH)
+        time.sleep(self.batch)
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 

@@ -31,6 +31,8 @@ from tests import shapes
 from tests.cluster_task import TaskMaster, start_task
 from tests.harness import fit_as_it_is
 
+pytestmark = pytest.mark.usefixtures("_workers_import_once")
+
 PRECISIONS = [precision.value for precision in Precision]
 SHAPES = [
     shapes.Images,
@@ -193,10 +195,10 @@ class TestSlowStart:
 
     @pytest.fixture(autouse=True)
     def _patience(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """After the first batch much less than the loader sleeps; before it much more."""
-        monkeypatch.setattr(pilots, "_PATIENCE", 4.0)
+        """After the first batch less than the loader sleeps; before it much more."""
+        monkeypatch.setattr(pilots, "_PATIENCE", 1.0)
         monkeypatch.setattr(pilots, "_GRACE", 60.0)
-        monkeypatch.setattr(pilots, "_SLOW_START", (2.0, 60.0))
+        monkeypatch.setattr(pilots, "_SLOW_START", (1.0, 60.0))
         shutil.copy(shapes.__file__, tmp_path / "shapes.py")
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(tmp_path))
@@ -207,26 +209,21 @@ class TestSlowStart:
         folder = tmp_path / "pilot"
         return pilots.train_briefly(raw, Precision.FP32, folder, lines.append), lines
 
-    def test_slow_start_is_waited_for_with_a_line_and_does_not_count(self, tmp_path: Path) -> None:
-        pilot, lines = self.pilot("SlowData", tmp_path)
-        assert pilot.failure is None
-        assert 0 < pilot.seconds_per_batch < shapes.SLOW_START / BATCHES
-        assert pilot.overhead > shapes.SLOW_START
-        assert lines
-        assert lines[0].startswith("fp32: waiting for the first batch since ")
-
-    def test_slow_start_does_not_count_where_only_slow_batches_were_timed(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("trial", [shapes.SlowData, shapes.SlowBatches])
+    def test_slow_start_is_waited_for_with_a_line_and_does_not_count(
+        self, trial: type[shapes.SlowData], tmp_path: Path
     ) -> None:
-        """It is stopped within the first reports, which have no steady speed yet."""
-        pilot, _ = self.pilot("SlowBatches", tmp_path)
+        """Slow batches are stopped within the first reports, which have no steady speed yet."""
+        pilot, lines = self.pilot(trial.__name__, tmp_path)
         assert pilot.failure is None
-        assert shapes.SLOW_BATCH <= pilot.seconds_per_batch < shapes.SLOW_START / 4
+        assert trial.batch <= pilot.seconds_per_batch < trial.start / 8
+        assert pilot.overhead > trial.start
+        assert lines[0].startswith("fp32: waiting for the first batch since ")
 
     def test_start_that_never_ends_is_a_failure_with_its_reason(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(pilots, "_START", 1.0)
+        monkeypatch.setattr(pilots, "_START", 0.5)
         pilot, _ = self.pilot("SlowData", tmp_path)
         assert pilot.failure == "no batch was trained within 0 minutes"
 
@@ -234,7 +231,7 @@ class TestSlowStart:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(pilots, "_FINDER", 0.0)
-        raw = in_precision(experiment("SlowData"), "amp_fp16")
+        raw = in_precision(experiment("SlowBatches"), "amp_fp16")
         answer = pilots.find_the_scale(raw, tmp_path / "pilot", lambda text: None)
         assert answer == "the finder took more than 0 s after its first batch"
 

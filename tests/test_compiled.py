@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import compiling
@@ -315,6 +316,8 @@ class TestRun:
     ) -> None:
         eager = training.run_small("mlp/bf16.yaml", tmp_path / "eager")
         monkeypatch.setattr(torch, "compile", INDUCTOR)
+        # Otherwise it tries what vector code this machine can compile, for longer than it compiles.
+        monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", False)
         compiled = training.run_small("mlp/bf16.yaml", tmp_path / "compiled", ON)
         assert graphs() == 1
         assert validation_loss(compiled) == pytest.approx(validation_loss(eager), rel=1e-2)
