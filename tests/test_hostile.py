@@ -386,7 +386,7 @@ WIDE = "hyperparameters.hidden_features=512"
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return training.run_small("mlp/amp.yaml", tmp_path_factory.mktemp("wide"), WIDE)
+    return training.run_small("mlp/fp32.yaml", tmp_path_factory.mktemp("wide"), WIDE)
 
 
 @pytest.fixture
