@@ -17,8 +17,9 @@ import pytest
 # Before torch is imported: it is inherited by the processes that tests start. They find the
 # repository wherever they start; a server of workers that does not would import nothing ahead.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-_PATHS = (str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")]))
-os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import torch
 
