@@ -101,7 +101,7 @@ LONGEST = (
     *("test_strangers.py", "test_package.py", "test_processes.py", "test_compiled.py"),
     *("test_local.py", "test_compare.py", "test_schedule.py"),
     *("test_your_trial.py", "test_reports_precision.py", "test_benchmarks_gpu.py"),
-    *("test_reports.py", "test_lr_schedulers.py", "test_run_folder.py"),
+    *("test_reports.py", "test_run_folder.py"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`amp.schedules`: any torch scheduler moves with the steps that were applied, to the last bit."""
+"""Any torch scheduler moves with the steps that were applied, and resumes, to the last bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from determined import pytorch
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.schedules import AppliedStepSchedule, PlateauSchedule
 from tests.fake_cuda import Syncs, fake_cuda, needs_fake_cuda
+from tests.harness import Fitted, fit, loader
+from tests.trials import Weights
 
 CPU = torch.device("cpu")
 RATES = (0.3, 0.05)  # of the parameter groups
@@ -32,10 +35,10 @@ Used = list[dict[str, Any]]
 
 
 def make_optimizer(
-    kind: MakeOptimizer = torch.optim.SGD, groups: int = 2, says_fused: bool = False
+    kind: MakeOptimizer = SGD, groups: int = 2, says_fused: bool = False
 ) -> Optimizer:
     """Not every torch has a fused one for a CPU; the plain one takes a rate on the device too."""
-    settings: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    settings: dict[str, Any] = {"momentum": 0.9} if kind is SGD else {}
     optimizer = kind(
         [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in RATES[:groups]],
         lr=99.0,
@@ -90,42 +93,61 @@ def one_cycle(optimizer: Optimizer, cycle_momentum: bool = True) -> LRScheduler:
     )
 
 
+halving = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+multi_step = partial(lr_scheduler.MultiStepLR, milestones=[3, 4, 280], gamma=0.3)
+multiplicative = partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 1 - 1 / (step + 2))
+cosine = partial(lr_scheduler.CosineAnnealingLR, T_max=50, eta_min=0.01)
+restarts = partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=5, T_mult=2)
+polynomial = partial(lr_scheduler.PolynomialLR, total_iters=90, power=0.9)
 triangles = partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=7)
 SCHEDULERS: dict[str, tuple[MakeOptimizer, MakeScheduler]] = {
-    "step": (torch.optim.SGD, partial(lr_scheduler.StepLR, step_size=7)),
-    "multi_step": (
-        torch.optim.SGD,
-        partial(lr_scheduler.MultiStepLR, milestones=[3, 4, 280], gamma=0.3),
-    ),
-    "exponential": (torch.optim.SGD, partial(lr_scheduler.ExponentialLR, gamma=0.97)),
-    "lambda": (torch.optim.SGD, own_functions),
-    "multiplicative": (
-        torch.optim.SGD,
-        partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 1 - 1 / (step + 2)),
-    ),
-    "one_cycle": (torch.optim.SGD, one_cycle),
-    "one_cycle_of_betas": (torch.optim.Adam, one_cycle),
-    "one_cycle_of_the_rate": (torch.optim.Adam, partial(one_cycle, cycle_momentum=False)),
-    "cyclic": (torch.optim.SGD, triangles),
-    "cyclic_by_step": (torch.optim.SGD, partial(triangles, mode="exp_range", gamma=0.99)),
-    "cyclic_of_betas": (torch.optim.Adam, triangles),
-    "cyclic_of_the_rate": (torch.optim.Adam, partial(triangles, cycle_momentum=False)),
-    "cosine": (torch.optim.SGD, partial(lr_scheduler.CosineAnnealingLR, T_max=50, eta_min=0.01)),
-    "restarts": (
-        torch.optim.SGD,
-        partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=5, T_mult=2),
-    ),
-    "sequential": (torch.optim.SGD, warm_then_cosine),
-    "chained": (torch.optim.SGD, warm_and_decay),
-    "polynomial": (torch.optim.SGD, partial(lr_scheduler.PolynomialLR, total_iters=90, power=0.9)),
-    "linear": (torch.optim.SGD, partial(lr_scheduler.LinearLR, total_iters=30)),
-    "late": (torch.optim.SGD, late),
-    "of_last_rate": (torch.optim.SGD, OfLastRate),
+    "step": (SGD, partial(lr_scheduler.StepLR, step_size=7)),
+    "multi_step": (SGD, multi_step),
+    "exponential": (SGD, partial(lr_scheduler.ExponentialLR, gamma=0.97)),
+    "lambda": (SGD, own_functions),
+    "multiplicative": (SGD, multiplicative),
+    "one_cycle": (SGD, one_cycle),
+    "one_cycle_of_betas": (Adam, one_cycle),
+    "one_cycle_of_the_rate": (Adam, partial(one_cycle, cycle_momentum=False)),
+    "cyclic": (SGD, triangles),
+    "cyclic_by_step": (SGD, partial(triangles, mode="exp_range", gamma=0.99)),
+    "cyclic_of_betas": (Adam, triangles),
+    "cyclic_of_the_rate": (Adam, partial(triangles, cycle_momentum=False)),
+    "cosine": (SGD, cosine),
+    "restarts": (SGD, restarts),
+    "sequential": (SGD, warm_then_cosine),
+    "chained": (SGD, warm_and_decay),
+    "polynomial": (SGD, polynomial),
+    "linear": (SGD, partial(lr_scheduler.LinearLR, total_iters=30)),
+    "late": (SGD, late),
+    "of_last_rate": (SGD, OfLastRate),
 }
 EVERY_SCHEDULER = pytest.mark.parametrize(
     ("kind", "make_scheduler"), SCHEDULERS.values(), ids=SCHEDULERS
 )
 FUSED_OR_NOT = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+
+
+def scheduled(
+    make_scheduler: MakeScheduler,
+    kind: MakeOptimizer = SGD,
+    *,
+    groups: int = 2,
+    fused: bool = False,
+    skips: bool = True,
+) -> AppliedStepSchedule:
+    """The schedule of an optimizer of its own."""
+    optimizer = make_optimizer(kind, groups, says_fused=fused)
+    return AppliedStepSchedule(make_scheduler(optimizer), CPU, skips=skips)
+
+
+def move(schedule: AppliedStepSchedule, *steps: int) -> list[float]:
+    """The rate of the first group after each of these steps, of which none was skipped."""
+    rates = []
+    for step in steps:
+        schedule.move(step, torch.tensor(step))
+        rates.append(used_by(schedule.optimizer)[0]["lr"])
+    return rates
 
 
 def is_skipped(attempt: int) -> bool:
@@ -172,15 +194,22 @@ def test_every_step_uses_what_torchs_own_loop_of_the_applied_steps_uses(
 ) -> None:
     optimizer = make_optimizer(kind)
     expected = plain(optimizer, make_scheduler(optimizer), STEPS)
-    optimizer = make_optimizer(kind, says_fused=fused)
-    scheduler = make_scheduler(optimizer)
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
+    schedule = scheduled(make_scheduler, kind, fused=fused)
+    used_by_attempted_steps = []
     for attempted, applied, used in followed(schedule, 0, 0, STEPS):
         # Whatever a fused optimizer cannot read from the device follows attempted steps.
         others = expected[attempted if fused else applied]
         rates = [{"lr": values["lr"]} for values in expected[applied]]
         assert used == [values | rate for values, rate in zip(others, rates, strict=True)]
+        used_by_attempted_steps.append(used == expected[attempted])
     assert applied < attempted - 100
+    assert not all(used_by_attempted_steps)  # a schedule that counts skipped steps is seen
+
+    schedule = scheduled(make_scheduler, kind, fused=fused, skips=False)
+    for attempted in range(300):
+        schedule.move(attempted, torch.tensor(attempted))
+        assert used_by(schedule.optimizer) == expected[attempted]
+        assert {type(group["lr"]) for group in schedule.optimizer.param_groups} == {float}
 
 
 def test_rates_that_stay_take_no_memory_and_are_right_when_they_move_again() -> None:
@@ -190,45 +219,11 @@ def test_rates_that_stay_take_no_memory_and_are_right_when_they_move_again() -> 
     def factor(step: int) -> float:
         return rate.get(step // 3000 * 3000, 0.125) if step > 1 else 1.0
 
-    optimizer = make_optimizer(groups=1, says_fused=True)
-    schedule = AppliedStepSchedule(lr_scheduler.LambdaLR(optimizer, factor), CPU, skips=True)
-    used = {}
-    for step in (0, 1, 2, 2500, 2999, 3000, 3500):
-        schedule.move(step, torch.tensor(step))
-        used[step] = float(optimizer.param_groups[0]["lr"]) / RATES[0]
-        if step == 2500:
-            assert schedule._table is not None
-            assert len(schedule._table._table) < 300
-    assert used == {0: 1.0, 1: 1.0, 2: 0.25, 2500: 0.25, 2999: 0.25, 3000: 0.5, 3500: 0.5}
-
-
-@EVERY_SCHEDULER
-def test_schedule_by_attempted_steps_would_differ(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler
-) -> None:
-    """Negative control of the comparison above: `skips=False` counts attempted steps."""
-    schedules = [
-        AppliedStepSchedule(make_scheduler(make_optimizer(kind)), CPU, skips=skips)
-        for skips in (True, False)
-    ]
-    runs = [followed(schedule, 0, 0, STEPS) for schedule in schedules]
-    assert any(one != other for one, other in zip(*runs, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter")
-@EVERY_SCHEDULER
-@FUSED_OR_NOT
-def test_without_skips_every_optimizer_keeps_plain_numbers(
-    kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool
-) -> None:
-    optimizer = make_optimizer(kind)
-    expected = plain(optimizer, make_scheduler(optimizer), 300)
-    optimizer = make_optimizer(kind, says_fused=fused)
-    schedule = AppliedStepSchedule(make_scheduler(optimizer), CPU, skips=False)
-    for attempted in range(300):
-        schedule.move(attempted, torch.tensor(attempted))
-        assert used_by(optimizer) == expected[attempted]
-        assert {type(group["lr"]) for group in optimizer.param_groups} == {float}
+    schedule = scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=factor), groups=1, fused=True)
+    assert move(schedule, 0, 1, 2, 2500) == [0.3, 0.3, 0.075, 0.075]
+    assert schedule._table is not None
+    assert len(schedule._table._table) < 300
+    assert move(schedule, 2999, 3000, 3500) == [0.075, 0.15, 0.15]
 
 
 def spoil(optimizer: Optimizer) -> None:
@@ -254,10 +249,7 @@ def moving(runs: list[tuple[int, int, Used]], keys: set[str]) -> list[Any]:
 def test_resume_at_any_step_goes_on_exactly(
     kind: MakeOptimizer, make_scheduler: MakeScheduler, fused: bool
 ) -> None:
-    def schedule() -> AppliedStepSchedule:
-        optimizer = make_optimizer(kind, says_fused=fused)
-        return AppliedStepSchedule(make_scheduler(optimizer), CPU, skips=True)
-
+    schedule = partial(scheduled, make_scheduler, kind, fused=fused)
     undisturbed = list(followed(schedule(), 0, 0, 300))
     # What the scheduler leaves alone is the checkpoint's.
     first = undisturbed[0][2][0]
@@ -278,22 +270,20 @@ def test_schedule_stays_on_its_last_values_past_the_end_and_says_so_once(
 ) -> None:
     make = partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10)
     optimizer = make_optimizer(groups=1)
-    scheduler = make(optimizer)
-    plain(optimizer, scheduler, 10)  # it can be stepped once more than the 9 times of 10 steps
-    expected = used_by(optimizer)
-    optimizer = make_optimizer(groups=1, says_fused=fused)
-    schedule = AppliedStepSchedule(make(optimizer), CPU, skips=True)
+    plain(optimizer, make(optimizer), 10)  # it can be stepped once more than the 9 of 10 steps
+    last = used_by(optimizer)
+    schedule = scheduled(make, groups=1, fused=fused)
 
     def ends() -> list[str]:
         return [line for line in caplog.messages if "ends after" in line]
 
     for step in (10, 11):
-        schedule.move(step, torch.tensor(step))
-        assert used_by(optimizer) == expected
+        move(schedule, step)
+        assert used_by(schedule.optimizer) == last
     assert ends() == []  # step 11 has not been taken
     for step in (attempted, attempted + 1):
-        schedule.move(step, torch.tensor(step))
-        assert used_by(optimizer) == expected
+        move(schedule, step)
+        assert used_by(schedule.optimizer) == last
     assert ends() == [
         "OneCycleLR ends after 11 steps (ValueError: Tried to step 11 times. The specified number "
         "of total steps is 10); later steps keep its last values"
@@ -307,13 +297,11 @@ def test_lambdas_that_only_know_the_run_are_right_to_its_end(
     factor: Callable[[int], float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The list has no more, and a negative number to the power of 0.9 is complex."""
-    optimizer = make_optimizer(groups=1)
-    schedule = AppliedStepSchedule(lr_scheduler.LambdaLR(optimizer, factor), CPU, skips=False)
-    for step in (0, 1, 2, 3):
-        schedule.move(step, torch.tensor(step))
-        assert used_by(optimizer)[0]["lr"] == 0.3 * factor(min(step, 2))
+    make = partial(lr_scheduler.LambdaLR, lr_lambda=factor)
+    schedule = scheduled(make, groups=1, skips=False)
+    assert move(schedule, 0, 1, 2, 3) == [0.3 * factor(step) for step in (0, 1, 2, 2)]
     assert caplog.messages == []  # the run had three steps
-    schedule.move(4, torch.tensor(4))
+    move(schedule, 4)
     assert len(caplog.messages) == 1
 
 
@@ -322,14 +310,10 @@ def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(f
     def forgets_a_name(step: int) -> float:
         return factor if step else 1.0  # type: ignore[name-defined]  # noqa: F821
 
-    optimizer = make_optimizer(groups=1, says_fused=fused)
-    scheduler = lr_scheduler.LambdaLR(optimizer, forgets_a_name)
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    with pytest.raises(
-        ConfigError,
-        match=r"^wrap_lr_scheduler: LambdaLR raised at its first step: NameError: name 'fa",
-    ):
-        schedule.move(0, torch.tensor(0))
+    schedule = scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=forgets_a_name), fused=fused)
+    words = r"^wrap_lr_scheduler: LambdaLR raised at its first step: NameError: name 'fa"
+    with pytest.raises(ConfigError, match=words):
+        move(schedule, 0)
 
 
 @FUSED_OR_NOT
@@ -338,15 +322,11 @@ def test_scheduler_that_holds_its_rate_and_then_raises_says_so(
     held: int, fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A table that is too short; constant until its end."""
-    optimizer = make_optimizer(groups=1, says_fused=fused)
-    table = [1.0] * held
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: table[step])
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    for step in range(held + 1):
-        schedule.move(step, torch.tensor(step))
+    make = partial(lr_scheduler.LambdaLR, lr_lambda=([1.0] * held).__getitem__)
+    schedule = scheduled(make, groups=1, fused=fused)
+    move(schedule, *range(held + 1))
     assert caplog.messages == []
-    for step in (held + 1, held + 2):
-        schedule.move(step, torch.tensor(step))
+    move(schedule, held + 1, held + 2)
     (said,) = caplog.messages
     assert said.startswith(f"LambdaLR ends after {held} steps (IndexError: list index")
 
@@ -360,9 +340,7 @@ def test_scheduler_that_holds_its_rate_and_then_raises_says_so(
         ((True, True), partial(one_cycle, cycle_momentum=False), 0),
     ],
 )
-@pytest.mark.parametrize(
-    "optimizer_and_key", [(torch.optim.SGD, "momentum"), (torch.optim.Adam, "betas")]
-)
+@pytest.mark.parametrize("optimizer_and_key", [(SGD, "momentum"), (Adam, "betas")])
 def test_log_says_once_what_of_a_fused_optimizer_follows_attempted_steps(
     optimizer_and_key: tuple[MakeOptimizer, str],
     fused_and_skips: tuple[bool, bool],
@@ -372,7 +350,7 @@ def test_log_says_once_what_of_a_fused_optimizer_follows_attempted_steps(
 ) -> None:
     kind, key = optimizer_and_key
     fused, skips = fused_and_skips
-    schedule = AppliedStepSchedule(make(make_optimizer(kind, says_fused=fused)), CPU, skips=skips)
+    schedule = scheduled(make, kind, fused=fused, skips=skips)
     list(followed(schedule, 0, 0, STEPS - 1))
     line = (
         f"OneCycleLR moves {key} of a fused optimizer, which must be known on the host: they "
@@ -384,7 +362,8 @@ def test_log_says_once_what_of_a_fused_optimizer_follows_attempted_steps(
 
 @FUSED_OR_NOT
 def test_get_last_lr_answers_the_rates_in_use_while_the_simulation_is_ahead(fused: bool) -> None:
-    scheduler = lr_scheduler.ExponentialLR(make_optimizer(says_fused=fused), 0.5)
+    optimizer = make_optimizer(says_fused=fused)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
     for attempted, applied in [(0, 0), (1, 0), (2, 1), (3, 2)]:
         schedule.move(attempted, torch.tensor(applied))
@@ -439,16 +418,14 @@ def load_own_state(scheduler: LRScheduler) -> None:
 def test_scheduler_that_others_step_or_load_too_is_an_error(
     meddle: Callable[[LRScheduler], None],
 ) -> None:
-    optimizer = make_optimizer()
-    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    scheduler = lr_scheduler.StepLR(make_optimizer(), 2)
     schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    for step in range(2):
-        schedule.move(step, torch.tensor(step))
-        optimizer.step()
+    move(schedule, 0, 1)
+    scheduler.optimizer.step()  # else torch warns
     meddle(scheduler)
     words = r"^wrap_lr_scheduler: StepLR was stepped, or its state loaded, outside"
     with pytest.raises(ConfigError, match=words):
-        schedule.move(2, torch.tensor(2))
+        move(schedule, 2)
 
 
 def test_scheduler_that_the_training_steps_is_an_error() -> None:
@@ -460,21 +437,19 @@ def test_scheduler_that_the_training_steps_is_an_error() -> None:
 
 @FUSED_OR_NOT
 def test_group_that_comes_later_keeps_its_own_rate(fused: bool) -> None:
-    optimizer = make_optimizer(says_fused=fused)
-    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    schedule = AppliedStepSchedule(scheduler, CPU, skips=True)
-    schedule.move(0, torch.tensor(0))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 7.0})
-    schedule.move(1, torch.tensor(1))
-    assert [values["lr"] for values in used_by(optimizer)] == [0.15, 0.025, 7.0]
+    schedule = scheduled(halving, fused=fused)
+    move(schedule, 0)
+    later = {"params": [nn.Parameter(torch.zeros(1))], "lr": 7.0}
+    schedule.optimizer.add_param_group(later)
+    move(schedule, 1)
+    assert [values["lr"] for values in used_by(schedule.optimizer)] == [0.15, 0.025, 7.0]
 
 
 def test_resume_where_no_step_can_be_skipped_goes_on_after_those_that_were() -> None:
-    optimizer = make_optimizer(groups=1)
-    schedule = AppliedStepSchedule(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
+    schedule = scheduled(halving, groups=1, skips=False)
     for attempted, applied in ((5, 3), (6, 4)):
         schedule.move(attempted, applied)
-        assert optimizer.param_groups[0]["lr"] == 0.3 * 0.5**applied
+        assert schedule.optimizer.param_groups[0]["lr"] == 0.3 * 0.5**applied
 
 
 def test_plateau_scheduler_is_no_schedule_of_steps() -> None:
@@ -485,11 +460,9 @@ def test_plateau_scheduler_is_no_schedule_of_steps() -> None:
 
 def test_rate_that_is_a_tensor_of_the_host_is_followed_by_its_value() -> None:
     rate = torch.tensor(0.5)  # float32
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
-    schedule = AppliedStepSchedule(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=True)
-    for step in range(3):
-        schedule.move(step, torch.tensor(step))
-        assert float(optimizer.param_groups[0]["lr"]) == 0.5 * 0.5**step
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    schedule = AppliedStepSchedule(halving(optimizer), CPU, skips=True)
+    assert move(schedule, 0, 1, 2) == [0.5, 0.25, 0.125]
     assert rate.item() == 0.5
 
 
@@ -503,7 +476,7 @@ def on_fake_cuda(
     with fake_cuda() as syncs:
         weights = [nn.Parameter(torch.zeros(1, device="cuda")) for _ in RATES]
         groups = [{"params": [it], "lr": lr} for it, lr in zip(weights, RATES, strict=True)]
-        optimizer = torch.optim.Adam(groups, fused=fused)
+        optimizer = Adam(groups, fused=fused)
         scheduler = make_scheduler(optimizer)
         yield syncs, AppliedStepSchedule(scheduler, torch.device("cuda"), skips=skips)
 
@@ -575,7 +548,7 @@ def test_rate_that_is_already_on_the_device_is_refused() -> None:
     with fake_cuda():
         weight = nn.Parameter(torch.zeros(1, device="cuda"))
         rate = torch.tensor(0.1, device="cuda")
-        scheduler = lr_scheduler.StepLR(torch.optim.Adam([weight], lr=rate, fused=True), 2)
+        scheduler = lr_scheduler.StepLR(Adam([weight], lr=rate, fused=True), 2)
         words = r"^wrap_lr_scheduler: lr of .* group 0 is a tensor on cuda.*allowed: a number"
         with pytest.raises(ConfigError, match=words):
             AppliedStepSchedule(scheduler, torch.device("cuda"), skips=True)
@@ -645,3 +618,215 @@ def test_metric_that_is_not_finite_does_not_move_a_plateau_and_is_said(
     schedule.validated(metric)
     assert schedule.state_dict() == before
     assert caplog.messages == [f"ReduceLROnPlateau ignores a validation metric of {metric}"]
+
+
+# In Determined's loop
+
+BATCHES = 12
+Modes = pytorch.LRScheduler.StepMode
+
+# Of these each changes several times within a run.
+MOVING = ("exponential", "lambda", "cosine", "restarts", "sequential", "one_cycle")
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.02, momentum=0.9)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def settings(optimizer: Optimizer) -> tuple[float, ...]:
+    """Rate and momentum, or betas, of every group."""
+    found: list[float] = []
+    for group in optimizer.param_groups:
+        found += [float(group["lr"]), float(group.get("momentum", 0)), *group.get("betas", ())]
+    return tuple(found)
+
+
+class Scheduled(Weights):
+    """One weight, or two with an optimizer each; notes what every batch steps with.
+
+    Its second batch overflows in float16.
+
+    Args:
+        context: The trial's context.
+        make_optimizer: For every model.
+        make_scheduler: For every optimizer; None leaves their rates alone.
+        mode: Of `context.wrap_lr_scheduler`; None has the library wrap it.
+        models: How many.
+    """
+
+    def __init__(
+        self,
+        context: pytorch.PyTorchTrialContext,
+        make_optimizer: Callable[[Any], Optimizer],
+        make_scheduler: Callable[[Optimizer], Any] | None = None,
+        mode: Modes | None = None,
+        models: int = 1,
+    ) -> None:
+        self.optimizer_of = make_optimizer  # type: ignore[method-assign,assignment]
+        self.count, self.mode = models, mode
+        super().__init__(context)
+        self.seen: list[tuple[float, ...]] = []
+        self.schedulers = [make_scheduler(o) for o in self.optimizers] if make_scheduler else []
+        for scheduler in self.schedulers:
+            if mode is None:
+                self.amp.wrap_lr_scheduler(scheduler)
+            else:
+                context.wrap_lr_scheduler(scheduler, mode)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.seen.append(sum(map(settings, self.optimizers), ()))
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        if self.mode is Modes.MANUAL_STEP:
+            for scheduler in self.schedulers:
+                if not isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                    scheduler.step()
+        return reported
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"validation_loss": 1.0}
+
+    def build_training_data_loader(self) -> Any:
+        second = math.inf if self.amp.settings.scales_the_loss else 1.0
+        rows = [[1.0], [second], *[[1.0]] * (BATCHES - 2)]
+        # Some schedules are by epochs: three of four batches, the second of each overflows.
+        return loader(rows[:4] if self.mode is Modes.STEP_EVERY_EPOCH else rows)
+
+
+FP16 = {"precision": "amp_fp16", "init_scale": 64.0}
+FP32 = {"precision": "fp32"}
+
+
+def runs(
+    *arguments: Any, trial: type[Scheduled] = Scheduled, amp: Any = FP16, **options: Any
+) -> Callable[..., Fitted]:
+    """Trains so many batches, from a run on if one is given."""
+
+    def run(batches: int = BATCHES, resume: Fitted | None = None) -> Fitted:
+        def make(context: pytorch.PyTorchTrialContext) -> Scheduled:
+            return trial(context, *arguments)
+
+        return fit(make, amp, batches=batches, resume=resume, batch_size=1, **options)
+
+    return run
+
+
+def resumes_as_undisturbed(run: Callable[..., Fitted], *stops: int) -> list[Any]:
+    """What an undisturbed run stepped with, after the same of one that was resumed."""
+    undisturbed: list[Any] = run().trial.seen
+    for stop in stops:
+        assert run(BATCHES, run(stop)).trial.seen == undisturbed[stop:]
+    return undisturbed
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch 2.3, in SequentialLR
+@pytest.mark.parametrize(
+    "mode", [None, *Modes], ids=lambda mode: "library" if mode is None else mode.name.lower()
+)
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer"),
+    # Adam has betas in place of momentum, which this one scheduler moves, too.
+    [*((scheduler, sgd) for scheduler in MOVING), ("one_cycle", adamw)],
+)
+def test_resumed_run_steps_with_the_rates_of_an_undisturbed_one(
+    scheduler: str, mode: Modes | None, optimizer: Callable[[Any], Optimizer]
+) -> None:
+    run = runs(optimizer, SCHEDULERS[scheduler][1], mode)
+    undisturbed = resumes_as_undisturbed(run, 1, 2, 5)
+    assert len(set(undisturbed)) > (1 if mode is Modes.STEP_EVERY_EPOCH else 2)
+
+
+@pytest.mark.parametrize("amp", [FP16, {"precision": "amp_bf16"}, {"precision": "fp32"}])
+@pytest.mark.parametrize("mode", [None, Modes.STEP_EVERY_BATCH])
+def test_two_optimizers_resume_each_with_its_own_schedule(mode: Modes | None, amp: Any) -> None:
+    made = iter([SCHEDULERS["exponential"][1], SCHEDULERS["one_cycle"][1]] * 20)
+
+    def alternate(optimizer: Optimizer) -> Any:
+        return next(made)(optimizer)
+
+    resumes_as_undisturbed(runs(sgd, alternate, mode, 2, amp=amp), 2, 7)
+
+
+def hyperbolic(optimizer: Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_the_library_moves_it_with_applied_steps_and_the_context_with_all(
+    frequency: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second batch overflows: its step is skipped, and no rate is passed over for it."""
+    rates = [0.02 * (1 / (1 + step)) for step in range(BATCHES)]
+    skipped = 1 if frequency == 1 else 0
+    library, context = (
+        runs(sgd, hyperbolic, mode, aggregation_frequency=frequency)()
+        for mode in (None, Modes.STEP_EVERY_OPTIMIZER_STEP)
+    )
+
+    def by_window(made: Fitted) -> list[float]:
+        return [rate for rate, *_ in made.trial.seen[frequency - 1 :: frequency]]
+
+    steps = BATCHES // frequency
+    stands_still = [rates[max(0, step - (step > skipped))] for step in range(steps)]
+    assert by_window(library) == stands_still
+    assert by_window(context) == rates[:steps]
+    assert "watch_lr_drift_steps" not in library.report
+    assert context.report["watch_lr_drift_steps"] == 1
+    assert caplog.text.count("amp.wrap_lr_scheduler moves it on applied steps only") == 1
+
+
+def impatient(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+class OwnPlateau(Scheduled):
+    """Steps a `ReduceLROnPlateau` of its own after each validation, as Determined's docs show."""
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        trial = self
+
+        class Stepper(pytorch.PyTorchCallback):
+            def on_validation_end(self, metrics: dict[str, Any]) -> None:
+                for scheduler in trial.schedulers:
+                    scheduler.step(metrics["validation_loss"])
+
+        return {**super().build_callbacks(), "stepper": Stepper()}
+
+
+@pytest.mark.parametrize(("trial", "mode"), [(Scheduled, None), (OwnPlateau, Modes.MANUAL_STEP)])
+def test_plateau_resumes_its_rate_and_its_patience(trial: Any, mode: Modes | None) -> None:
+    """The loss never improves: after the second validation each halves the rate."""
+    run = runs(sgd, impatient, mode, trial=trial, amp=FP16, validation_period=2)
+    rates = [rate for rate, _ in resumes_as_undisturbed(run, 4, 8)]
+    assert rates == [0.02 * 0.5 ** max(0, batch // 2 - 1) for batch in range(BATCHES)]
+
+
+def test_settings_that_the_yaml_changed_win_over_the_checkpoint() -> None:
+    """Without a scheduler: the new rate and decay, not those of the checkpoint."""
+
+    def run(rate: float) -> Callable[..., Fitted]:
+        return runs(lambda parameters: SGD(parameters, rate, momentum=0.9), amp=FP32)
+
+    first = run(0.5)(4)
+    assert run(0.25)(6, first).trial.seen == [(0.25, 0.9)] * 2
+    assert run(0.5)(6, first).trial.seen == [(0.5, 0.9)] * 2
+
+
+class HalvesByHand(Scheduled):
+    """In the third batch; the YAML still says what it said."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            self.optimizer.param_groups[0]["lr"] /= 2
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+def test_rate_that_the_trial_sets_by_hand_is_resumed() -> None:
+    run = runs(sgd, trial=HalvesByHand, amp=FP32)
+    first = run(4)
+    assert first.checkpoint["optimizers_state_dict"][0]["param_groups"][0]["lr"] == 0.01
+    assert run(6, first).trial.seen == [(0.01, 0.9)] * 2
