@@ -48,7 +48,6 @@ from determined_amp.trial.notes import (
     note,
     note_on_master,
     show_failure,
-    show_failure_of_run,
     show_status,
 )
 from determined_amp.trial.unmodified import trial_of
@@ -146,7 +145,7 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
         try:
             yield config, core_context
         except UserError as error:
-            show_failure_of_run(core_context.train, str(error))
+            show_failure(core_context.train, str(error))
             raise
 
 
@@ -190,7 +189,8 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
                 with translating_exits(), limits_of_16_bits():
                     yield context
             except (det.InvalidHP, UserError) as error:
-                show_failure(context, str(error))
+                if context.distributed.rank == 0:
+                    show_failure(train_context(context), str(error))
                 raise
     except SystemExit as left:
         if isinstance(left.__context__, det.InvalidHP):

@@ -383,7 +383,7 @@ class TestAudited:
             with open_trial(*given(arguments)) as found:
                 trial, context = found.trial, found.context
                 assert isinstance(trial, MLPTrial)
-                trial.amp.watched = False
+                trial.amp.guard.enabled = False
                 if audits is not None:
                     precision = trial.hparams.amp.precision
                     audited(trial, precision, audits.append, has_tf32=False)

@@ -235,5 +235,5 @@ class TestMixedPrecisionOf:
         with self.small() as found:
             amp = found.trial.amp
             monkeypatch.setattr(amp, "watched", True, raising=False)
-            seen = in_training(found.trial, found.context, 1, lambda batches: amp.watched)
+            seen = in_training(found.trial, found.context, 1, lambda batches: amp.guard.enabled)
         assert seen is False

@@ -208,10 +208,10 @@ def test_scale_is_not_below_min_scale_where_that_is_safe() -> None:
 def test_training_without_an_answer_starts_with_the_default_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*given: object) -> None:
+    def refuse(*given: object, **named: object) -> None:
         raise LossScaleError("all 16-bit gradients are exactly 0")
 
-    monkeypatch.setattr(frozen, "find_on_first_batch", refuse)
+    monkeypatch.setattr(frozen, "find", refuse)
     run(Converted)
     said = "init_scale: find found none: all 16-bit gradients are exactly 0; starting with 65536"
     assert said in caplog.text

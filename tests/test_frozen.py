@@ -69,7 +69,7 @@ class TestNothingMoves:
             assert isinstance(trial, MLPTrial)
 
             def work(batches: Batches) -> None:
-                assert trial.amp.watched is False  # neither audited nor guarded
+                assert trial.amp.guard.enabled is False  # neither audited nor guarded
                 counts = trial.amp.state_dict()
                 before = state(trial)
                 batches[0].backward(torch.float16, 30)

@@ -1,4 +1,4 @@
-"""What a training in mixed precision consists of, whatever loop it has; torch alone is needed.
+"""Mixed precision for one training, whatever its loop looks like; it needs torch alone.
 
 One step, from top to bottom: the forward in `autocast`, the backward of `scaler.scale(loss)`, the
 clip, `scaler.step`, and at the end of the batch `finish_steps` and the sums of the next report.
@@ -35,17 +35,18 @@ from determined_amp.amp.tensors import unwrapped
 class AmpCore:
     """Autocast, loss scale, schedules, counts, metrics and guard of one training.
 
-    `AmpLoop` is that of any loop, `determined_amp.MixedPrecision` that of a `PyTorchTrial`.
+    `AmpLoop` is its form for any loop, `determined_amp.MixedPrecision` its form for a `PyTorchTrial`.
 
     It sets torch's switches for TF32, which are global to the process, unless `set_backends` of the
     settings is false.
 
     Args:
-        settings: Precision, loss scale and all else of the `amp` section of a YAML.
+        settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training.
-        models: Those of the training; more may come later.
-        optimizers: The same, in the order in which reports and states number them.
+        models: The models that are trained; more may come later.
+        optimizers: Their optimizers, in the order in which reports and states number them; more may
+            come later.
 
     Attributes:
         scaler: torch's `GradScaler`, enabled for `amp_fp16` alone; otherwise every call on it
@@ -60,7 +61,7 @@ class AmpCore:
         PrecisionError: if the device only emulates the precision.
     """
 
-    # How errors begin, and what they tell the user to write instead of a mistake.
+    # How error messages begin, and what they suggest for each mistake.
     source: str
     remedies: Mapping[Mistake, str]
 
@@ -113,9 +114,9 @@ class AmpCore:
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
 
-        Call it for every model. A model in `DistributedDataParallel` is given as that. Without
-        `compile` in the settings nothing is compiled. A pattern that matches in none of the models
-        is refused when the training starts.
+        Call it for every model; a model inside `DistributedDataParallel` is passed in its wrapper.
+        Nothing is compiled unless the settings have `compile`. A pattern that matches a module of no
+        model is an error when the training starts.
 
         Raises:
             IslandError: if a pattern is no regular expression, or the patterns match all of it.
@@ -136,13 +137,14 @@ class AmpCore:
         for the device. Do not call `scheduler.step()` yourself, nor save its state.
 
         Args:
-            scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or that one.
+            scheduler: Any of `torch.optim.lr_scheduler` that moves by steps, or a
+                `ReduceLROnPlateau`.
 
         Returns:
             The scheduler.
 
         Raises:
-            ConfigError: if its optimizer has a schedule already.
+            ConfigError: if its optimizer already has a schedule.
         """
         optimizer: Optimizer = scheduler.optimizer
         self._meet(optimizer)
@@ -172,7 +174,7 @@ class AmpCore:
     # The step.
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For forward and loss of a training batch; never for the backward."""
+        """The context for the forward and the loss of a training batch; never for the backward."""
         return self._training_autocast
 
     def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
@@ -183,14 +185,14 @@ class AmpCore:
         self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
-        """Before every step, in every precision, so that fp32 shows a mistake, too."""
+        """A hook before every step. It runs in every precision, so fp32 shows a mistake, too."""
         self.metrics.of(optimizer).begin(optimizer)
         self.scaler.check_step()
 
     def finish_steps(self) -> None:
-        """Update the loss scale and the counts after steps; `update` does it at the end of a batch.
+        """Update the loss scale and the counts; `update` does that at the end of a batch.
 
-        Call it between two steps of the same optimizer in a batch.
+        Call it between two steps of the same optimizer within a batch.
         """
         if self.scaler.outcomes:
             for optimizer, skipped in self.scaler.finish().items():
@@ -203,10 +205,10 @@ class AmpCore:
             loss = loss.detach().clone()  # kept until the report
         return self.metrics.add(loss, samples, again=again)
 
-    # What else there is to ask.
+    # Everything else that a training can ask for.
 
     def eval_autocast(self) -> AbstractContextManager[Any]:
-        """For the forward of a validation batch: float32 unless `eval_precision` is `same`."""
+        """The context for a validation batch: float32 unless `eval_precision` is `same`."""
         same = self.settings.eval_precision is EvalPrecision.SAME
         dtype = self.settings.precision.autocast_dtype if same else None
         return autocast(self.device.type, dtype)
@@ -236,9 +238,9 @@ class AmpCore:
 
     @contextmanager
     def without_steps(self, scale: float | None = None) -> Iterator[None]:
-        """Inside this block nothing is stepped, zeroed or counted.
+        """Step, zero and count nothing in this block.
 
-        For replaying a batch, to find a fault or the loss scale.
+        It lets a batch be replayed to find a fault or the loss scale.
 
         Args:
             scale: The loss scale in this block; by default the current one.
@@ -251,7 +253,7 @@ class AmpCore:
         finally:
             self.scaler.has_scaled, self.is_replaying = has_scaled, False
 
-    # What the two differ in.
+    # What `AmpLoop` and `MixedPrecision` do differently.
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Called with each optimizer before its first step."""
@@ -262,10 +264,10 @@ class AmpCore:
         raise NotImplementedError
 
     def _others_that_step(self) -> Sequence[tuple[object, str]]:
-        """Objects beside the optimizers, and names of their methods that move weights."""
+        """Other objects than optimizers that move weights, each with the name of its method."""
         return ()
 
-    # What they share.
+    # What both use.
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -276,5 +278,6 @@ class AmpCore:
         if not max_norm > 0:
             raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
 
-    def _wrong(self, place: str, problem: str) -> ConfigError:
-        return ConfigError(self.source, [f"{place}: {problem}"])
+    @classmethod
+    def _wrong(cls, place: str, problem: str) -> ConfigError:
+        return ConfigError(cls.source, [f"{place}: {problem}"])

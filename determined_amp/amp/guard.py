@@ -29,14 +29,14 @@ from determined_amp.amp.tensors import parameters_in
 
 logger = logging.getLogger(__name__)
 
-# Optimizer steps that max_skip_ratio is judged over, at least; and applied steps from the beginning
-# of a run until it is judged at all, since the loss scale finds its level there.
+# max_skip_ratio is judged over at least this many optimizer steps, and not before as many have been
+# applied since the start of the run, where the loss scale finds its level.
 MIN_STEPS_TO_JUDGE = 10
 
-# So many skips at the start are worth a line in the log.
+# From this many skips on, a start is worth a line in the log.
 _WORTH_A_LINE = 5
 
-# The end of a message where the newest batch shows no cause.
+# How a message ends if the newest batch shows no cause.
 _FINITE = "The newest batch alone is finite"
 
 # The newest batch, and how to train it at a loss scale without a step; None before the first batch.
@@ -48,17 +48,18 @@ class Guard:
 
     Args:
         settings: The `amp` section, which says what counts as failure.
-        metrics: Those of the training; their newest report is judged.
-        scaler: That of the training.
-        models: Those of the training; more may come until `start`.
-        optimizers: The same.
-        slots: The processes of the training. All of them judge at the same time.
-        replay: Gives the newest batch, and how to train it again.
+        metrics: The training's metrics; the newest report is judged.
+        scaler: Its scaler.
+        models: Its models; more may come until `start`.
+        optimizers: Its optimizers; the same holds for them.
+        slots: Its processes. All of them judge at the same time.
+        replay: Returns the newest batch, and how to train it again.
 
     Attributes:
-        enabled: Set it to False to let everything pass.
+        enabled: Set it to False before the training to let everything pass. Then a trial is not
+            audited either.
         batches_per_step: Batches that go backward before an optimizer steps.
-        without_replay: In place of the cause if there is no batch to train again.
+        without_replay: What to say instead of a cause if there is no batch to train again.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Guard:
         self._warned: set[str] = set()
 
     def start(self) -> None:
-        """Remember how the run begins; synchronises."""
+        """Remember the state at the start of the run; synchronises."""
         if not self.enabled:
             return
         self._statistics = RunningStatistics(self._models)
@@ -131,7 +132,7 @@ class Guard:
             self.fail(failure)
 
     def repair(self) -> None:
-        """Put back running statistics that are not finite; before a validation, too."""
+        """Put back running statistics that are not finite; called before a validation, too."""
         self._statistics.repair()
 
     def fail(self, failure: str) -> None:
@@ -143,7 +144,7 @@ class Guard:
         Raises:
             GuardError: unless `on_overflow` is `warn`.
         """
-        # What a trial keeps itself, such as a queue, moves with every replay: one for a warning.
+        # Every replay changes what a trial itself keeps, such as a queue. So warnings get one replay.
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
@@ -153,7 +154,7 @@ class Guard:
         logger.warning("%s", message)
 
     def _cause(self) -> str:
-        """Train the newest batch of every slot again; the first cause that one of them finds."""
+        """Train the newest batch of every slot again; return the first cause that a slot finds."""
         replay, cause = self._replay(), None
         try:
             if replay is not None:  # the same on every slot
@@ -172,7 +173,7 @@ class Guard:
         return next((f"Cause: {cause}" for cause in causes if cause), unknown)
 
     def _failures(self, report: Report, metrics: Mapping[str, Any]) -> Iterator[str]:
-        """What is wrong with a report, worst first."""
+        """The failures in a report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
             loss = metrics.get("loss") if report.loss is None else report.loss
@@ -187,7 +188,7 @@ class Guard:
                 yield whose + failure
 
     def _weights_are_finite(self) -> bool:
-        """Judge a training that reports no loss; synchronises once."""
+        """Judge the weights of a training that reports no loss; synchronises once."""
         parameters = [p for p in parameters_in(self._models) if p.is_floating_point()]
         if not parameters:
             return True
@@ -212,9 +213,9 @@ class Guard:
             )
 
     def _skip_ratio(self, step: StepReport) -> float:
-        """Judged over whole reports, until there are ten steps: one skipped step is not a trend.
+        """The skipped share since the last judgement, over whole reports with at least ten steps.
 
-        The reports with the first ten applied steps are not judged: k bits too high are k skips.
+        It is 0 until ten steps have been applied: a scale that starts k bits too high skips k steps.
         """
         before = self._judged_at.get(step.name, (0, 0))
         began_at, _ = self._began_at.get(step.name, (0, 0))
@@ -282,7 +283,7 @@ def _norm(models: Sequence[nn.Module]) -> torch.Tensor | None:
 
 
 def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
-    """How many times as large the weights are; 1 if nothing is known."""
+    """The factor by which the weights have grown; 1 if it is not known."""
     if before is None or now is None or not before > 0:
         return 1.0
     return float(now.to(before.device) / before)

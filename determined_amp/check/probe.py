@@ -152,7 +152,7 @@ def _look_at(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
     record.averages = averages_gradients(context)
     amp = MixedPrecision.of(context)
     if amp is not None:
-        amp.watched = False  # its guard would end a run that the doctor makes overflow
+        amp.guard.enabled = False  # its guard would end a run that the doctor makes overflow
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
     wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
     for scheduler, known in zip(spies.schedulers, record.schedulers, strict=True):

@@ -32,7 +32,7 @@ def audit_here(
         amp = MixedPrecision.of(opened.context)
         precision = None if amp is None else amp.settings.precision
         if amp is not None:
-            amp.watched = False  # otherwise it audits the batch as well
+            amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
         try:
             audit = _audit(opened.trial, opened.context, precision or Precision.FP32)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What a training that follows the finder need not be told.
+# How the sentences of a finding begin that are of no use in the log of a training.
 _NEEDLESS = ("starting at", "verdict:")
 
 # Longer than any training, so a resumed loop does not end before the first batch.
@@ -81,36 +81,13 @@ def find_in_trial(
     return in_training(trial, context, batches, work, latest_checkpoint)
 
 
-def find_on_first_batch(
-    trial: pytorch.PyTorchTrial,
-    context: pytorch.PyTorchTrialContext,
-    batch: Any,
-    train: Callable[[Any], object],
-) -> FoundScale:
-    """Find the loss scale of a training that has its first batch, and then goes on with it.
-
-    Afterwards all is as before: `FrozenBatch` restores models and random state, and what the
-    trial's own objects hold is put back.
-
-    Args:
-        trial: The trial.
-        context: Its context.
-        batch: The first batch, on the device.
-        train: See `TrialBatch`.
-
-    Raises:
-        LossScaleError: if none can be found.
-    """
-    frozen = [TrialBatch(trial, context, batch, train)]
-    others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
-    with restored(trial, besides=others):
-        return _found(type(trial).__name__, context, frozen)
-
-
 def set_found_scale(
     amp: MixedPrecision, trial: pytorch.PyTorchTrial, batch: Any, train: Callable[[Any], object]
 ) -> None:
     """Find the loss scale of a training on its first batch, and train with it.
+
+    Afterwards everything else is as before: `FrozenBatch` restores models and random state, and
+    `restored` what the trial's own objects hold.
 
     Args:
         amp: That of the trial.
@@ -122,8 +99,11 @@ def set_found_scale(
         ConfigError: if no scale helps, unless `on_overflow` is `warn`, or `min_scale` overflows.
     """
     settings, begun = amp.settings, time.perf_counter()
+    frozen = [TrialBatch(trial, amp.context, batch, train)]
+    others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
     try:
-        found = find_on_first_batch(trial, amp.context, batch, train)
+        with restored(trial, besides=others):
+            found = _found(type(trial).__name__, amp.context, frozen)
     except LossScaleError as error:
         first = settings.first_scale
         logger.warning("init_scale: find found none: %s; starting with %g", error, first)
@@ -307,7 +287,7 @@ def in_training(
         )
     amp = MixedPrecision.of(context)
     if amp is not None:
-        amp.watched = False  # audit and guard would end the loop: here overflows are expected
+        amp.guard.enabled = False  # audit and guard would end the loop: here overflows are expected
         amp.finds_scale = False
         context = amp.context
     train_batch = trial.train_batch

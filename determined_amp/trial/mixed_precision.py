@@ -197,15 +197,6 @@ class MixedPrecision(ResumedTraining):
             PortableCheckpoint.NAME: PortableCheckpoint(),
         }
 
-    @property
-    def watched(self) -> bool:
-        """Set it to False before the training to have neither audit nor guard."""
-        return self.guard.enabled
-
-    @watched.setter
-    def watched(self, watched: bool) -> None:
-        self.guard.enabled = watched
-
     # What Determined's loop calls.
 
     def on_training_start(self) -> None:
@@ -231,7 +222,7 @@ class MixedPrecision(ResumedTraining):
             self.metrics.of(optimizer).begin(optimizer)
         if self._trial is not None:
             train_batch = self._trial.train_batch
-            if self.watched:
+            if self.guard.enabled:
                 self._watch(self._trial)
             if self.finds_scale:
                 self._find_first(self._trial, train_batch)
@@ -363,9 +354,11 @@ class MixedPrecision(ResumedTraining):
 
 def _check_order(context: pytorch.PyTorchTrialContext) -> None:
     if MixedPrecision.of(context) is not None:
-        raise _wrong("MixedPrecision", "this context has one already; allowed: one, also for GANs")
+        raise MixedPrecision._wrong(
+            "MixedPrecision", "this context has one already; allowed: one, also for GANs"
+        )
     if context.models:
-        raise _wrong("MixedPrecision", "make it before context.wrap_model")
+        raise MixedPrecision._wrong("MixedPrecision", "make it before context.wrap_model")
     _refuse_scaler(context)
 
 
@@ -374,7 +367,7 @@ def _refuse_scaler(
 ) -> None:
     theirs = scaler_of(context)
     if theirs is not None and theirs is not ours:
-        raise _wrong(
+        raise MixedPrecision._wrong(
             "MixedPrecision",
             "the context has another GradScaler; leave out experimental.use_amp() and "
             "wrap_scaler(): amp.scaler is wrapped here",
@@ -388,7 +381,7 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
     if hparams is None and trial is not None:
         hparams = trial.hparams
     if hparams is None:
-        raise _wrong(
+        raise MixedPrecision._wrong(
             "MixedPrecision",
             "the context has no hyperparameters; allowed: pytorch.init(hparams=...), or "
             "MixedPrecision(context, AmpSettings(...))",
@@ -403,7 +396,3 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
         precision = settings.precision.value
         logger.info("%s has no loss scale: ignoring %s", precision, ", ".join(settings.ignored))
     return settings
-
-
-def _wrong(place: str, problem: str) -> ConfigError:
-    return ConfigError("the trial", [f"{place}: {problem}"])

@@ -57,17 +57,11 @@ def note(train: core.TrainContext, **values: Any) -> None:
         logger.warning("the master did not take the metadata of this run: %s", error)
 
 
-def show_failure(context: pytorch.PyTorchTrialContext, reason: str) -> None:
-    """Note why a trial ended, and let the overview of the run in the WebUI begin with it.
+def show_failure(train: core.TrainContext, reason: str) -> None:
+    """Note why a run ended in its metadata, and show the cause as its status.
 
-    Called when its loop is over, which shows the state "checkpointing" at its end.
+    Call it after the loop, which ends with the status "checkpointing".
     """
-    if context.distributed.rank == 0:
-        show_failure_of_run(train_context(context), reason)
-
-
-def show_failure_of_run(train: core.TrainContext, reason: str) -> None:
-    """Note why a run ended in its metadata, and show the cause as its status."""
     note(train, failure=reason)
     show_status(train, cause_first(reason))
 
@@ -102,4 +96,4 @@ def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
 
 def _send_failure(info: det.ClusterInfo, reason: str) -> None:
     with suppress(Exception):  # the reason itself is printed, and must not be hidden by another
-        show_failure_of_run(train_context_of_task(info), reason)
+        show_failure(train_context_of_task(info), reason)
