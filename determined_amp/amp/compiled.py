@@ -1,10 +1,9 @@
 """`torch.compile` for the forward and backward of training, and for nothing else.
 
-What looks into a batch needs the modules themselves: the audit and the finder count what passes
-torch's dispatch, and the guard's replay hooks into modules, which compiled code does not notice.
-They and everything without gradients, such as a validation, call the forward as it was written. So
-a training compiles one graph for each shape of its batches, and its validation has the numbers that
-it would have without compiling.
+The audit and the finder watch torch's dispatch, and the guard's replay hooks into modules. Compiled
+code bypasses both. So these, and everything without gradients, such as a validation, call the
+forward as it was written. A training compiles one graph for each shape of its batches, and its
+validation gives the same numbers as without compilation.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from torch import nn
 from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.settings import Compile
 
-# Inside `as_written`. Not by thread: autograd's threads call a checkpointed forward again.
+# How many `as_written` blocks are open, in all threads: autograd's threads call a checkpointed
+# forward again.
 _as_written = 0
 
 
 class CompileError(UserError):
-    """torch cannot compile the model's forward, or not on this machine."""
+    """torch cannot compile the model's forward, at least not on this machine."""
 
 
 @contextmanager
@@ -46,16 +46,16 @@ def compile_forward(model: nn.Module, mode: Compile) -> None:
 
     Args:
         model: The model, before `context.wrap_model`; changed in place.
-        mode: That of `torch.compile`; `OFF` changes nothing.
+        mode: The mode of `torch.compile`; `OFF` changes nothing.
     """
     if mode is not Compile.OFF and not isinstance(model.forward, _Compiled):
         model.forward = _Compiled(model.forward, mode)
 
 
 class _Compiled:
-    """A forward that is compiled where gradients are recorded and nobody looks.
+    """A forward that is compiled while gradients are recorded and nothing watches it.
 
-    A copy of the model, such as a frozen teacher, compiles its own.
+    A copy of the model, such as a frozen teacher, compiles its own forward.
     """
 
     def __init__(self, forward: Callable[..., Any], mode: Compile) -> None:
@@ -89,7 +89,7 @@ class _Compiled:
 
 
 def _is_from_compiler(error: RuntimeError) -> bool:
-    """Whether torch raised it in place of compiled code, and not the model."""
+    """Whether the compiler has raised an error, and not the model."""
     exc = torch._dynamo.exc
     if isinstance(error, exc.TorchRuntimeError):  # what the forward itself would raise
         return False

@@ -35,7 +35,7 @@ from determined_amp.amp.tensors import unwrapped
 class AmpCore:
     """Autocast, loss scale, schedules, counts, metrics and guard of one training.
 
-    `AmpLoop` is its form for any loop, `determined_amp.MixedPrecision` its form for a `PyTorchTrial`.
+    `AmpLoop` is the one for any loop, `determined_amp.MixedPrecision` that for a `PyTorchTrial`.
 
     It sets torch's switches for TF32, which are global to the process, unless `set_backends` of the
     settings is false.
@@ -115,8 +115,8 @@ class AmpCore:
         """The model, with the modules of `fp32_modules` kept in float32, and its forward compiled.
 
         Call it for every model; a model inside `DistributedDataParallel` is passed in its wrapper.
-        Nothing is compiled unless the settings have `compile`. A pattern that matches a module of no
-        model is an error when the training starts.
+        Nothing is compiled unless the settings have `compile`. A pattern that matches no module of
+        any model is an error when the training starts.
 
         Raises:
             IslandError: if a pattern is no regular expression, or the patterns match all of it.

@@ -26,7 +26,7 @@ class DeviceSum:
         self._weight = 1
 
     def add(self, value: torch.Tensor, weight: int = 1) -> None:
-        """Count `weight` times a tensor, (), that nobody changes any more. No synchronisation."""
+        """Add a tensor, (), `weight` times; it must not change later. No synchronisation."""
         if weight != self._weight or len(self._waiting) == self._HANDFUL:
             self.total()
             self._weight = weight
@@ -50,17 +50,17 @@ class DeviceSum:
 class StepCounts:
     """How many steps of one optimizer were attempted, and how many of them were applied.
 
-    While the host knows of every step whether it was skipped, it counts alone. Once only the device
-    knows, the outcomes are kept, and summed when a count is read, or every 64 steps: counting a
-    single step costs the host three kernels.
+    As long as the host knows whether each step was skipped, it counts by itself. After the first
+    step that only the device knows about, the outcomes are kept, and summed up when a count is read
+    or after 64 steps.
 
     Args:
-        device: Where its parameters are.
-        can_skip: Whether a loss scale is there to skip a step; without one all are applied.
+        device: The device of its parameters.
+        can_skip: Whether there is a loss scale; without one every step is applied.
 
     Attributes:
         attempted: Steps applied or skipped so far.
-        applied_on_host: Applied ones; None after a step that only the device knows about.
+        applied_on_host: Steps applied so far; None after a step that only the device knows about.
     """
 
     _HANDFUL = 64
@@ -79,8 +79,8 @@ class StepCounts:
         """Count a step. No synchronisation.
 
         Args:
-            skipped: What `GradScaler` found, (), not 0 for a skipped step, which nobody may change
-                any more; or a bool where the host knows.
+            skipped: `found_inf` of `GradScaler`, (), not 0 for a skipped step, which must not
+                change later; or a bool if the host knows.
         """
         if isinstance(skipped, torch.Tensor) and self.applied_on_host is not None:
             if self.attempted:
@@ -107,8 +107,8 @@ class StepCounts:
     def last_step_applied(self) -> torch.Tensor:
         """Whether the newest step was applied, (), bool, on the device; ask after every step.
 
-        What must stand still on a skipped step, such as an average of the weights, can be gated by
-        it without a synchronisation.
+        It can gate, without a synchronisation, what must not move on a skipped step, such as an
+        average of the weights.
         """
         self._settle()
         return self._last_step_applied
@@ -119,7 +119,7 @@ class StepCounts:
         return self.attempted - self._last_applied
 
     def state_dict(self) -> dict[str, int]:
-        """Plain numbers; synchronises."""
+        """The counts as plain numbers; synchronises."""
         return {
             "attempted": self.attempted,
             "applied": int(self.applied),
@@ -127,7 +127,7 @@ class StepCounts:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """What `state_dict` gave."""
+        """Continue from what `state_dict` returned."""
         self.attempted = state["attempted"]
         self.applied_on_host = state["applied"]
         self._last_applied_on_host = state["last_applied"]

@@ -1,4 +1,4 @@
-"""Why a batch does not train: replays it, operation by operation, and tries what would help."""
+"""Finds out why a batch does not train: replays it, and tries what would help."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from determined_amp.amp.slots import OneSlot, Slots
 from determined_amp.amp.tensors import has_nan, is_finite, is_plain, named_parameters, tensors_of
 from determined_amp.amp.watch import Place, Seen
 
-# Activations and a loss from here on, or weights that have grown so many times since the training
-# began, are beyond what a precision mends.
+# No precision helps against activations and a loss this large, or weights that have grown by this
+# factor since the start.
 _ABSURD, _ABSURD_LOSS = 1.0e9, 1.0e6
 _GROWN = 10.0
 
@@ -32,27 +32,27 @@ def find_cause(
     grown: float = 1.0,
     slots: Slots | None = None,
 ) -> str | None:
-    """One sentence on the first thing that is not finite, and what was seen to help.
+    """Say in one sentence what is the first thing that is not finite, and what helps.
 
-    Synchronises. Gradients, buffers, modes and random state are afterwards as before.
+    Synchronises. Gradients, buffers, modes and random state are restored.
 
     Args:
         models: All models of the trial.
-        batch: What `train` trains; its tensors are checked.
+        batch: The batch; its tensors are checked, too.
         train: Trains the batch at a loss scale.
         scale: The loss scale of the training.
-        optimizers: Those of the trial. They may hold parameters that are in no model.
-        grown: How many times as large the weights are as when the training began.
+        optimizers: Its optimizers, which may hold parameters of no model.
+        grown: The factor by which the weights have grown since the start.
         slots: The processes of the training. All of them must call this, each with its own batch;
-            by default this is the only one.
+            by default there is only this one.
 
     Returns:
-        None if everything is finite here, or another slot is the first that has a cause.
+        None if everything is finite here, or if another slot has found a cause first.
     """
     replays = Replays(models, train, optimizers, slots or OneSlot())
     known = _bad_parameter(models)
     if known and any(map(has_nan, filter(is_plain, tensors_of(batch)))):
-        known = _bad_input(batch)  # without a loss scale it has made them so
+        known = _bad_input(batch)  # which, without a loss scale, has made the parameters NaN
     seen, error = None, None
     try:
         seen = replays.run(Pass(scale))
@@ -72,7 +72,7 @@ def find_cause(
 
 
 def _cause(seen: Seen, batch: Any, replays: Replays, scale: float, grown: float) -> str:
-    # First the scale: a mask of -inf, or a large value that is masked later, is no fault.
+    # First the scale: a mask of -inf, or a large value that is masked later, is not a fault.
     lower = replays.largest_sound_scale_log2(scale)
     if lower is not None:
         return _gradient_sentence(seen, replays, scale, lower)
@@ -116,7 +116,7 @@ def _forward_sentence(place: Place, exact: Seen | None, replays: Replays, grown:
 
 
 def _float32_sentence(seen: Seen, grown: float) -> str:
-    """Of a pass that is not finite without autocast either."""
+    """The cause if a pass is not finite without autocast either."""
     if seen.forward:
         what, where = "output", _where(seen.forward[0])
     else:
@@ -140,7 +140,7 @@ def _gradient_sentence(seen: Seen, replays: Replays, scale: float, lower: int | 
 
 
 def _advice(module: str, replays: Replays, scale: float, exact: Seen | None) -> str:
-    """What was seen to help at a loss scale, as lines for the YAML."""
+    """What has helped at a loss scale, as lines for the YAML."""
     in_bfloat16 = Pass(scale, compute=torch.bfloat16)
     helps = ["precision: amp_bf16"] if replays.is_sound(in_bfloat16) else []
     islands = replays.islands_from(module, scale)
@@ -162,7 +162,7 @@ def _too_fast(grown: float) -> str:
 
 
 def _where(place: Place) -> str:
-    """Where in the forward: the module, and the operation if it is one between modules."""
+    """The place in the forward: a module, or an operation between modules."""
     if place.between is None:
         return _module(place.module)
     where = "outside the model" if place.module == OUTSIDE else f"of {_module(place.module)}"
@@ -177,7 +177,7 @@ def _module(name: str) -> str:
 
 
 def _first_lost(seen: Seen) -> str:
-    """The module whose backward is the first that is not finite."""
+    """The first module whose backward is not finite."""
     if seen.backward:
         return seen.backward.module
     return (seen.lost[0].rpartition(".")[0] if seen.lost else "") or WHOLE_MODEL

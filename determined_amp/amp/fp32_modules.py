@@ -52,7 +52,7 @@ def keep_in_float32(
             container without a `forward` (`nn.ModuleList`) stands for its members.
         device_type: Where the model computes: "cpu" or "cuda".
         compiled: Whether the model around the islands will be compiled; one that is compiled
-            already is noticed.
+            already is recognised.
 
     Returns:
         The names of the islands, in the order of `named_modules()`.
@@ -74,7 +74,7 @@ def keep_in_float32(
 
 @contextmanager
 def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iterator[None]:
-    """Make these modules islands in this block, to see whether that helps."""
+    """Make islands of these modules in this block, to see whether that helps."""
     with ExitStack() as stack:
         for module in modules:
             forward = partial(_in_float32, module.forward, device_type)
@@ -83,7 +83,7 @@ def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iter
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the user has, by `torch.compile(model)` or by `model.compile()`."""
+    """Whether the user has compiled it, with `torch.compile(model)` or `model.compile()`."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
@@ -116,7 +116,7 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _matching(modules: dict[str, nn.Module], pattern: str) -> list[str] | re.error:
-    """The names that a pattern means, or what is wrong with it."""
+    """The names that a pattern matches, or the error in the pattern."""
     try:
         search = re.compile(pattern).search
     except re.error as error:
@@ -137,7 +137,7 @@ def _parameters_outside(model: nn.Module, islands: set[str]) -> bool:
 
 
 def _near(pattern: str, modules: dict[str, nn.Module]) -> str:
-    """Up to three names that are like `pattern`, whole or in their last part; else the first."""
+    """Up to three names like `pattern`, in whole or in their last part; else the first names."""
     names = [name for name in modules if name]
     last_parts = {name.rpartition(".")[2]: name for name in reversed(names)}
     plain = re.sub(r"[\\^$.*+?()\[\]{}|]+", ".", pattern).strip(".")
@@ -158,7 +158,7 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
 
 
 def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Give the caller what was written into the copies that `as_float32` has made."""
+    """Copy what was written into the casts of `as_float32` back to the caller's objects."""
     given_for = {id(cast): given for given, cast in replaced}
 
     def back(value: Any) -> Any:
@@ -181,11 +181,11 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
     """Cast the float16 and bfloat16 tensors of nested lists, tuples, mappings and dataclasses.
 
-    A container that holds none is handed on itself, so that a module can still write to it.
+    A container without such a tensor is returned itself, so that a module can still write to it.
 
     Args:
         value: Anything.
-        replaced: Gets each tensor and container that another stands for in the result, and that.
+        replaced: Gets a pair for each tensor and container that was replaced: the old and the new.
     """
     cast = _cast(value, replaced)
     if replaced is not None and cast is not value:

@@ -144,7 +144,7 @@ class Guard:
         Raises:
             GuardError: unless `on_overflow` is `warn`.
         """
-        # Every replay changes what a trial itself keeps, such as a queue. So warnings get one replay.
+        # A replay changes what a trial itself keeps, such as a queue. So warnings get only one.
         warns = self._settings.on_overflow is OnOverflow.WARN
         is_known = warns and self._explained
         self._explained = True
@@ -215,7 +215,7 @@ class Guard:
     def _skip_ratio(self, step: StepReport) -> float:
         """The skipped share since the last judgement, over whole reports with at least ten steps.
 
-        It is 0 until ten steps have been applied: a scale that starts k bits too high skips k steps.
+        It is 0 until ten steps have been applied: a scale k bits too high skips k steps.
         """
         before = self._judged_at.get(step.name, (0, 0))
         began_at, _ = self._began_at.get(step.name, (0, 0))

@@ -48,10 +48,10 @@ class AmpLoop(AmpCore):
     """The parts of one training loop; see `AmpCore` for its attributes.
 
     Args:
-        settings: Precision, loss scale and all else of the `amp` section of a YAML.
+        settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training, such as `core_context.distributed` of Determined;
-            by default this is the only one.
+            by default there is only this one.
 
     Raises:
         ConfigError: if the settings ask for the loss scale to be found.
@@ -81,10 +81,10 @@ class AmpLoop(AmpCore):
         return model
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Number an optimizer, in the order of these calls; returns it.
+        """Give an optimizer the next number, and return it.
 
-        One optimizer needs no call. Of several, the numbers tell which state of a saved training
-        belongs to which, so call it for each before `load_state_dict`.
+        With several optimizers, call it for each of them before `load_state_dict`: by their numbers
+        a saved state finds its optimizer. A single optimizer needs no call.
         """
         self._meet(optimizer)
         return optimizer
@@ -92,7 +92,7 @@ class AmpLoop(AmpCore):
     def start(self) -> None:
         """Check the settings against the models, and remember how the training begins.
 
-        The first `autocast` does it. Synchronises.
+        The first `autocast` calls it. Synchronises.
 
         Raises:
             ConfigError: if a setting of the models has no effect.
@@ -136,7 +136,7 @@ class AmpLoop(AmpCore):
             samples: Samples in it; without it no speed is reported.
 
         Returns:
-            What `train_batch` of a trial must return; of no use elsewhere.
+            What a trial's `train_batch` must return; a loop can ignore it.
         """
         if self.is_replaying:
             return {}
@@ -148,17 +148,17 @@ class AmpLoop(AmpCore):
     def report(
         self, batch: Any = None, loss_fn: Callable[[Any], torch.Tensor] | None = None
     ) -> dict[str, Any]:
-        """What happened since the last report; `MetricName` lists it. Synchronises once.
+        """The metrics since the last report; see `MetricName`. Synchronises once.
 
-        With several slots all of them must call it.
+        All slots must call it.
 
         Args:
-            batch: The newest batch. If the guard has to end the run, it is trained again without a
-                step, operation by operation, to find the cause; everything is restored.
+            batch: The newest batch. If the guard has to end the run, it replays this batch to find
+                the cause, operation by operation and without a step. All state is restored.
             loss_fn: Runs the forward of a batch and returns the loss, as for `find_loss_scale`.
 
         Raises:
-            GuardError: if the run no longer trains. Save a checkpoint if its `state_is_good`.
+            GuardError: if the run no longer trains; save a checkpoint if its `state_is_good`.
         """
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics, batches = self.metrics.cross_slot_reduce(everywhere), self.metrics.batches
@@ -168,21 +168,21 @@ class AmpLoop(AmpCore):
         return metrics
 
     def validated(self, metric: float) -> None:
-        """Move each `ReduceLROnPlateau` by the metric of a validation."""
+        """Move every `ReduceLROnPlateau` by the metric of a validation."""
         for schedule in self.metrics.plateaus():
             schedule.validated(metric)
 
-    # What a checkpoint holds, beside models and optimizers.
+    # What belongs in a checkpoint, beside models and optimizers.
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, after models and optimizers have been restored.
+        """Continue from a `state_dict`, once models and optimizers are restored.
 
         Raises:
-            ConfigError: if it holds the counts of several optimizers that are not known here.
+            ConfigError: if it has the counts of more optimizers than are known here.
         """
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
@@ -196,7 +196,7 @@ class AmpLoop(AmpCore):
             )
         self.metrics.load_state_dict(state_dict)
 
-    # A batch that is trained again.
+    # Replays of a batch.
 
     def replay(
         self, batch: Any, loss_fn: Callable[[Any], torch.Tensor], scale: float | None = None

@@ -1,4 +1,4 @@
-"""What a trial reports, summed on the device and read once per report.
+"""The metrics of a training, summed on the device and read once per report.
 
 Determined averages the dict that `train_batch` returns, but copies every tensor in it to the host
 on every batch. A `MetricReducer` is asked once per report instead. Everything here is a sum with a
@@ -54,9 +54,9 @@ class Report:
     """What the guard judges; the same on every slot.
 
     Args:
-        loss: Mean over samples of the losses given to `update`; None without any.
-        scale_of_newest_step: The loss scale that it was made with; 1 without a scaler.
-        steps: Of every optimizer.
+        loss: Mean over samples of the losses given to `update`; None if none was given.
+        scale_of_newest_step: The loss scale of the newest step; 1 without a scaler.
+        steps: The steps of every optimizer.
     """
 
     loss: float | None
@@ -67,19 +67,19 @@ class Report:
 class TrainingMetrics(StepsOfEach):
     """The steps of every optimizer, and loss, speed and memory since the last report.
 
-    `MetricName` lists what it reports.
+    See `MetricName` for what it reports.
 
     Args:
         device: Where the training computes.
-        optimizers: Those of the training; more may come later.
+        optimizers: The optimizers of the training; more may come later.
         slots: The number of processes of the training.
-        scales: Give the current scale, and that of the newest step, (), on the device.
+        scales: Returns the current scale and that of the newest step, each (), on the device.
         scaled: Whether a loss scale multiplies the gradients.
 
     Attributes:
         batches: Batches counted since the last report.
         latest: The newest report; None before the first.
-        trial_reports_loss: Set it where the trial itself returns a metric `loss`, which then stays.
+        trial_reports_loss: Set it if the trial itself returns a metric `loss`, which then wins.
         drifting: The optimizers with a scheduler that moves on skipped steps, too.
     """
 
@@ -116,7 +116,7 @@ class TrainingMetrics(StepsOfEach):
         Args:
             loss: Mean loss of the batch, (), on the device.
             samples: Samples in the batch; None counts it as one and measures no speed.
-            again: Whether it has been counted before, so that only the loss is new.
+            again: Whether this batch has been counted before, so that only the loss is new.
 
         Returns:
             What `train_batch` must return. Determined 0.38.1 wants a metric from every rank if
@@ -146,7 +146,7 @@ class TrainingMetrics(StepsOfEach):
             self._stopwatch.start()
 
     def waited(self, seconds: float) -> None:
-        """Count the time that the loop waited for one batch, which is there now."""
+        """Count the seconds that the loop has just waited for a batch."""
         if self._stopwatch.running:
             self._wait.end(seconds)
 
@@ -275,10 +275,10 @@ def peak_memory_mib(device: torch.device) -> dict[str, float]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak of a GPU; that of a process cannot be. No synchronisation.
+    """Reset the peak of a GPU; that of a process cannot be reset. No synchronisation.
 
-    On the first batches cuDNN tries algorithms, whose work space can be far larger than what it
-    uses later, and the audit holds memory of its own.
+    On the first batches cuDNN tries algorithms that can need far more memory than the one it
+    chooses, and the audit holds memory of its own.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

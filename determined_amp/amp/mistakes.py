@@ -1,4 +1,4 @@
-"""The famous mistakes with a loss scale, each an illegal transition of one optimizer."""
+"""The well-known mistakes with a loss scale, each an illegal transition of one optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from determined_amp.amp.errors import ConfigError
 
 
 class Stage(str, enum.Enum):  # a string is hashed faster
-    """Where one optimizer is between the backward and the end of its step."""
+    """The stage of one optimizer between the backward and the end of its step."""
 
     SCALED = "its gradients may be scaled"
     UNSCALED = "its gradients are divided by the scale"
@@ -26,9 +26,8 @@ class Mistake(enum.Enum):
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
-# What a training does with an optimizer in each stage, and what comes of it. A step of the
-# optimizer that does not go through the scaler is a mistake in every stage, and so is one without a
-# scaled loss since the last update.
+# What each call does to an optimizer in each stage. Two more mistakes are possible in every stage:
+# a step that bypasses the scaler, and one without a scaled loss since the last update.
 TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
     (Stage.SCALED, "unscale"): Stage.UNSCALED,
     (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
@@ -46,7 +45,7 @@ TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
 
 _TWICE = "with amp.finish_steps() between two steps of a batch"
 
-# What to write instead, in a loop of the user's own.
+# What to write instead in a loop of one's own.
 IN_A_LOOP: Mapping[Mistake, str] = {
     Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
     Mistake.STEPS_TWICE: _TWICE,

@@ -1,4 +1,4 @@
-"""Which module's forward an operation of a pass belongs to."""
+"""Attributes the operations of a pass to the modules whose forwards they belong to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import numbered
 
-# In place of a module's name: what no module computes, usually the loss; and the model itself.
+# Names for what no module computes, usually the loss, and for the model itself.
 OUTSIDE = "(outside the model)"
 WHOLE_MODEL = "(the model)"
 
@@ -28,7 +28,7 @@ class Origin:
     module begins and ends tell which module made a node.
 
     Args:
-        models: The models whose modules are told apart.
+        models: The models whose modules are distinguished.
 
     Attributes:
         left: The module whose forward ended last.
@@ -45,7 +45,7 @@ class Origin:
 
     @property
     def current(self) -> str:
-        """The module whose forward this thread is in; `OUTSIDE` if it is in none."""
+        """The module whose forward this thread is in; `OUTSIDE` if there is none."""
         entered = self._entered[threading.get_ident()]
         return entered[-1] if entered else OUTSIDE
 
@@ -84,7 +84,7 @@ class Origin:
         if torch.is_grad_enabled() and threading.get_ident() == self._thread:
             with torch._C._DisableTorchDispatch():
                 node: Any = self._probe.clone().grad_fn
-            if node is not None:  # under torch.func, whose nodes are not to be had
+            if node is not None:  # it is None under torch.func
                 self._starts.append(node._sequence_nr())
                 self._modules.append(name)
 
@@ -98,7 +98,7 @@ def module_names(models: Sequence[nn.Module]) -> dict[nn.Module, str]:
     return names
 
 
-# Torch's own, whatever a training puts in its place for the hooks of a trial.
+# torch's own method, which may be replaced while a trial trains as it is.
 _register_hook = torch.Tensor.register_hook
 
 
@@ -115,7 +115,7 @@ def hooked(tensors: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]
 
 @cache
 def only_views(func: Any) -> bool:
-    """Whether every result is a view of an input: its values are counted already."""
+    """Whether every result is a view of an input, so that its values have already been seen."""
     if not isinstance(func, torch._ops.OpOverload):
         return False  # a higher-order operator, such as flex_attention
     aliases = [result.alias_info for result in func._schema.returns]
@@ -124,10 +124,10 @@ def only_views(func: Any) -> bool:
 
 @contextmanager
 def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
-    """Let all of torch's backwards in this block go through a function.
+    """Call a function in place of every backward of torch in this block.
 
     Args:
-        run: Called with the engine's `run_backward` and its arguments: the outputs first, and
+        run: Gets the engine's `run_backward` and its arguments: the outputs first, and
             `accumulate_grad`, which is false for `torch.autograd.grad`.
     """
     engine = _Engine(torch.autograd.Variable._execution_engine, run)
@@ -136,11 +136,11 @@ def backwards_through(run: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Engine:
-    """The engine of torch's backwards, with another way in.
+    """torch's autograd engine with another `run_backward`.
 
     Args:
-        engine: Torch's.
-        run_backward: Called in place of its own, which it is given first.
+        engine: torch's own engine.
+        run_backward: Called with the engine's own `run_backward` as its first argument.
     """
 
     def __init__(self, engine: Any, run_backward: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ways to train one batch again, which every process of a training takes together."""
+"""Trains one batch again in different ways, on all processes of a training together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
         scale: The loss scale.
         compute: float32: without autocast; bfloat16: in place of float16; None: as in training.
         islands: Modules to keep in float32.
-        asked: Operations whose largest result is to be noted.
+        asked: Operations whose largest result is recorded.
     """
 
     scale: float
@@ -42,13 +42,13 @@ class Pass(NamedTuple):
 class Replays:
     """Runs one batch in different ways.
 
-    A forward may wait for those on other slots, as SyncBatchNorm does. So all slots make the same
-    passes: those that the first one in trouble asks for.
+    A forward may wait for the other slots, as SyncBatchNorm does. So all slots make the same
+    passes, and the first slot in trouble says which.
 
     Args:
         models: All models of the trial.
         train: Trains the batch at a loss scale.
-        optimizers: Those of the trial.
+        optimizers: Its optimizers.
         slots: The processes of the training.
     """
 
@@ -68,7 +68,7 @@ class Replays:
         self._device_type = next((p.device.type for p in parameters), "cpu")
 
     def lead(self, in_trouble: bool) -> bool:
-        """Whether this slot is the first one in trouble; the others make its passes until `end`."""
+        """Whether this slot is the first in trouble. The others make its passes until `end`."""
         troubles = self._slots.allgather(in_trouble)
         if True not in troubles:
             return False
@@ -83,7 +83,7 @@ class Replays:
         self._slots.allgather(None)
 
     def try_out(self, asked: Pass) -> Seen | None:
-        """Run a pass on all slots; None if the trial cannot run so."""
+        """Run a pass on all slots; None if the trial fails in it."""
         self._slots.allgather(asked)
         return self._run_safely(asked)
 
@@ -93,9 +93,9 @@ class Replays:
         return seen is not None and seen.is_sound
 
     def islands_from(self, name: str, scale: float) -> tuple[str, ...]:
-        """Modules, `name` the first, that leave nothing to overflow if they compute in float32.
+        """Up to three modules, `name` first, with which in float32 nothing overflows.
 
-        Empty if three do not, or if they hold all parameters of a model.
+        Empty if there are none, or if they hold all parameters of a model.
         """
         islands: tuple[str, ...] = ()
         while len(islands) < _MOST_ISLANDS and name in self._modules and name not in islands:
@@ -137,14 +137,14 @@ class Replays:
         return watch.seen
 
     def _named_alike(self, names: Sequence[str]) -> list[nn.Module]:
-        """The modules that a pattern for these names means, in all models."""
+        """The modules that a pattern for these names matches, in all models."""
         plain = set(map(plain_name, names))
         return [module for name, module in self._modules.items() if plain_name(name) in plain]
 
     def _run_safely(self, asked: Pass) -> Seen | None:
         try:
             return self.run(asked)
-        # The trial's own code can raise anything on an unexpected dtype, and memory can be short.
+        # The trial's own code can raise anything on an unexpected dtype, and memory can run out.
         except Exception:
             return None
 

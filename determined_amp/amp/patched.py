@@ -1,13 +1,13 @@
-"""Replaces an attribute for the time of a block.
+"""Replaces an attribute for the duration of a block.
 
-What is replaced so in torch, for the whole process, and why:
+These attributes of torch are replaced this way, for the whole process:
 
-* `torch.autocast.__enter__`, while a batch is replayed in another dtype: the regions are opened in
-  code of the trial's own, and nothing else changes the dtype of one.
+* `torch.autocast.__enter__`, while a batch is replayed in another dtype: the trial's own code opens
+  the regions, and nothing else changes their dtype.
 * `torch.autograd.Variable._execution_engine`, while a batch is replayed, and while a trial trains
   as it is: `Tensor.backward` and `torch.autograd.grad` have no hook, and all of them end there.
 * `Tensor.retain_grad` and the methods of `Tensor` and `Module` that register hooks, while a trial
-  trains as it is: what it registers in a batch gets float32 and true gradients, too.
+  trains as it is: hooks that it registers in a batch get float32 and true gradients, too.
 * `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the trial's own.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
-    """Replace an attribute of any object inside this block, where it takes no argument for it."""
+    """Replace an attribute of any object inside this block."""
     own = vars(owner)
     was_own, before = name in own, own.get(name)
     setattr(owner, name, replacement)

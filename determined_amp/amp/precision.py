@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceSupport:
-    """What one device computes natively, that is, without going through float32.
+    """What a device computes natively, that is, without a detour through float32.
 
     Args:
         name: The device, in words.
@@ -56,7 +56,7 @@ class DeviceSupport:
 
 
 def described(device: torch.device, slots: int) -> str:
-    """What a run trains on, in one line for its log.
+    """Describe what a run trains on in one line for its log.
 
     Args:
         device: The device of this process.
@@ -86,12 +86,12 @@ def prepare_backend(precision: Precision, device: torch.device, *, set_switches:
     TF32 is on only for `tf32`. What the AMP precisions keep in float32 is sensitive, so it stays
     IEEE float32.
 
-    A precision that a GPU only emulates is an error: nobody wants it there. On a CPU people try
-    out a YAML before it goes to a GPU; see `warn_of_slow_operations`.
+    A precision that a GPU only emulates is an error. On a CPU it is allowed, because people try out
+    a YAML there before they use a GPU; see `warn_of_slow_operations`.
 
     Args:
-        precision: What training computes in.
-        device: Where.
+        precision: The precision of training.
+        device: The device that trains.
         set_switches: False leaves the switches as they are.
 
     Raises:
@@ -138,19 +138,19 @@ def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """A region of torch's autocast in a dtype; without one it computes as outside of any."""
+    """A region of torch's autocast in a dtype; disabled if there is none."""
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 class ReusedAutocast(AbstractContextManager[None]):
-    """One autocast for all batches, and another one for each entry within it.
+    """One autocast that is entered for every batch, and may be nested.
 
-    Making one costs as much as entering it, and twenty times as much with torch 2.3 on a machine
-    without CUDA. But an object remembers one state to restore.
+    To make an autocast costs as much as to enter it, with torch 2.3 on a machine without CUDA
+    twenty times as much. But an object restores one state only, so nested entries make their own.
 
     Args:
         device_type: "cpu" or "cuda".
-        dtype: That of 16-bit operations.
+        dtype: The dtype of 16-bit operations.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:

@@ -19,14 +19,14 @@ from determined_amp.amp.tensors import parameters_in, tensors_of
 
 
 def own_copy(batch: Any, *, shared: bool = False) -> Any:
-    """A batch that a trial may take apart and change in place, as if nobody else had it.
+    """A copy of a batch, which a trial may take apart and change in place.
 
     Args:
-        batch: Tensors in anything that can be copied. What cannot be is handed on itself.
-        shared: Whether to copy containers only, and share the tensors.
+        batch: Tensors in any containers. A container that cannot be copied is returned itself.
+        shared: Whether to copy the containers only, and share the tensors.
     """
     if isinstance(batch, torch.Tensor):
-        # Not torch's own deepcopy, which copies all of the memory that a view is a part of.
+        # torch's own deepcopy of a view copies all of the memory that the view is a part of.
         return batch if shared else batch.detach().clone().requires_grad_(batch.requires_grad)
     kind = type(batch)
     if kind is list or kind is tuple:
@@ -50,12 +50,12 @@ def without_steps(
     *,
     scale: float | None = None,
 ) -> Iterator[None]:
-    """Inside this block no step, zero_grad or unscale_ has any effect.
+    """Let no step, zero_grad or unscale_ have any effect in this block.
 
     Args:
-        scaler: It keeps its scale, or gets it back.
-        optimizers: They stand still.
-        others: Objects, and names of methods of theirs that do nothing either.
+        scaler: The scaler; its scale is restored.
+        optimizers: The optimizers that do nothing.
+        others: Other objects, each with the name of a method that does nothing either.
         scale: The loss scale in this block; by default the current one.
     """
     still: list[tuple[object, str]] = [(scaler, name) for name in ("step", "update", "unscale_")]
@@ -80,13 +80,13 @@ def undisturbed(
 ) -> Iterator[None]:
     """Train a batch in this block, then restore all state.
 
-    Gradients are enabled and the models are in training mode, also during a validation. Weights,
-    which some trials clip or average themselves, gradients, buffers, modes and random state are
+    Gradients are enabled and the models are in training mode, even during a validation. Weights
+    (some trials clip or average them themselves), gradients, buffers, modes and random state are
     restored. DistributedDataParallel exchanges nothing.
     """
     parameters = {p: p.grad for p in parameters_in(models, optimizers)}
     weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
-    owned = [  # what TorchScript has compiled keeps its own
+    owned = [  # TorchScript's modules keep their own
         (module, dict(module._buffers))
         for model in models
         for module in model.modules()
@@ -130,7 +130,7 @@ def undisturbed(
 
 
 def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether there is nothing to restore. A buffer that is not strided cannot be restored."""
+    """Whether there is nothing to restore, or the buffer is not strided and cannot be restored."""
     return buffer.layout is not torch.strided or torch.equal(buffer, before)
 
 
@@ -140,7 +140,7 @@ def float16_as(dtype: torch.dtype | None, *, bfloat16_too: bool = False) -> Iter
 
     Args:
         dtype: What float16 regions compute in.
-        bfloat16_too: Whether bfloat16 regions do, too.
+        bfloat16_too: Whether this applies to bfloat16 regions, too.
     """
     replaced = (torch.float16, torch.bfloat16) if bfloat16_too else (torch.float16,)
     enter = torch.autocast.__enter__

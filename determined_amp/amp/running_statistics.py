@@ -1,4 +1,4 @@
-"""The running statistics of normalisation layers, kept finite through skipped steps."""
+"""Keeps the running statistics of normalisation layers finite through skipped steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class RunningStatistics:
-    """The running statistics of a trial's normalisation layers, kept finite.
+    """The running statistics of normalisation layers.
 
-    A forward that overflows writes infinity into them although the step is skipped, and validation
-    computes NaN from then on. Poisoned ones go back to what they were at the last report. Buffers
+    A forward that overflows writes infinity into them although the step is skipped, and every later
+    validation computes NaN. Such statistics are reset to their values at the last report. Buffers
     of other modules are left alone: a mask may be -inf.
 
     Args:
-        models: Whose buffers.
+        models: The models that have the layers.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -35,7 +35,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def repair(self) -> None:
-        """Put poisoned buffers back, and remember the others; synchronises once."""
+        """Put back buffers that are not finite, and remember the others; synchronises once."""
         if not self._buffers:
             return
         poisoned = torch.stack([torch.isfinite(buffer).all() for buffer in self._buffers]) == 0

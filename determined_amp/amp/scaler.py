@@ -29,16 +29,16 @@ Skipped = bool | torch.Tensor
 
 
 class LossScaler(torch.amp.GradScaler):
-    """PyTorch's own `GradScaler`, disabled unless the precision is `amp_fp16`.
+    """PyTorch's own `GradScaler`, enabled only for `amp_fp16`.
 
     Args:
         settings: The `amp` section.
         device_type: "cpu" or "cuda".
         meet: Called with each optimizer before its first step.
-        remedies: What errors tell the user to write instead.
+        remedies: What error messages suggest for each mistake.
 
     Attributes:
-        clips: Whether the current step clips by a function of the trial's own.
+        clips: Whether the current step clips with a function of the trial's own.
         has_scaled: Whether `scale` was called since the last `update`. Without it a step would
             divide gradients that were never multiplied.
         stepping: Whether a step is running. An optimizer that moves at any other time may use
@@ -72,21 +72,21 @@ class LossScaler(torch.amp.GradScaler):
         self._needs_update = False
         self._used: torch.Tensor | None = None
 
-    # What a training calls, as torch's recipe does.
+    # The calls of torch's recipe.
 
     def scale(self, outputs: Any) -> Any:
-        """`GradScaler.scale`; notes that it was called."""
+        """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
         return super().scale(outputs) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """`GradScaler.unscale_`, before anything reads or clips the gradients."""
+        """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
         self._stages[optimizer] = self._check(optimizer, "unscale")
         if self._enabled:
             super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """`GradScaler.step`; keeps whether the step was skipped."""
+        """Call `GradScaler.step`, and keep whether it skipped the step."""
         if self.clips:
             self._check(optimizer, "clip")
         self._check(optimizer, "step")
@@ -94,7 +94,7 @@ class LossScaler(torch.amp.GradScaler):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
         if self._enabled and not any_gradient(optimizer):
-            # torch refuses it. In float32 it leaves everything as it is, and so it does here.
+            # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             assert self._scale is not None
             self.note(optimizer, torch.zeros_like(self._scale))
         self._has_moved = False
@@ -110,7 +110,7 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """`GradScaler.update`, with a floor under the scale. No synchronisation."""
+        """Call `GradScaler.update`, and keep the scale above its floor. No synchronisation."""
         self.has_scaled = self._needs_update = False
         self._stages = {each: s for each, s in self._stages.items() if s is Stage.STEPPED}
         if not self._enabled:
@@ -130,12 +130,12 @@ class LossScaler(torch.amp.GradScaler):
         self._scale.clamp_(min=self._min_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved scale; its factors and interval stay those of the settings."""
+        """Continue with a saved scale; factors and interval stay those of the settings."""
         if self._enabled:
             kept = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
             super().load_state_dict({**self.state_dict(), **kept})
 
-    # What the loop around it calls.
+    # The calls of the loop around it.
 
     @property
     def outcomes(self) -> Mapping[Optimizer, Skipped]:
@@ -147,26 +147,26 @@ class LossScaler(torch.amp.GradScaler):
         return self._stages.get(optimizer) is Stage.UNSCALED
 
     def check_step(self) -> None:
-        """Called by every optimizer as it begins to step.
+        """Every optimizer calls it at the beginning of a step.
 
         Raises:
-            ConfigError: if it is not the scaler that steps it.
+            ConfigError: if the optimizer is stepped without the scaler.
         """
         self._has_moved = True
         if not self.stepping:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
 
     def check_end(self) -> None:
-        """Called at the end of a batch.
+        """Every batch ends with this call.
 
         Raises:
-            ConfigError: if an optimizer has stepped, and nothing was updated.
+            ConfigError: if an optimizer has stepped without a following update.
         """
         for optimizer in self._outcomes:
             self._check(optimizer, "end")
 
     def finish(self) -> dict[Optimizer, Skipped]:
-        """Update the scale after steps, unless that was done; the outcome of each step."""
+        """Update the scale, unless that was done; return the outcome of each step."""
         if self._needs_update:
             self.update()
         outcomes, self._outcomes = self._outcomes, {}
@@ -182,13 +182,13 @@ class LossScaler(torch.amp.GradScaler):
         """The scale that the newest step was made with, (), float32; the present one before it."""
         return self.times(one) if self._used is None else self._used
 
-    # What takes its place for a training whose code knows nothing of it.
+    # Calls on behalf of a training whose code knows nothing of a scaler.
 
     def has_unscaled(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> None:
-        """Note that the gradients of an optimizer, which is to be stepped, are unscaled already.
+        """Note that an optimizer is about to step with gradients that are already unscaled.
 
         Args:
-            optimizer: The one to be stepped.
+            optimizer: The optimizer.
             found_inf: See `note`; None without a loss scale.
         """
         self._stages[optimizer] = Stage.UNSCALED
@@ -205,14 +205,14 @@ class LossScaler(torch.amp.GradScaler):
         """Take part in the next `update`.
 
         Args:
-            whose: Stands for some gradients: their optimizer, or any other object.
-            found_inf: Whether they overflowed, (), float32, on the device, not 0 if so.
+            whose: The optimizer of some gradients, or any object that stands for them.
+            found_inf: Whether they overflowed, (), float32, on the device; not 0 if they did.
         """
         state = self._per_optimizer_states[id(whose)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         state["stage"] = OptState.UNSCALED
 
-    # How it does that.
+    # Internals.
 
     def _check(self, optimizer: Optimizer, call: str) -> Stage:
         """The stage after a call."""

@@ -2,13 +2,13 @@
 
 A step that GradScaler skips leaves the weights alone, so the schedule must not move either. Asking
 on the host whether a step was skipped costs a device synchronisation, and torch's schedulers count
-on the host. Here the scheduler itself runs ahead of the training, on its own copy of the groups'
-values, and what it does is a table on the device with the count of applied steps as its index: two
-small kernels per step, no synchronisation, right for fused optimizers too
+on the host. Here the scheduler runs ahead of the training, on its own copy of the groups' values.
+Its rates are a table on the device, indexed by the count of applied steps: two small kernels per
+step, no synchronisation, and right for fused optimizers, too
 (https://github.com/huggingface/accelerate/issues/4242 is what happens otherwise).
 
-A resume needs no state of the scheduler: it runs again from its first step, by the same operations,
-to the same bits.
+A resume needs no state of the scheduler. It runs again from its first step, with the same
+operations and the same bits.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 class AppliedStepSchedule:
-    """Lets a torch scheduler move with applied steps only; nobody else may step it.
+    """Moves a torch scheduler with applied steps only; nothing else may step it.
 
     A fused optimizer reads its rate on the device, so where steps can be skipped it gets the rate
     from a table there, 4 bytes per step and group. Its other values (momentum, betas) must be
     numbers of the host and follow attempted steps. Any other optimizer makes the host wait for
     `found_inf` in `scaler.step` anyway, so the host knows which steps were applied, and computes
     with numbers: it gets them, by applied steps.
-    While nothing moves, and where nothing can be skipped, the device is neither asked nor used.
+    A schedule that is still constant, or whose steps cannot be skipped, does not use the device.
 
-    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr` answers the
-    rates now in use.
+    The scheduler's counters (`last_epoch`) run ahead of the training; its `get_last_lr` returns the
+    rates in use.
 
     Args:
-        scheduler: Any of torch's but `ReduceLROnPlateau`, or one derived from `LRScheduler`.
+        scheduler: Any `LRScheduler` except `ReduceLROnPlateau`.
         device: Where the optimizer's parameters are.
         skips: Whether steps can be skipped at all, that is, whether a `GradScaler` is enabled.
 
     Attributes:
-        optimizer: The scheduler's.
-        on_device: Whether the rates come from a table there, by a count that is there, too.
+        optimizer: The scheduler's optimizer.
+        on_device: Whether the rates come from a table on the device.
 
     Raises:
         ConfigError: if the optimizer's rate is a tensor on a device other than the CPU.
@@ -113,7 +113,7 @@ class AppliedStepSchedule:
         self._say_end(step)
 
     def _refuse_to_stand_still(self) -> None:
-        """A scheduler that raises at once has a fault, and no end."""
+        """Raise if the scheduler raised at its first step: that is a fault, and not its end."""
         simulation = self._simulation
         if simulation.end is not None and simulation.length == 1:
             raise ConfigError(
@@ -136,7 +136,7 @@ class AppliedStepSchedule:
         if self._asks_device and not self._simulation.constant:
             return int(applied)
         if self._skipped is None:
-            # Nothing is skipped here, but before a resume something may have been.
+            # Nothing is skipped here, but steps may have been skipped before a resume.
             self._skipped = 0 if self._skips else attempted - int(applied)
         return attempted - self._skipped
 
@@ -162,7 +162,7 @@ class AppliedStepSchedule:
         )
 
     def _refuse_other_hands(self) -> None:
-        """Every step of a scheduler, and every load of its state, leaves another list of rates."""
+        """Raise if the list of rates is another one, as after a step or a load of the state."""
         if self._scheduler._last_lr is not self._shown:
             raise ConfigError(
                 "wrap_lr_scheduler",
@@ -198,18 +198,18 @@ def _listed(keys: Collection[str]) -> str:
     return " and ".join(sorted(keys))
 
 
-# What a `ReduceLROnPlateau` remembers; the rest are its settings, which the trial sets again.
+# The state of a `ReduceLROnPlateau`; its other attributes are settings, which the trial makes anew.
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 
 
 class PlateauSchedule:
-    """Lets a `ReduceLROnPlateau` move with validations, and resumes it.
+    """Moves a `ReduceLROnPlateau` with validations, and resumes it.
 
     Args:
-        scheduler: From here on stepped by nobody else.
+        scheduler: The scheduler; from now on nothing else may step it.
 
     Attributes:
-        optimizer: The scheduler's.
+        optimizer: The scheduler's optimizer.
     """
 
     def __init__(self, scheduler: lr_scheduler.ReduceLROnPlateau) -> None:
@@ -217,18 +217,18 @@ class PlateauSchedule:
         self._scheduler = scheduler
 
     def validated(self, metric: float) -> None:
-        """Tell the scheduler the metric of a validation; one that is not finite is left out."""
+        """Step the scheduler with the metric of a validation, unless that is not finite."""
         if math.isfinite(metric):
             self._scheduler.step(metric)
         else:
             logger.warning("ReduceLROnPlateau ignores a validation metric of %s", metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the scheduler remembers, in numbers alone; the rates are the optimizer's."""
+        """The state of the scheduler as plain numbers; the rates are in that of the optimizer."""
         return {key: getattr(self._scheduler, key) for key in _PLATEAU_STATE}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, after the optimizer has been restored; settings stay the trial's."""
+        """Continue from a saved state, once the optimizer is restored; its settings stay."""
         for key in _PLATEAU_STATE:
             setattr(self._scheduler, key, state_dict[key])
         self._scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
@@ -237,7 +237,7 @@ class PlateauSchedule:
 def schedule_of(
     scheduler: Any, device: torch.device, *, skips: bool
 ) -> AppliedStepSchedule | PlateauSchedule:
-    """What moves a scheduler of torch; see `AppliedStepSchedule`."""
+    """The schedule that moves a scheduler of torch; see `AppliedStepSchedule` for the arguments."""
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return PlateauSchedule(scheduler)
     return AppliedStepSchedule(scheduler, device, skips=skips)

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 # Steps simulated at once.
 _AHEAD = 256
 
-# Torch tells users to call `optimizer.step` first, and SequentialLR of an older torch calls what
-# torch has deprecated. Neither is about the user's code.
+# torch reminds users to call `optimizer.step` first, and the SequentialLR of an older torch calls a
+# deprecated method. Neither warning is about the user's code.
 _WARNINGS_OF_A_SIMULATION = (
     r"Detected call of `lr_scheduler\.step\(\)`",
     r"Seems like `optimizer\.step\(\)` has been overridden",
@@ -32,17 +32,16 @@ Row = tuple[Mapping[str, Any], ...]
 class Simulation:
     """A scheduler that runs ahead of the training, on copies of the optimizer's groups.
 
-    What happens to the optimizer's own groups after this was made (`load_state_dict`, the rates put
-    there) does not disturb it.
+    Later changes to the optimizer's own groups (`load_state_dict`, new rates) do not disturb it.
 
     Args:
-        scheduler: From here on stepped by nobody else.
+        scheduler: The scheduler; from now on nothing else may step it.
 
     Attributes:
         length: Rows made so far; row `i` is for the step after `i` applied ones.
         moved: Keys of the groups, beside `lr`, that the scheduler has changed.
-        constant: Every row so far is the first one.
-        end: What the scheduler raised past its end; None before.
+        constant: Whether every row so far equals the first one.
+        end: The error that the scheduler raised past its end; None before that.
     """
 
     def __init__(self, scheduler: lr_scheduler.LRScheduler) -> None:
@@ -60,11 +59,11 @@ class Simulation:
         self._rows: deque[Row] = deque()
 
     def is_behind(self, step: int) -> bool:
-        """Whether the row of this step is still to be made."""
+        """Whether the row of this step has not been made yet."""
         return self.end is None and step >= self.length
 
     def extend(self) -> list[Row]:
-        """Make the rows of the next steps. Neighbours that are equal are one object."""
+        """Make the rows of the next steps. Equal neighbours are the same object."""
         states = self._simulate(_AHEAD)
         if not self.length:
             states.insert(0, self._initial)
@@ -90,7 +89,7 @@ class Simulation:
         return self._rows[0]
 
     def rows(self) -> list[Row]:
-        """All that are not forgotten; none is before the schedule begins to move."""
+        """All rows that are not forgotten; while the schedule is constant, that is all of them."""
         return list(self._rows)
 
     def _append(self, state: _State) -> Row:
@@ -126,7 +125,7 @@ class Simulation:
         return states
 
     def _swap(self) -> None:
-        """Exchange what the scheduler works on: the simulation's for the optimizer's, or back."""
+        """Swap the optimizer's groups with those of the simulation, or back."""
         scheduler, optimizer = self._scheduler, self._scheduler.optimizer
         self._groups, optimizer.param_groups = optimizer.param_groups, self._groups
         self._last_lr, scheduler._last_lr = scheduler._last_lr, self._last_lr
@@ -139,7 +138,7 @@ def _values(group: _Group) -> _Group:
 def _states(groups: list[_Group]) -> _State:
     """The values of the groups, in the order of their keys; no scheduler adds or removes one."""
     for group in groups:
-        float(group["lr"])  # raises if it is none
+        float(group["lr"])  # raises if it is not a number
     return [
         (*group.values(),)
         if not isinstance(group["lr"], torch.Tensor)
@@ -152,13 +151,13 @@ class RateTable:
     """The rates of all groups at every step, on the device.
 
     Args:
-        groups: Of the optimizer.
-        device: Where the fused kernels run.
+        groups: The number of the optimizer's groups.
+        device: The device of the fused kernels.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
         self._device = device
-        # CUDA's fused kernels read a float32; those of a CPU want the number that others are given.
+        # CUDA's fused kernels read a float32; those of a CPU need the same number as other kernels.
         self._dtype = torch.float32 if device.type == "cuda" else torch.float64
         self._last: list[float] | None = None  # the rates of the last step, and of how many more
         self._held = 0
@@ -171,8 +170,8 @@ class RateTable:
     def append(self, rates: list[list[float]]) -> None:
         """Add the rates of every group, for every step. No synchronisation.
 
-        A schedule may stay where it is for the rest of a long run. `look_up` keeps the last rates
-        past the end, so equal ones are only counted until others follow.
+        A schedule may be constant for the rest of a long run. `look_up` returns the last rates past
+        the end, so equal rates are only counted until different ones follow.
         """
         if self._last is not None and all(row == self._last for row in rates):
             self._held += len(rates)

@@ -15,7 +15,7 @@ class Slots(Protocol):
     def size(self) -> int: ...
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """The values of all slots, on each of them."""
+        """Return the values of all slots, in the order of their ranks, on every slot."""
 
 
 class OneSlot:

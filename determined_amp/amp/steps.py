@@ -24,20 +24,21 @@ HEADROOM_PERIOD = 10
 
 
 class OptimizerSteps:
-    """What is known of the steps of one optimizer.
+    """The steps of one optimizer.
 
     Args:
         device: Where its parameters are.
-        scaled: Whether a loss scale has multiplied its gradients, and so can skip its steps.
+        scaled: Whether its gradients are multiplied by a loss scale, so that steps can be skipped.
 
     Attributes:
         counts: Its steps since the start of the training.
-        norm_sum: The sum of the norms of its gradients since the last report.
+        norm_sum: The sum of its gradient norms since the last report.
         has_norm: Whether a norm was ever measured.
-        largest: The largest scaled gradient since the last report, (), on the device; 0 without.
+        largest: The largest scaled gradient since the last report, (), on the device; 0 if there is
+            none.
         applied_before: Applied steps at the last report, (), int64, on the device.
         attempted_before: Attempted steps at the last report.
-        schedule: Moves its rate; None for a constant one, or one that others move.
+        schedule: Moves its rate; None if the rate is constant, or moved elsewhere.
     """
 
     def __init__(self, device: torch.device, *, scaled: bool) -> None:
@@ -57,7 +58,7 @@ class OptimizerSteps:
         return isinstance(self.schedule, AppliedStepSchedule)
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Called before every step: a training may add a group when it thaws a layer."""
+        """Prepare a step. A training may have added a group since the last one, to thaw a layer."""
         if self._filled_groups != len(optimizer.param_groups):
             if not self._filled_groups:
                 self.place_rate()
@@ -82,9 +83,9 @@ class OptimizerSteps:
         """Measure the norm of unscaled gradients, and clip them. No synchronisation.
 
         Args:
-            parameters: Those of the optimizer.
-            max_norm: Largest 2-norm of their gradients; infinite only measures it.
-            scale: Gives the loss scale.
+            parameters: The optimizer's parameters.
+            max_norm: Largest 2-norm of their gradients; infinity only measures it.
+            scale: Returns the loss scale, (), on the device.
         """
         self.measure(parameters, scale)
         if max_norm < math.inf and any(parameter.grad is not None for parameter in parameters):
@@ -103,8 +104,8 @@ class OptimizerSteps:
         Gradients that are not finite are left out: their step is skipped.
 
         Args:
-            parameters: Those of the optimizer.
-            scale: Gives the loss scale, if their gradients are unscaled already.
+            parameters: The optimizer's parameters.
+            scale: Returns the loss scale, if the gradients are already unscaled.
         """
         if not self._scaled or self.counts.attempted % HEADROOM_PERIOD:
             return
@@ -126,7 +127,7 @@ class OptimizerSteps:
         self.attempted_before = self.counts.attempted
 
     def on_device(self) -> tuple[torch.Tensor, ...]:
-        """Five numbers, (), that a report reads."""
+        """The five tensors, each (), that a report reads."""
         counts = self.counts
         return (
             self.norm_sum.total(),
@@ -142,11 +143,11 @@ class StepsOfEach:
 
     Args:
         device: Where their parameters are.
-        optimizers: Those of the training, in their order; more may come later.
+        optimizers: The optimizers of the training, in order; more may come later.
         scaled: Whether a loss scale multiplies their gradients.
 
     Attributes:
-        first: Those of the optimizer that comes first, before it is there.
+        first: The steps of the first optimizer, which may not exist yet.
     """
 
     def __init__(
@@ -178,14 +179,14 @@ class StepsOfEach:
         return [schedule for schedule in schedules if isinstance(schedule, PlateauSchedule)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and schedules, in plain numbers; synchronises."""
+        """Counts and schedules as plain numbers; synchronises."""
         return {
             "optimizers": [steps.counts.state_dict() for steps in self.all()],
             "plateaus": [schedule.state_dict() for schedule in self.plateaus()],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there; an optimizer that is not here yet does so when it comes."""
+        """Continue from a saved state; an optimizer that is still to come gets its part later."""
         self._saved = state_dict.get("optimizers", ())
         for optimizer in self._optimizers:
             self.restore(optimizer)
@@ -193,7 +194,7 @@ class StepsOfEach:
             schedule.load_state_dict(state)
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Let an optimizer go on from what the loaded state holds of it."""
+        """Give an optimizer its part of the loaded state."""
         number = self._optimizers.index(optimizer)
         if number < len(self._saved):
             steps = self.of(optimizer)
@@ -205,16 +206,16 @@ class StepsOfEach:
 def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
     """Give a fused SGD momentum buffers of zeros before the first step of a parameter.
 
-    It would allocate them uninitialised and fill them in its first step. If that step is skipped,
-    the second one adds the garbage to the weights. And it raises if some parameters of a group get
-    their first gradient later than others.
+    By itself it allocates them uninitialised and fills them in its first step. If that step is
+    skipped, the second one adds garbage to the weights. It also raises an error if some parameters
+    of a group get their first gradient later than others.
 
     Args:
-        optimizer: Any; others are left alone.
+        optimizer: Any optimizer; only a fused SGD is changed.
         can_skip: Whether there is a loss scale.
 
     Raises:
-        ConfigError: if it has dampening, with which zeros are not the same, and can skip steps.
+        ConfigError: if steps can be skipped and it has dampening, for which zeros would be wrong.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -238,9 +239,10 @@ def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
 
 
 def give_hooks(optimizer: Optimizer) -> None:
-    """Let an optimizer have hooks that never called `Optimizer.__init__`, as many wrappers do.
+    """Give step hooks to an optimizer whose class never calls `Optimizer.__init__`.
 
-    Torch does it for the whole class, whose other instances then lack what it counts on.
+    Many wrappers are like that. Torch itself would add the hooks to the whole class, and its other
+    instances would lack the attributes that these need.
     """
     step = optimizer.step
     optimizer._optimizer_step_pre_hooks = OrderedDict()

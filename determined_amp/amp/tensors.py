@@ -1,4 +1,4 @@
-"""The tensors of a training: what a batch holds, its parameters, their gradients and numbers."""
+"""Helpers for the tensors of a training: those of a batch, parameters and gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of nested lists, tuples and mappings, in their order."""
+    """The tensors in nested lists, tuples and mappings, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -36,14 +36,14 @@ def any_gradient(optimizer: Optimizer) -> bool:
 def parameters_in(
     models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
 ) -> list[torch.Tensor]:
-    """All parameters of models and optimizers, each once."""
+    """All parameters of models and optimizers, without repetition."""
     of_models = (parameter for model in models for parameter in model.parameters())
     others = (parameter for optimizer in optimizers for parameter in parameters_of(optimizer))
     return list(dict.fromkeys([*of_models, *others]))
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The dense gradients of those that have one."""
+    """The dense gradients of the parameters that have one."""
     gradients = (parameter.grad for parameter in parameters)
     return [g for g in gradients if g is not None and not g.is_sparse]
 
@@ -54,31 +54,31 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The models, each with what its names begin with: its number if there are several."""
+    """The models with the prefix of their names: `model 0: ` and so on if there are several."""
     for number, model in enumerate(models):
         yield f"model {number}: " if len(models) > 1 else "", unwrapped(model)
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with their names, after the number of their model if there are several."""
+    """Parameters with their names, which are prefixed as `numbered` says."""
     for prefix, model in numbered(models):
         for name, parameter in model.named_parameters():
             yield prefix + name, parameter
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has rows of numbers."""
+    """Whether a tensor is strided and not empty, so that its rows can be looked at."""
     is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
     return is_strided and tensor.numel() > 0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all of its numbers are finite; synchronises."""
+    """Whether all numbers of a tensor are finite; synchronises."""
     return bool(torch.isfinite(values_of(tensor)).all())
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
-    """Whether one of its numbers is NaN; synchronises."""
+    """Whether a number of a tensor is NaN; synchronises."""
     return bool(torch.isnan(values_of(tensor)).any())
 
 
@@ -90,5 +90,5 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """Its largest magnitude, 0 without any; synchronises."""
+    """The largest magnitude in a tensor, 0 if it is empty; synchronises."""
     return float(values_of(tensor).abs().max()) if tensor.numel() else 0.0

@@ -10,10 +10,10 @@ import torch
 
 
 class Stopwatch:
-    """Seconds the device spent, without waiting for it to start: CUDA events, or the clock.
+    """Times the work of a device by CUDA events, or by the clock on a CPU.
 
     Args:
-        device: Whose work is timed.
+        device: The device that works.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,21 +45,21 @@ class Stopwatch:
 
 
 class DataWait:
-    """Seconds that the device had nothing to do because the loop waited for a batch.
+    """Counts the seconds that a device was idle because the loop waited for a batch.
 
-    On a GPU the host runs ahead: while it waits for a batch, the device may still compute the one
-    before. So there an event is recorded behind each batch and another one when the next batch has
-    come, and what counts of the host's wait is what lies between the two.
+    On a GPU the host runs ahead: while it waits for a batch, the device may still compute the last
+    one. So an event is recorded after each batch, and another one when the next batch has come. The
+    part of the host's wait between the two events counts.
 
     Args:
-        device: Whose idle time is counted.
+        device: The device that may be idle.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._seconds: float | None = None
         self._begun: Any = None
-        # The host's seconds, and the events before and after; of batches not known to be over.
+        # For batches that may still be computed: the host's seconds, and both events.
         self._open: deque[tuple[float, Any, Any]] = deque()
 
     def begin(self) -> None:
@@ -68,7 +68,7 @@ class DataWait:
             self._begun = _event()
 
     def end(self, seconds: float) -> None:
-        """The next batch has come, after the host waited that long. No synchronisation."""
+        """The next batch has come, after the host waited `seconds`. No synchronisation."""
         if not self._cuda:
             self._seconds = (self._seconds or 0.0) + seconds
         elif self._begun is not None:
@@ -77,7 +77,7 @@ class DataWait:
                 self._close()
 
     def seconds(self) -> float | None:
-        """All seconds since `reset`; None before the first batch. Waits for the device."""
+        """Idle seconds since `reset`; None before the first batch. Waits for the device."""
         while self._open:
             self._open[-1][2].synchronize()
             self._close()
@@ -95,7 +95,7 @@ class DataWait:
 
 
 def _event() -> Any:
-    """An event that the device comes to behind all that has been queued."""
+    """Record an event after everything that has been queued."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
     event.record()
     return event

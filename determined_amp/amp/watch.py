@@ -1,4 +1,4 @@
-"""Looks at every result of one pass of a batch, in search of the first that is not finite."""
+"""Looks at every result of one pass of a batch for the first one that is not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from determined_amp.amp.tensors import (
     tensors_of,
 )
 
-# A mask may be -inf; what is made of it is judged where it is computed.
+# A mask may be -inf; what is computed from it is judged there.
 _MASKS = {"fill", "fill_", "full_like", "index_fill", "index_fill_", "masked_fill", "masked_fill_"}
 _UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided"}
 
@@ -44,9 +44,9 @@ class Place(NamedTuple):
     Args:
         module: The module whose forward it belongs to.
         operation: Its name.
-        number: How many of that name that module has called before.
-        between: Of an operation between modules, the module whose forward ended last.
-        cast_of: Of a cast, the largest value that was cast.
+        number: How many operations of that name the module has called before.
+        between: For an operation between modules, the module whose forward ended last.
+        cast_of: For a cast, the largest value that was cast.
         kind: What it was made of: "activation", or "weight" if a parameter was cast.
         dtype: The dtype of its result.
     """
@@ -66,15 +66,14 @@ class Place(NamedTuple):
 
 @dataclass
 class Seen:
-    """What one pass showed.
+    """What was seen in one pass.
 
     Args:
-        forward: The first operations of the forward whose results are not finite though what they
-            got is.
+        forward: The first operations of the forward with finite inputs and results that are not.
         backward: The first such operation of the backward.
         largest_loss: The largest magnitude of the scaled losses.
         lost: Names of the parameters whose gradients are not finite, in the order of the backward.
-        largest: The largest magnitudes of the results that were asked for, by `Place.key`.
+        largest: The largest magnitudes of the recorded operations, by `Place.key`.
     """
 
     forward: list[Place] = field(default_factory=list)
@@ -96,10 +95,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     """Looks at every result of a pass.
 
     Args:
-        models: The models whose modules name the places, and whose parameters must get finite
-            gradients.
-        asked: `Place.key` of the operations whose largest result is noted.
-        optimizers: Those of the trial; so must parameters of theirs that are in no model.
+        models: The models whose modules name the places. Their gradients must be finite.
+        asked: `Place.key` of the operations whose largest result is recorded.
+        optimizers: The optimizers. The same holds for parameters that only they have.
     """
 
     supports_higher_order_operators = True
@@ -122,12 +120,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at all that is computed in this block."""
+        """Look at everything that is computed in this block."""
 
         def watched(run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("accumulate_grad"):
                 losses = [largest_of(loss) for loss in tensors_of(outputs)]
-                # A NaN is larger than nothing, so it would be lost.
+                # `max` would lose a NaN, which is not larger than any number.
                 losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
                 self.seen.largest_loss = max(self.seen.largest_loss, *losses)
             return run(outputs, *args, **kwargs)
@@ -139,7 +137,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             stack.enter_context(self._origin.tracking())
             stack.enter_context(self)
             yield
-        # Of a trial that sets them itself; the backward reaches what is defined last first.
+        # A trial may set gradients itself. A backward reaches the last parameters first.
         for name, parameter in reversed(self._parameters.items()):
             if parameter.grad is not None:
                 self._judge(name, parameter.grad)
@@ -168,7 +166,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         if all(map(is_finite, results)) or operation in _MASKS:
             return result
         inputs = [t for t in tensors_of((args, kwargs or {})) if t.is_floating_point()]
-        # A softmax over masks of -inf alone is NaN, and the first that is.
+        # A softmax over nothing but masks of -inf is NaN, though its inputs are not finite either.
         makes_nan = any(map(has_nan, results)) and not any(map(has_nan, inputs))
         if inputs and (makes_nan or all(map(is_finite, inputs))):
             cast_of = max(map(largest_of, inputs)) if is_cast else None
