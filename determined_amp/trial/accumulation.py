@@ -19,7 +19,7 @@ from determined_amp.trial.determined_0_38 import average_gradients_by
 
 
 def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
-    """From now on the mean over an accumulation window is one kernel, not one per parameter."""
+    """Average the gradients of an accumulation window in one kernel, not one per parameter."""
 
     def average_gradients(parameters: Iterable[torch.Tensor], divisor: int) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -35,14 +35,14 @@ def average_at_once(context: pytorch.PyTorchTrialContext) -> None:
 def share_gradients_once(
     context: pytorch.PyTorchTrialContext, is_update_batch: Callable[[int], bool]
 ) -> list[RemovableHandle]:
-    """From now on only the last batch of a window averages the gradients over the ranks.
+    """Average the gradients over the ranks only in the last batch of a window.
 
-    By then they are the sums over the window: an average of sums, the same on every rank.
+    By then they are sums over the window, so every rank gets the same average of sums.
 
     Args:
         context: The trial's context; its wrapped models are told before each forward.
-        is_update_batch: Whether a step follows the batch of that index. None follows one that is
-            replayed to find a fault: every rank replays its own.
+        is_update_batch: Whether a step follows the batch with that index. It must be false for a
+            batch that is replayed to find a fault, because every rank replays its own.
     """
 
     def tell(model: nn.Module, inputs: Any) -> None:

@@ -28,13 +28,13 @@ class CheckpointError(UserError):
 
 
 class PortableCheckpoint(pytorch.PyTorchCallback):
-    """Saves numpy's random state as numbers; `numpy.random.set_state` takes them back.
+    """Saves numpy's random state, and the state of schedulers, as plain types.
 
-    And the state of schedulers as plain types: that of torch 2.3 holds counters and methods.
+    `numpy.random.set_state` accepts them. The state of a scheduler of torch 2.3 holds methods.
 
     Args:
-        of_ranks: The random state of every rank, if there are several; Determined saves that of
-            the chief.
+        of_ranks: The random state of every rank if there are several; Determined itself saves only
+            that of the chief.
     """
 
     NAME = "determined_amp.portable_checkpoint"
@@ -51,7 +51,7 @@ class PortableCheckpoint(pytorch.PyTorchCallback):
         checkpoint["lr_schedulers_state_dict"] = [_without_code(state) for state in states]
 
 
-# What torch, pickle and the trial's own `load_state_dict` raise for a state of another kind.
+# What torch, pickle and the trial's own `load_state_dict` raise for a state that does not fit.
 _NOT_RESTORED = (
     *(RuntimeError, LookupError, ValueError, TypeError, AttributeError),
     *(EOFError, OSError, pickle.PickleError),
@@ -69,7 +69,7 @@ def restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
-    """Torch's `load` without code. Determined takes what is no dict for nothing to restore."""
+    """Call torch's `load` without code. Determined would silently ignore what is not a dict."""
     found = load(*given, **named, weights_only=True)
     if not isinstance(found, dict):
         raise TypeError(f"state_dict.pth holds a {type(found).__name__}, not the state of a trial")
@@ -100,7 +100,7 @@ def check_bytes(checkpoint: Path) -> None:
 def allow_numpy_random_state() -> None:
     """Let weights-only loading read the array in checkpoints of trials without our callback.
 
-    torch before 2.5 has no such list: there, such a checkpoint is refused.
+    torch before 2.5 has no list of allowed types, and refuses such a checkpoint.
     """
     add_safe_globals = getattr(torch.serialization, "add_safe_globals", None)
     if add_safe_globals is None:
@@ -118,7 +118,7 @@ _MOVED_BY_SCHEDULERS = {
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups (rate, decay, betas), as plain numbers."""
+    """The settings of an optimizer's groups (rate, decay, betas) as plain numbers."""
     return [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -132,15 +132,15 @@ def settle_groups(
     constructed: list[list[dict[str, Any]]],
     before: Mapping[str, Any],
 ) -> None:
-    """Decide, for every setting of every optimizer, between a checkpoint and this trial.
+    """Take every setting of every optimizer either from a checkpoint or from this trial.
 
-    A value that the run itself moved continues from the checkpoint: a rate that follows a scheduler
-    of `context.wrap_lr_scheduler`, or that the trial sets by hand. A value that the constructor got
-    differently than in the saved run is taken from this trial, because its YAML was changed.
+    A value that the run has moved continues from the checkpoint: a rate that follows a scheduler of
+    `context.wrap_lr_scheduler`, or that the trial sets by hand. A value that the constructor gets
+    here comes from this trial if the saved run's constructor got another: its YAML has changed.
 
     Args:
         checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
-        optimizers: Those of the trial.
+        optimizers: The trial's optimizers.
         scheduled_by_context: Those with a scheduler of `context.wrap_lr_scheduler`.
         constructed: `plain_groups` of every optimizer as this trial made it.
         before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
@@ -175,9 +175,9 @@ def settle_groups(
 def _check_kind(
     saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Torch would load it, and a step fails or begins with moments of another kind.
+    """Raise if the saved optimizer is of another kind; torch would load it all the same.
 
-    A newer torch adds settings, schedulers and users do so, too; another kind lacks some as well.
+    Then settings are both missing and added. A newer torch, schedulers and users only add.
     """
     lacks, has = optimizer.defaults.keys() - saved.keys(), saved.keys() - group.keys()
     has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
@@ -214,7 +214,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_without_code(path: Path) -> dict[str, Any]:
-    """What Determined unpickles afterwards; refused if it holds more than plain values."""
+    """Read a file that Determined unpickles later; more than plain values are an error."""
     with path.open("rb") as file:
         state: Any = _PlainUnpickler(file).load()
     if not isinstance(state, dict):

@@ -1,7 +1,7 @@
-"""Every private name of Determined 0.38.1 that this library touches, and nothing else does.
+"""The only module that uses private names of Determined 0.38.1.
 
-Determined offers no argument or method for what is done here. So a port to another version is a
-review of this file.
+Determined offers no public way to do what is done here. To port the library to another version is
+to review this file.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 # What a request to the master may raise.
 REFUSED = (errors.BadRequestException, bindings.APIHttpError, OSError)
 
-# What a context knows and does not give away.
+# What a context knows, but does not offer.
 
 
 def train_context(context: pytorch.PyTorchTrialContext) -> core.TrainContext:
-    """Takes the reports and the metadata of the run."""
+    """The object that takes the reports and the metadata of the run."""
     return context._core.train
 
 
 def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
-    """Takes the metadata of a run from a task that has no context, and reports no metrics."""
+    """The same for a task without a context; it takes metadata, and no metrics."""
     certificate = certs.default_load(info.master_url)
     session = authentication.login_from_task(info.master_url, certificate)
     run = info.trial.trial_id
@@ -63,10 +63,10 @@ def train_context_of_task(info: det.ClusterInfo) -> core.TrainContext:
 
 
 def is_stopped_by_search(train: core.TrainContext) -> bool:
-    """Whether the master has ended this trial, as a search does that stops its trials early.
+    """Whether the master has ended this trial because its search stops trials early.
 
-    The master of 0.38.1 marks such a trial and sends its task no signal. Without an answer of the
-    master the trial goes on.
+    The master of 0.38.1 marks such a trial, but sends no signal to its task. If the master does not
+    answer, the trial continues.
     """
     if isinstance(train, core.DummyTrainContext):
         return False
@@ -79,12 +79,12 @@ def is_stopped_by_search(train: core.TrainContext) -> bool:
 
 
 def checkpoint_context(context: pytorch.PyTorchTrialContext) -> core.CheckpointContext:
-    """What stores checkpoints for this context."""
+    """The object that stores the checkpoints of a context."""
     return context._core.checkpoint
 
 
 def aggregation_frequency(context: pytorch.PyTorchTrialContext) -> int:
-    """Batches of one optimizer step."""
+    """The number of batches per optimizer step."""
     return int(context._aggregation_frequency)
 
 
@@ -95,55 +95,55 @@ def averages_gradients(context: pytorch.PyTorchTrialContext) -> bool:
 
 
 def hyperparameters(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any] | None:
-    """Those of the trial; None if nobody gave any."""
+    """The hyperparameters of the trial; None if it was given none."""
     return context._hparams
 
 
 def searcher(context: pytorch.PyTorchTrialContext) -> Mapping[str, Any]:
-    """The section of the configuration; empty without one."""
+    """The `searcher` section of the configuration; empty if there is none."""
     return (context._exp_conf or {}).get("searcher") or {}
 
 
 def trial_seed(context: pytorch.PyTorchTrialContext) -> int | None:
-    """None in a `Trainer` outside of a cluster."""
+    """The seed of the trial; None in a `Trainer` outside of a cluster."""
     return context._trial_seed
 
 
 def average_by_default(
     context: pytorch.PyTorchTrialContext, average_aggregated_gradients: bool
 ) -> None:
-    """Set what `wrap_optimizer` does about the gradients of the batches of a step."""
+    """Set the default of `wrap_optimizer(average_aggregated_gradients=...)`."""
     context._set_default_average_aggregated_gradients(average_aggregated_gradients)
 
 
 def epoch_length(context: pytorch.PyTorchTrialContext) -> int:
-    """Batches of an epoch on one slot, once the loaders are there."""
+    """The number of batches of an epoch on one slot; the loaders must have been made."""
     assert context._epoch_len is not None
     return context._epoch_len
 
 
 def shorten_epoch(context: pytorch.PyTorchTrialContext, batches: int) -> None:
-    """Let an epoch end after this many batches on one slot, if it would not end earlier."""
+    """Let an epoch end after at most this many batches on one slot."""
     context._epoch_len = min(epoch_length(context), batches)
 
 
 def current_batch(context: pytorch.PyTorchTrialContext) -> int | None:
-    """The index of the batch that is trained; None before the first."""
+    """The index of the batch that is being trained; None before the first."""
     return context._current_batch_idx
 
 
 def ends_step(context: pytorch.PyTorchTrialContext) -> bool:
-    """Whether an optimizer steps in the batch that is trained."""
+    """Whether optimizers step in the batch that is being trained."""
     return context._should_communicate_and_update()
 
 
 def scaler_of(context: pytorch.PyTorchTrialContext) -> Any:
-    """The `GradScaler` that Determined saves, of any class; None without one."""
+    """The `GradScaler` that Determined saves, of any class; None if there is none."""
     return context._scaler
 
 
 def forget_scaler(context: pytorch.PyTorchTrialContext) -> None:
-    """Leave the `GradScaler` out of checkpoints. No method does that."""
+    """Leave the `GradScaler` out of checkpoints."""
     context._scaler = None
 
 
@@ -160,14 +160,14 @@ def schedulers(
 
 
 def what_steps(context: pytorch.PyTorchTrialContext) -> list[tuple[object, str]]:
-    """Objects of a context and names of their methods that move weights or schedules."""
+    """Objects of a context that move weights or schedules, each with the name of its method."""
     return [(context, "step_optimizer"), *((each, "step") for each, _ in schedulers(context))]
 
 
 def average_gradients_by(
     context: pytorch.PyTorchTrialContext, average: Callable[[Any, int], None]
 ) -> None:
-    """Let `step_optimizer` average by another function: Determined's starts a kernel for each."""
+    """Let `step_optimizer` average gradients with another function."""
     context._average_gradients = average  # type: ignore[assignment,method-assign]
 
 
@@ -177,7 +177,7 @@ def task_configuration(info: det.ClusterInfo) -> dict[str, Any]:
 
 
 def leave_the_cluster() -> None:
-    """Let Determined take this process for one outside of a cluster, for good."""
+    """Make Determined believe for good that this process runs outside of a cluster."""
     det.get_cluster_info = lambda: None
 
 
@@ -190,11 +190,11 @@ _Controller = pytorch._PyTorchTrialController
 
 
 class SafeController(_Controller):
-    """Determined's training loop, loading checkpoints without running what is in them.
+    """Determined's training loop, which here loads checkpoints without running code in them.
 
-    A run that the guard ends leaves a checkpoint of its last good state, and so does one whose
-    validation lacks the metric of the searcher. A resumed run sees the batches and the random
-    numbers of an undisturbed one.
+    A run leaves a checkpoint of its last good state if the guard ends it, or if its validation
+    lacks the searcher's metric. A resumed run sees the same batches and random numbers as an
+    undisturbed one.
     """
 
     _metric_problem: str | None = None
@@ -202,7 +202,7 @@ class SafeController(_Controller):
 
     @ending_the_program()
     def run(self) -> None:
-        # Off a cluster `Trainer` knows of no earlier batches.
+        # Outside of a cluster `Trainer` does not know of earlier batches.
         if self.local_training and self.latest_checkpoint is not None and not self.start_from_batch:
             with self.core_context.checkpoint.restore_path(self.latest_checkpoint) as path:
                 self.start_from_batch = self._counts_in(path).get("batches_trained", 0)
@@ -230,7 +230,7 @@ class SafeController(_Controller):
 
     def _validate(self) -> dict[str, Any]:
         if self._steps_until_complete(self.max_length) <= 0 and not self._is_due():
-            # A longer run has no validation here, and each one draws from the random state.
+            # A longer run has no validation here, and a validation draws from the random state.
             self._before_validation = random_state(self.context.distributed.local_rank)
         metrics: dict[str, Any] = super()._validate()
         if self.is_chief and self.searcher_metric_name:
@@ -248,12 +248,12 @@ class SafeController(_Controller):
         return metrics
 
     def _is_over(self) -> bool:
-        """Whether this trial is one of a search that has stopped it."""
+        """Whether this trial belongs to a search that has stopped it."""
         is_searched = searcher(self.context).get("name", "single") != "single"
         return is_searched and is_stopped_by_search(train_context(self.context))
 
     def _is_due(self) -> bool:
-        """Whether a validation comes here in a run of any length."""
+        """Whether a run of any length has a validation at this batch."""
         assert self.state
         assert self.context._epoch_len
         if isinstance(self.validation_period, pytorch.Batch):
@@ -270,7 +270,7 @@ class SafeController(_Controller):
         super()._checkpoint(already_exiting)
 
     def _save(self, path: Path) -> None:
-        """Save as Determined does, also for a trial that returns no callbacks of ours."""
+        """Save as Determined does, with plain types even without callbacks of ours."""
         several = self.context.distributed.size > 1
         portable = PortableCheckpoint(self._of_ranks if several else None)
         callbacks = {**self.callbacks, PortableCheckpoint.NAME: portable}
@@ -278,7 +278,7 @@ class SafeController(_Controller):
             super()._save(path)
 
     def _check_searcher_metric(self, val_metrics: dict[str, Any]) -> Any:
-        """Note what is wrong with it, instead of raising while the other ranks wait."""
+        """Note what is wrong with the metric; an error now would leave the other ranks waiting."""
         metric = self.searcher_metric_name
         numbers = sorted(name for name, x in val_metrics.items() if util.is_numerical_scalar(x))
         if metric in numbers:
@@ -308,13 +308,13 @@ class SafeController(_Controller):
             super()._load(load_path)
 
     def _counts_in(self, load_path: Path) -> dict[str, Any]:
-        """The counts of the loop in a checkpoint of this trial; nothing in that of another one."""
+        """The counts of the loop in a checkpoint; empty if it belongs to another trial."""
         with restoring(load_path):
             saved = read_without_code(load_path / "trial_state.pkl")
         return saved if saved.get("trial_id") == self.trial_id else {}
 
 
-# What is replaced beyond the objects of one training, and why; in torch: see `amp/patched.py`.
+# What is replaced for the whole process, and why; for torch see `amp/patched.py` as well.
 #
 # * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
 #   before 2.6 runs the code in a checkpoint without it.
@@ -331,17 +331,17 @@ class SafeController(_Controller):
 
 
 class BatchCollector(SafeController):
-    """The loop of a trial whose batches are kept and not trained: no schedule moves either."""
+    """The loop of a trial whose batches are collected, not trained; no schedule moves."""
 
     def _auto_step_lr_scheduler_per_batch(self, *_: Any) -> None:
-        """Leave it where it is: torch warns of one that moves without its optimizer."""
+        """Do nothing: torch warns of a schedule that moves without its optimizer."""
 
 
 def use_safe_loop() -> None:
-    """Let the loop that is asking its trial for callbacks be a `SafeController`, from now on.
+    """Turn the loop that is asking its trial for callbacks into a `SafeController`.
 
-    `Trainer.fit` takes no loop as an argument and gives its own to nobody, so it is found among the
-    callers. A loop of another class stays.
+    `Trainer.fit` neither takes a loop as an argument nor exposes its own, so the loop is found
+    among the callers. A loop of another class stays as it is.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -355,6 +355,6 @@ def use_safe_loop() -> None:
 
 @contextmanager
 def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) -> Iterator[None]:
-    """Let `pytorch.Trainer.fit` run its loop in `controller`; it offers no parameter for that."""
+    """Let `pytorch.Trainer.fit` run its loop in `controller`."""
     with patched(pytorch, "_PyTorchTrialController", controller):
         yield

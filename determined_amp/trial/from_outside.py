@@ -58,14 +58,14 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class FromOutside(pytorch.PyTorchCallback):
-    """What happens between a trial and its context.
+    """Adds mixed precision to what a trial and its context ask of each other.
 
     Args:
         context: The context as the trial sees it.
         settings: The `amp` section.
 
     Attributes:
-        is_attached: Whether the trial is made, and what it asks of its context comes through here.
+        is_attached: Whether the trial has been made; before that its context works as usual.
     """
 
     def __init__(self, context: pytorch.PyTorchTrialContext, settings: AmpSettings) -> None:
@@ -87,7 +87,7 @@ class FromOutside(pytorch.PyTorchCallback):
         self._own_skipped = False
         self._patches = ExitStack()
 
-    # What the trial's constructor calls.
+    # Calls of the trial's constructor.
 
     def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
@@ -97,7 +97,7 @@ class FromOutside(pytorch.PyTorchCallback):
             part.forward = partial(self._autocast, part.forward)
 
     def attach(self, trial: Any) -> None:
-        """From now on what `trial` asks of its context, and its batches, come through here."""
+        """From now on, handle the batches of `trial`, and its calls of the context."""
         self.is_attached = True
         self._train_batch = trial.train_batch
         build_callbacks = trial.build_callbacks
@@ -108,7 +108,7 @@ class FromOutside(pytorch.PyTorchCallback):
 
         trial.build_callbacks, trial.train_batch = build_all_callbacks, self.train_batch
 
-    # What the trial's `train_batch` calls, and it itself.
+    # `train_batch` of the trial, and its calls.
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._losses.clear()
@@ -132,8 +132,8 @@ class FromOutside(pytorch.PyTorchCallback):
         """Go backward from a loss, and leave true gradients.
 
         Args:
-            loss: Unscaled.
-            backward: That of the context.
+            loss: The unscaled loss.
+            backward: The context's own backward.
             create_graph: Whether the trial wants gradients of gradients.
         """
         amp, gradients = self._amp, self._gradients
@@ -150,7 +150,7 @@ class FromOutside(pytorch.PyTorchCallback):
             )
         if loss.numel() == 1:
             kept = loss.detach().reshape(())
-            # A CUDA graph that is replayed writes the next loss over this one.
+            # The next replay of a CUDA graph overwrites this loss.
             self._losses.append(kept.clone() if amp.settings.compile.replays_graphs else kept)
 
         def run(scaled: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class FromOutside(pytorch.PyTorchCallback):
 
         if gradients is None:
             run(amp.scaler.scale(loss))
-        elif amp.is_replaying:  # in search of what overflows: it must be seen
+        elif amp.is_replaying:  # to find what overflows, which must not be set to 0
             with gradients.scaled():
                 run(amp.scaler.scale(loss))
         else:
@@ -178,10 +178,10 @@ class FromOutside(pytorch.PyTorchCallback):
         """Step an optimizer whose gradients are true.
 
         Args:
-            optimizer: The one to be stepped.
-            step: That of the context, with a function that clips, and a scaler.
-            clip_grads: The trial's.
-            scaler: The trial's.
+            optimizer: The optimizer.
+            step: The context's own step; gets a function that clips, and a scaler.
+            clip_grads: The trial's function that clips.
+            scaler: The trial's scaler.
             zero_grad: Whether the gradients are zeroed afterwards.
         """
         amp = self._amp
@@ -213,17 +213,17 @@ class FromOutside(pytorch.PyTorchCallback):
             self._autocast.in_backward = before
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        """End its window; returns `found_inf` of it if there is a loss scale."""
+        """End the window of an optimizer; return its `found_inf` if there is a loss scale."""
         scaler = self._amp.scaler
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self._amp.finish_steps()
         scaler.has_scaled = True
         return None if self._gradients is None else self._gradients.close(optimizer)
 
-    # What torch calls in the training.
+    # Calls of torch.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
-        """Before each step of any optimizer, through the context or not."""
+        """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
         if not self._autocast.training:
             return
@@ -281,7 +281,7 @@ class FromOutside(pytorch.PyTorchCallback):
             )
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the engine that all of torch's backwards call."""
+        """Called in place of the engine that all of torch's backwards use."""
         if not self._autocast.training or self._autocast.in_backward or _are_traced(args[0]):
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
@@ -291,10 +291,10 @@ class FromOutside(pytorch.PyTorchCallback):
                 return run(*args, **kwargs)
             return self._gradients.grad(run, *args, **kwargs)
 
-    # What Determined's loop calls.
+    # Calls of Determined's loop.
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """Make optimizers fused, now that all models and hooks are there, and no state yet."""
+        """Make optimizers fused, now that models and hooks are complete, and before any state."""
         for optimizer in self._context.optimizers if self._amp.fused else ():
             if not fuse(optimizer, self._context.models) and self._amp.scaler.is_enabled():
                 name = type(optimizer).__name__
@@ -318,7 +318,7 @@ class FromOutside(pytorch.PyTorchCallback):
 
 
 def _are_traced(outputs: Iterable[Any]) -> bool:
-    """Whether a compiler looks at a backward, with stand-ins for tensors."""
+    """Whether a compiler traces a backward, with stand-ins for tensors."""
     dispatch = torch.Tensor.__torch_dispatch__
     return any(getattr(type(it), "__torch_dispatch__", dispatch) is not dispatch for it in outputs)
 

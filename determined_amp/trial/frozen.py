@@ -1,7 +1,7 @@
-"""A trial's own batches, for the finder and the score: before its training, and in it.
+"""Gives a trial's own batches to the finder and the score, before a training or at its start.
 
-The trial's own `train_batch` runs in Determined's own loop, so data, model, loss and accumulation
-are the same as in training.
+The trial's `train_batch` runs in Determined's loop, so data, model, loss and accumulation are the
+same as in training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 # How the sentences of a finding begin that are of no use in the log of a training.
 _NEEDLESS = ("starting at", "verdict:")
 
-# Longer than any training, so a resumed loop does not end before the first batch.
+# Longer than any training, so that a resumed loop does not end before its first batch.
 _NEVER = pytorch.Batch(2**40)
 
 
@@ -90,7 +90,7 @@ def set_found_scale(
     `restored` what the trial's own objects hold.
 
     Args:
-        amp: That of the trial.
+        amp: The trial's mixed precision.
         trial: The trial.
         batch: The first batch, on the device.
         train: See `TrialBatch`.
@@ -161,7 +161,7 @@ def _found(
 
 
 def _steps(context: pytorch.PyTorchTrialContext) -> int | None:
-    """The optimizer steps of the whole run, as its YAML says; None if it does not, or by epochs."""
+    """The optimizer steps of the whole run; None unless its YAML gives a length in batches."""
     length = value_at(hyperparameters(context) or {}, "training.max_length")
     batches = length.get("batches") if isinstance(length, Mapping) else None
     return batches // aggregation_frequency(context) if isinstance(batches, int) else None

@@ -31,8 +31,8 @@ class TrialGuard(pytorch.PyTorchCallback):
     """Asks the guard after every report and validation; `MixedPrecision.callbacks` makes it.
 
     Args:
-        context: The trial's context. Its searcher decides how a failed trial ends.
-        guard: Watches the models and optimizers.
+        context: The trial's context. How a failed trial ends depends on its searcher.
+        guard: The guard of its models and optimizers.
         settings: The `amp` section.
     """
 
@@ -65,7 +65,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         )
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
-        """Called on every rank with the same numbers, right after they were reported."""
+        """Called on every rank with the same numbers, right after their report."""
         with self._ending_the_trial():
             self._guard.judge(avg_metrics, len(batch_metrics or ()))
 
@@ -73,7 +73,7 @@ class TrialGuard(pytorch.PyTorchCallback):
         self._guard.repair()
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        """Called before the metrics are reported: one that is not finite never reaches a search."""
+        """Called before the report, so a metric that is not finite never reaches a search."""
         value = metrics.get(self._metric)
         if not self._guard.enabled or not is_not_finite(value):
             return

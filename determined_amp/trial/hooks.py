@@ -1,4 +1,4 @@
-"""The hooks of a trial, which see what they would see in float32 without a loss scale."""
+"""Shows the hooks of a trial what they would see in float32 without a loss scale."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from determined_amp.trial.true_gradients import TrueGradients, are_finite, by_ki
 def converted_hooks(
     amp: AmpCore, autocast: OuterAutocast, gradients: TrueGradients | None
 ) -> Iterator[None]:
-    """Let hooks see float32 and true gradients in this block, those there are and later ones.
+    """Give float32 and true gradients to the trial's hooks in this block, also to later ones.
 
     Args:
-        amp: That of the trial, whose models and optimizers are all there.
-        autocast: Tells whether the models compute in 16 bits, and whether a batch is trained.
-        gradients: Those of a loss that is scaled; None without a loss scale.
+        amp: The trial's mixed precision, with all models and optimizers.
+        autocast: Knows whether the models compute in 16 bits, and whether a batch is trained.
+        gradients: The true gradients; None without a loss scale.
     """
     modules = [module for model in amp.models for module in model.modules()]
     parameters = parameters_in(amp.models, amp.optimizers)
@@ -80,14 +80,14 @@ def _registering(register: Callable[..., Any], convert: Callable[..., Any]) -> C
 
 
 def _is_the_trials(hook: Callable[..., Any]) -> bool:
-    """Whether neither torch, Determined nor this library has made a hook, which they want as is."""
+    """Whether a hook is the trial's own, and not one of torch, Determined or this library."""
     function = hook.func if isinstance(hook, partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
 def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
-    """Call a hook of a forward; what it changes in place is changed."""
+    """Call a hook of a forward, and keep what it changes in place."""
     replaced: list[tuple[Any, Any]] = []
     result = hook(*as_float32(given, replaced))
     if result is None:
@@ -96,7 +96,7 @@ def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
 
 
 def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *given: Any) -> Any:
-    """Call the hook of a tensor, or of a module, which is then the first of `given`."""
+    """Call the hook of a tensor, or that of a module, which gets the module first."""
     scale = None if gradients is None else gradients.scale
     if scale is None:
         return hook(*given)
@@ -106,7 +106,7 @@ def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *give
     result = hook(*true)
     if result is None:
         result = true[ours]  # which it may have changed in place
-    # What it makes of infinity may be finite: the overflow must not be lost.
+    # A hook may turn infinity into a finite number, but the overflow must not be lost.
     scaled: list[torch.Tensor] = []
     _each(scaled.append, given[ours:])
     back = torch.where(are_finite(scaled or [scale]), scale, math.nan)
@@ -129,7 +129,7 @@ def _on_true_leaf(
 
 
 def _each(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """Call a function with each tensor of nested tuples, and what is there in others like them."""
+    """Call a function with each tensor of nested tuples, and with its counterparts in others."""
     if isinstance(value, (tuple, list)):
         return tuple(_each(function, *items) for items in zip(value, *others, strict=True))
     return function(value, *others) if isinstance(value, torch.Tensor) else value

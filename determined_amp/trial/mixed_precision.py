@@ -1,8 +1,8 @@
-"""Mixed precision for one `PyTorchTrial`: the loop object of the heart, in Determined's loop.
+"""Mixed precision for one `PyTorchTrial`: `AmpCore` in Determined's loop.
 
 The recipe stays visible in every trial: autocast, `scaler.scale`, `step_optimizer` with the scaler,
-`update`. What is here takes models and optimizers from the trial's context, and lets Determined's
-loop start, report, checkpoint and validate.
+`update`. This module takes models and optimizers from the trial's context, and connects `AmpCore`
+to the start, the reports, the checkpoints and the validations of Determined's loop.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class MixedPrecision(ResumedTraining):
     Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
     `build_callbacks`. Its attributes are those of `AmpCore`.
 
-    Of what is global to the process it sets torch's switches for TF32, as `AmpCore` says, and
-    replaces nothing. The loop that trains with its `callbacks` becomes a `SafeController`:
+    It sets torch's switches for TF32, which are global to the process, as `AmpCore` says. The loop
+    that trains with its `callbacks` becomes a `SafeController`:
     checkpoints are loaded without running code, and a run that the guard ends leaves one. A
     `UserError` ends a program with one line and exit status 2.
 
@@ -65,7 +65,7 @@ class MixedPrecision(ResumedTraining):
         settings: By default the `amp` section of the context's hyperparameters.
 
     Raises:
-        ConfigError: if the settings are wrong, or the context already has what must come later.
+        ConfigError: if the settings are wrong, or the context already has a model or a scaler.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -82,7 +82,7 @@ class MixedPrecision(ResumedTraining):
                 f"{self._aggregation_frequency}: torch's CUDA graphs write the gradients of a "
                 "batch over those of the one before (pytorch issue 96693); allowed: default",
             )
-        # A disabled one is saved as {}, and a later resume in amp_fp16 crashes on that.
+        # A disabled scaler is saved as {}, and a later resume in amp_fp16 would crash on that.
         if self.scaler.is_enabled():
             context.wrap_scaler(self.scaler)
         context.wrap_reducer(ReportedMetrics(self.metrics), for_validation=False)
@@ -106,7 +106,7 @@ class MixedPrecision(ResumedTraining):
         """The trial's context, as the trial sees it."""
         return self._context
 
-    # What a trial calls.
+    # Calls of the trial.
 
     prepare = ending_the_program()(AmpCore.prepare)
 
@@ -114,8 +114,8 @@ class MixedPrecision(ResumedTraining):
     def wrap_lr_scheduler(self, scheduler: Any) -> Any:
         """Move a torch scheduler with the applied steps of its optimizer, and resume it exactly.
 
-        See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each validation,
-        with the searcher's metric. For one that moves by epochs use `context.wrap_lr_scheduler`.
+        See `AmpCore.wrap_lr_scheduler`. A `ReduceLROnPlateau` is stepped after each validation
+        with the searcher's metric. For a scheduler by epochs use `context.wrap_lr_scheduler`.
 
         Raises:
             ConfigError: if its optimizer is not wrapped, or has a schedule already.
@@ -129,13 +129,13 @@ class MixedPrecision(ResumedTraining):
     def clip(
         self, optimizer: Optimizer, max_norm: float = math.inf
     ) -> Callable[[Iterable[torch.Tensor]], None]:
-        """For `step_optimizer(clip_grads=...)`, which calls it after accumulation.
+        """Make a function for `step_optimizer(clip_grads=...)`, which calls it after accumulation.
 
-        It calls `scaler.unscale_` before it clips: without that the clip is wrong by the scale.
+        The function unscales the gradients before it clips them.
 
         Args:
-            optimizer: The one to be stepped.
-            max_norm: Largest 2-norm of its gradients; infinite only measures it.
+            optimizer: The optimizer that is about to step.
+            max_norm: Largest 2-norm of its gradients; infinity only measures it.
 
         Raises:
             ConfigError: if `max_norm` is not above 0.
@@ -152,13 +152,13 @@ class MixedPrecision(ResumedTraining):
     ) -> dict[str, float]:
         """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
-        Call it once a batch, or after each of several steps of one optimizer: the batch and its
-        samples are counted by its first call.
+        Call it once per batch, or after each of several steps of one optimizer. The first call
+        counts the batch and its samples.
 
         Args:
-            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`, of
-                several the mean.
-            samples: Samples in it; by default what the trial's `get_batch_length` says.
+            loss: Mean loss of the batch, unscaled, (), on the device. The mean of all calls is
+                reported as `loss`.
+            samples: Samples in the batch; by default what the trial's `get_batch_length` says.
 
         Returns:
             What `train_batch` must return. You can add your own metrics.
@@ -170,7 +170,7 @@ class MixedPrecision(ResumedTraining):
             return {}
         self.finish_steps()
         if not self._started:
-            with ending_the_program():  # which the loop, not being ours, does not
+            with ending_the_program():  # without our callbacks the loop does not do that
                 raise self._wrong(
                     "update", "build_callbacks of the trial must return amp.callbacks(self)"
                 )
@@ -182,7 +182,7 @@ class MixedPrecision(ResumedTraining):
         return self._count(loss, samples, again=again)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
-        """For `build_callbacks`: counts in checkpoints, guard, audit, portable checkpoints.
+        """The callbacks of `build_callbacks`, for counts in checkpoints, guard and audit.
 
         Args:
             trial: The trial itself. The guard replays its newest batch to find a fault.
@@ -197,7 +197,7 @@ class MixedPrecision(ResumedTraining):
             PortableCheckpoint.NAME: PortableCheckpoint(),
         }
 
-    # What Determined's loop calls.
+    # Calls of Determined's loop.
 
     def on_training_start(self) -> None:
         _refuse_scaler(self._context, self.scaler)
@@ -248,10 +248,10 @@ class MixedPrecision(ResumedTraining):
         self._patches.close()
         self._newest = None
 
-    # How it does that.
+    # Internals.
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """`context.wrap_optimizer` numbers the optimizers, and the training begins later."""
+        """Watch the steps of an optimizer, once the training has begun."""
         if self._started and optimizer not in self._hooks:
             self._watch_steps(optimizer)
 
@@ -300,17 +300,17 @@ class MixedPrecision(ResumedTraining):
         self._patches.enter_context(patched(trial, "build_training_data_loader", build_and_time))
 
     def _find_first(self, trial: pytorch.PyTorchTrial, train_batch: Callable[..., Any]) -> None:
-        """Find the loss scale before the next batch is trained, or audited.
+        """Find the loss scale before the next batch is trained or audited.
 
         Args:
             trial: The trial.
-            train_batch: Its own, which nobody watches.
+            train_batch: Its own `train_batch`, without guard and audit.
         """
         following = trial.train_batch
 
         def find_and_train(batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             trial.train_batch = following  # type: ignore[method-assign]
-            # The finder makes its passes through this object, and takes a while to import.
+            # The finder imports this module, and takes a while to import.
             from determined_amp.trial.frozen import set_found_scale  # noqa: PLC0415
 
             def train(own: Any) -> object:

@@ -11,13 +11,13 @@ from determined_amp.amp.tensors import tensors_of
 
 
 class NewestBatch:
-    """Trains the batches of a trial by its own `train_batch`, and keeps the newest of them.
+    """Trains batches with the `train_batch` of a trial, and keeps the newest one.
 
-    A trial may take its batch apart, and change tensors in place. Copying tensors costs time, so it
-    is done for the first batch, and from then on if the trial has changed one.
+    A trial may take its batch apart and change tensors in place. Tensors are costly to copy, so
+    those of later batches are copied only if the trial has changed a tensor before.
 
     Args:
-        trial: The trial, whose `train_batch` nobody has replaced yet.
+        trial: The trial, with its own `train_batch`.
 
     Attributes:
         batch: The newest batch as the trial got it; None before the first.
@@ -32,11 +32,11 @@ class NewestBatch:
 
     @property
     def length(self) -> int:
-        """Its samples, as the trial counts them."""
+        """The number of samples of the newest batch, as the trial counts them."""
         return int(self._trial.get_batch_length(self.batch))
 
     def train(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        """Train a batch; returns what the trial returns."""
+        """Train a batch, and return what the trial returns."""
         self.batch = own_copy(batch, shared=self._changes_batches is False)
         self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
         versions = [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
@@ -46,5 +46,5 @@ class NewestBatch:
         return result
 
     def train_again(self) -> None:
-        """Train a copy of it as it was trained."""
+        """Train a copy of the newest batch with the same indices."""
         self._train_batch(batch=own_copy(self.batch), **self._indices)

@@ -1,4 +1,4 @@
-"""What a run tells its master: values in the run's metadata, and why it failed."""
+"""Tells the master about a run: values in its metadata, and why it failed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _BEFORE_THE_CAUSE = re.compile(
 
 
 def note_on_master(context: pytorch.PyTorchTrialContext, **values: Any) -> None:
-    """Note values in the metadata of the run, which the lists of the WebUI can show as columns.
+    """Note values in the metadata of the run, which lists of the WebUI can show as columns.
 
-    Only the chief does, and only on a cluster. None removes a value.
+    It does nothing except on the chief of a cluster. None removes a value.
     """
     if context.distributed.rank == 0:
         note(train_context(context), **values)
@@ -67,7 +67,7 @@ def show_failure(train: core.TrainContext, reason: str) -> None:
 
 
 def show_status(train: core.TrainContext, status: str) -> None:
-    """Show a status on the page of a run, as far as it fits."""
+    """Show a status on the page of a run, shortened to what fits."""
     with suppress(*REFUSED):
         train.set_status(textwrap.shorten(status, _STATUS_WIDTH))
 
@@ -81,7 +81,7 @@ def cause_first(reason: str) -> str:
 def failure_noted(info: det.ClusterInfo) -> Iterator[None]:
     """Note a `UserError` that ends a task before it has a context; other errors pass.
 
-    A master that does not answer delays the end by five seconds at most.
+    A master that does not answer delays the end by at most five seconds.
     """
     try:
         yield

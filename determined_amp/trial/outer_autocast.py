@@ -1,4 +1,4 @@
-"""Autocast around the forward of a model whose code knows nothing of it."""
+"""Runs the forward of a model under autocast if its code knows nothing of autocast."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class OuterAutocast:
-    """Runs a model's forward under autocast, and hands on what it returns in float32.
+    """Runs a model's forward under autocast, and casts its results to float32.
 
-    A copy of the model, such as an average of its weights, shares it. A pickled one is left
-    without: it is not in the training.
+    A copy of the model, such as an average of its weights, shares this object. A pickled model
+    loses it, because it leaves the training.
 
     Args:
-        amp: Gives the autocast of a training batch and that of a validation batch.
+        amp: Makes the autocast of a training batch and that of a validation batch.
 
     Attributes:
-        casts: Whether there is an autocast in 16 bits.
+        casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
     """
@@ -49,7 +49,7 @@ class OuterAutocast:
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_on = autocast_is_on(self._amp.device.type)
-        # One wrapped model calls another, or a checkpoint computes that call again.
+        # A wrapped model calls another one, or a checkpoint repeats such a call.
         if self._inside or (self.in_backward and is_on):
             return forward(*args, **kwargs)
         if self.training and is_on:
@@ -67,9 +67,9 @@ class OuterAutocast:
         return as_float32(output)
 
     def _cast_kept(self) -> None:
-        """Cast what the models keep in attributes of their own, such as features for the loss.
+        """Cast tensors that the models keep in attributes, such as features for the loss.
 
-        What they keep is looked for in the first two forwards, and in ever fewer later ones.
+        The attributes are searched in forwards 1, 2, 4, 8 and so on.
         """
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:

@@ -1,4 +1,4 @@
-"""The random numbers of a run, which a resumed one must repeat.
+"""Lets a resumed run draw the same random numbers as an undisturbed one.
 
 Determined restores the random state of the chief on every rank, and skips the batches that were
 trained before. But it draws the order of `DataLoader(shuffle=True)` from that state too, and only
@@ -36,13 +36,13 @@ _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 def settle_order(loader: Any, seed: int, *, say: bool) -> None:
     """Seed the order of a training loader if it is drawn at random; before its first batch.
 
-    The order goes on from one epoch to the next, so whoever skips what was trained repeats it all.
-    The trial's own sampler is left alone: a validation may use it, too.
+    The order continues from one epoch to the next, so a resumed run that skips the trained batches
+    repeats it. The trial's own sampler is not changed: a validation may use it, too.
 
     Args:
-        loader: What Determined iterates over.
-        seed: The same on every rank and after a resume.
-        say: Whether to log what a resume depends on, where the order is the trial's own.
+        loader: The loader that Determined iterates over.
+        seed: The seed, equal on every rank and after a resume.
+        say: Whether to log what a resume depends on if the order is the trial's own.
     """
     repeated = getattr(loader, "batch_sampler", None)
     while repeated is not None and not isinstance(repeated, samplers.RepeatBatchSampler):
@@ -72,8 +72,8 @@ class _SeededBatches(BatchSampler):
     """The batches of a sampler of torch, in an order that is a function of a seed.
 
     Args:
-        batches: Gives the batches of one epoch.
-        seed: Of the order, and of what the loader's workers draw for each batch.
+        batches: Makes the batches of one epoch.
+        seed: The seed of the order, and of what the loader's workers draw for each batch.
     """
 
     def __init__(self, batches: BatchSampler, seed: int) -> None:
@@ -90,9 +90,10 @@ class _SeededBatches(BatchSampler):
 
 
 class _SeedingIndices(list[int]):
-    """The samples of a batch; a worker that reads them draws what any other worker would draw.
+    """The samples of a batch, which seed the worker that reads them.
 
-    A worker's random state is that of all batches it had before, and a resumed run has new ones.
+    Otherwise what a worker draws would depend on its earlier batches, and a resumed run has new
+    workers.
     """
 
     seed: int
@@ -109,7 +110,7 @@ def random_state(gpu: int) -> dict[str, Any]:
     """The state of this process in plain types, under the names that Determined gives its parts.
 
     Args:
-        gpu: The one of this process, if the machine has any.
+        gpu: The index of this process's GPU, if the machine has any.
     """
     state = {
         "cpu_rng_state": torch.random.get_rng_state(),
@@ -122,13 +123,13 @@ def random_state(gpu: int) -> dict[str, Any]:
 
 
 def plain_numbers(state: Any) -> tuple[str, list[int], int, int, float]:
-    """The state of numpy's generator without an array, which only code could load."""
+    """The state of numpy's generator without its array, which cannot be loaded without code."""
     name, keys, position, has_gauss, gauss = state
     return str(name), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)
 
 
 def restore_random_state(state: dict[str, Any], gpu: int) -> None:
-    """Go on from what `random_state` gave."""
+    """Restore what `random_state` returned."""
     torch.random.set_rng_state(state["cpu_rng_state"])
     np.random.set_state(state["np_rng_state"])
     random.setstate(state["random_rng_state"])

@@ -1,4 +1,4 @@
-"""What Determined's loop gives to the metrics of the heart, and asks of them once per report."""
+"""Connects the metrics of a training to Determined's loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from determined_amp.amp.metrics import TrainingMetrics
 
 
 class ReportedMetrics(pytorch.MetricReducer):
-    """The metrics of a training in its training reports.
+    """Puts the metrics of a training into its training reports.
 
     Args:
-        metrics: What is reported.
+        metrics: The metrics.
     """
 
     def __init__(self, metrics: TrainingMetrics) -> None:
@@ -35,7 +35,7 @@ class ReportedMetrics(pytorch.MetricReducer):
 def timed(loader: Any, waited: Callable[[float], None]) -> Any:
     """Call `waited` with the seconds that the loop waits for each batch of `loader`.
 
-    A loader that is not Determined's own is returned as it is and not timed.
+    A loader that is not Determined's own is returned unchanged.
     """
     make = getattr(loader, "get_data_loader", None)
     if make is None:
@@ -51,7 +51,7 @@ def timed(loader: Any, waited: Callable[[float], None]) -> Any:
 
 
 class _Timed:
-    """The batches of a loader, each with the time it took to come."""
+    """A loader that times the wait for each batch."""
 
     def __init__(self, loader: Any, waited: Callable[[float], None]) -> None:
         self._loader = loader

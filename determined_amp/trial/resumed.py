@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training in mixed precision, and what a resumed run takes of it."""
+"""Saves the state of mixed precision in a checkpoint, and restores it in a resumed run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CALLBACK = "determined_amp.mixed_precision"
 
 
 class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
-    """The training of a context, in whose checkpoints Determined saves models and loss scale.
+    """Mixed precision for a context, whose checkpoints already hold models and loss scale.
 
     Args:
         context: The trial's context.
         settings: The `amp` section.
 
     Attributes:
-        finds_scale: Whether the loss scale is still to be found, on the first batch.
+        finds_scale: Whether the loss scale has yet to be found, on the first batch.
     """
 
     source = "the trial"
@@ -56,7 +56,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         return {**state, "constructed": self._constructed, "scheduled": moved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Called by Determined after weights, optimizers and scaler have been restored."""
+        """Determined calls it after weights, optimizers and scaler have been restored."""
         if not self._warm_start:
             self.metrics.load_state_dict(state_dict)
 
@@ -64,10 +64,10 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         self._warm_start = first_batch_idx == 0 and checkpoint_uuid is not None
 
     def on_checkpoint_of(self, *, same_trial: bool) -> None:
-        """Called by `SafeController` before a checkpoint is loaded.
+        """`SafeController` calls it before a checkpoint is loaded.
 
         Args:
-            same_trial: Whether Determined goes on with the trial that saved it.
+            same_trial: Whether the checkpoint is one of this trial.
         """
         self._warm_start = not same_trial
 
@@ -81,7 +81,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             )
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Let only what this trial's YAML changed win over the checkpoint.
+        """Let the checkpoint win, except over what has changed in this trial's YAML.
 
         A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
         the trial itself has moved. A warm start (weights from another trial) begins with this
@@ -111,13 +111,13 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         checkpoint["scaler_state_dict"] = state
 
     def _remember_constructed(self) -> list[list[dict[str, Any]]]:
-        """What the optimizers were made with, before a checkpoint or a step changes it."""
+        """The settings of the optimizers as made, before a checkpoint or a step changes them."""
         if self._constructed is None:
             self._constructed = [plain_groups(optimizer) for optimizer in self.optimizers]
         return self._constructed
 
     def _instead(self) -> str:
-        """What happens without a saved loss scale."""
+        """What happens instead if there is no saved loss scale."""
         if self.finds_scale:
             return "it is found on the first batch"
         return (

@@ -1,13 +1,13 @@
-"""True gradients between the backward of a scaled loss and the step, for code written for float32.
+"""Unscales gradients right after the backward of a scaled loss, for code written for float32.
 
-Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by unscaling what
-it gave to every leaf that the loss reaches, whichever optimizer has it, or none.
+Such code reads, clips and changes `.grad` wherever it likes. So a backward ends by unscaling the
+gradients of every leaf that the loss reaches, no matter which optimizer holds it, if any.
 
-* What earlier backwards left in `.grad` is scaled again first, in place: in the last batch of a
-  window DistributedDataParallel averages the sums over the window.
-* A backward that overflows leaves gradients of 0, so nothing that a trial computes from them
-  outlives the step, which is skipped: `found_inf` is kept on the device until then.
-* The trial's hooks inside the backward, and `torch.autograd.grad`, give and take true gradients.
+* What earlier backwards left in `.grad` is first scaled again in place, because in the last batch
+  of a window DistributedDataParallel averages the sums over the window.
+* A backward that overflows leaves gradients of 0. So nothing that a trial computes from them
+  outlives the step, which is skipped; `found_inf` stays on the device until then.
+* The trial's hooks inside the backward, and `torch.autograd.grad`, get and return true gradients.
 
 Nothing here waits for the device.
 """
@@ -39,13 +39,13 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class TrueGradients:
-    """The gradients of everything that is trained.
+    """Keeps the gradients of everything that is trained true.
 
     Args:
-        amp: That of the training, with a loss scale.
+        amp: The mixed precision of the training, with a loss scale.
 
     Attributes:
-        scale: While something goes backward scaled, the loss scale, (), float32, on the device.
+        scale: The loss scale, (), float32, on the device, during a scaled backward; else None.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -58,13 +58,13 @@ class TrueGradients:
         self._lists: list[tuple[int, int]] = []
         self._retained: dict[int, torch.Tensor] = {}
         self._warned: set[object] = set()
-        # What the newest backward found, and the groups that have been stepped since.
+        # `found_inf` of each group in the newest backward, and the groups that have stepped since.
         self._found: dict[_Owners, torch.Tensor] = {}
         self._closed: set[_Owners] = set()
         self._found_by_grad: torch.Tensor | None = None
 
     def begin_batch(self) -> None:
-        """Forget what only the batch before needed."""
+        """Forget what only the last batch needed."""
         self._retained.clear()
         self._found_by_grad = None
 
@@ -72,8 +72,8 @@ class TrueGradients:
         """Go backward from a loss, and leave true gradients. No synchronisation.
 
         Args:
-            loss: Unscaled.
-            run: Goes backward from what it is given.
+            loss: The unscaled loss.
+            run: Goes backward from the scaled one.
         """
         groups = self._groups_of(loss)
         left = {owners: by_kind(leaves) for owners, leaves in groups.items()}
@@ -102,14 +102,14 @@ class TrueGradients:
 
     @contextmanager
     def scaled(self) -> Iterator[torch.Tensor]:
-        """In this block a scaled loss goes backward: the trial's hooks get true gradients."""
+        """Give true gradients to the trial's hooks while a scaled loss goes backward."""
         self.scale = self._amp.loss_scale()
         try:
             yield self.scale
         finally:
             self.scale = None
 
-    # What the trial calls, or gives to be called, inside a backward.
+    # Calls of the trial inside a backward.
 
     def grad(
         self,
@@ -119,13 +119,13 @@ class TrueGradients:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """`torch.autograd.grad` by the engine that it calls, scaled; the gradients are true.
+        """Run the engine for `torch.autograd.grad`: scaled, but with true gradients as results.
 
         Args:
-            run: The engine's own.
-            outputs: From where to go backward.
-            gradients: Of the outputs.
-            args: Of the engine.
+            run: The engine's own `run_backward`.
+            outputs: The outputs to go backward from.
+            gradients: Their gradients.
+            args: Further arguments of the engine.
             kwargs: The same.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -149,7 +149,7 @@ class TrueGradients:
             )
 
     def retain(self, tensor: torch.Tensor) -> None:
-        """The trial wants the gradient of a tensor that is no leaf, too."""
+        """Note that the trial wants the gradient of this tensor, even if it is not a leaf."""
         if not tensor.is_leaf:
             self._retained[id(tensor)] = tensor
 
@@ -159,7 +159,7 @@ class TrueGradients:
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # of a model that is pickled
 
-    # How it does that.
+    # Internals.
 
     def _groups_of(self, loss: torch.Tensor) -> dict[_Owners, list[torch.Tensor]]:
         """All leaves that may get a gradient, by the optimizers that hold them.
@@ -187,7 +187,7 @@ class TrueGradients:
     def _groups_with(self, optimizer: Optimizer) -> list[_Owners]:
         if optimizer in self._amp.optimizers:
             return [owners for owners in self._found if optimizer in owners]
-        # One that the training does not know has what nobody has, and what another one has, too.
+        # An optimizer that the training does not know may share parameters with a known one.
         its = {id(parameter) for parameter in parameters_of(optimizer)}
         return [
             owners
@@ -214,7 +214,7 @@ class TrueGradients:
         return leaves
 
     def _look_at(self, node: Any) -> None:
-        """Say once of a function of the trial's own that its backward gets scaled gradients."""
+        """Warn once that the backward of a trial's own function gets scaled gradients."""
         self._warned.add(node)
         function = getattr(node, "_forward_cls", None)
         backward = inspect.unwrap(getattr(function, "backward", _nothing))
@@ -229,9 +229,9 @@ class TrueGradients:
             )
 
     def _found_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
-        """What the earlier backwards of each window found, (groups,), on the device."""
+        """`found_inf` of the earlier backwards of each window, (groups,), on the device."""
         if self._found and not self._closed and not any(left.values()):
-            # What the last backward gave has been dropped, or taken by what is no optimizer.
+            # The gradients of the last backward were dropped, or used without an optimizer.
             self._scaler.note(self, torch.stack(list(self._found.values())).amax())
             self._scaler.update()
             self._found.clear()
