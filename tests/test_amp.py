@@ -108,6 +108,9 @@ class TestOtherPrecisions:
             assert linear(torch.ones(1, 2)).dtype is dtype
         with amp.eval_autocast():
             assert linear(torch.ones(1, 2)).dtype is torch.float32
+        same = AmpSettings(precision, eval_precision=EvalPrecision.SAME)
+        with weigh([ONE], same).trial.amp.eval_autocast():
+            assert linear(torch.ones(1, 2)).dtype is dtype
         assert linear.weight.dtype is torch.float32
 
 

@@ -219,7 +219,10 @@ def test_training_without_an_answer_starts_with_the_default_and_says_so(
 
 def test_a_loop_of_ones_own_refuses_it_with_the_call_to_make() -> None:
     settings = AmpSettings(Precision.AMP_FP16, init_scale=FindScale.FIND)
-    with pytest.raises(ConfigError, match=r"determined_amp.find_loss_scale\(model, loss_fn"):
+    words = (
+        r"^the loop: init_scale: got find, .* allowed: a number, such as determined_amp\.find_loss"
+    )
+    with pytest.raises(ConfigError, match=words):
         AmpLoop(settings, "cpu")
     AmpLoop(AmpSettings(Precision.AMP_BF16, init_scale=FindScale.FIND, set_backends=False), "cpu")
 

@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from determined_amp import AmpLoop, AmpSettings, AuditError, ConfigError, MixedPrecision, Precision
+from determined_amp.amp.errors import UserError
+from determined_amp.amp.settings import Compile
 from tests import habits
 from tests.harness import (
     EVERY_PRECISION,
@@ -456,7 +458,10 @@ def schedules_twice(loop: OwnLoop) -> None:
         (steps_the_optimizer, r"the loop: it steps .* amp\.scaler\.step\(optim"),
         (steps_twice, "the loop: steps an optimizer twice"),
         (scales_no_loss, r"it does not scale the loss; .*\.backward\(\)"),
-        (schedules_twice, "its optimizer has a schedule already"),
+        (
+            schedules_twice,
+            "^the loop: wrap_lr_scheduler: its optimizer has a schedule already; join",
+        ),
     ],
     ids=name_of,
 )
@@ -483,15 +488,31 @@ def test_norm_that_clips_everything_away_is_refused(max_norm: float) -> None:
     optimizer = context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     with pytest.raises(ConfigError, match=f"got max_norm {max_norm}; allowed: a number above 0"):
         amp.clip(optimizer, max_norm)
-    with pytest.raises(ConfigError, match=f"clip_gradients: got max_norm {max_norm}"):
+    with pytest.raises(ConfigError, match=f"^the loop: clip_gradients: got max_norm {max_norm}"):
         loop.amp.clip_gradients(loop.optimizer, max_norm)
     amp.clip(optimizer, 1.0e-30)
 
 
-@pytest.mark.parametrize("pattern", ["head", "0"])
-def test_module_that_is_nowhere_is_refused_at_the_first_batch(pattern: str) -> None:
-    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, fp32_modules=(pattern,)), "cpu")
-    if pattern == "head":
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fp32_modules": ("head",)}, "matches no module"),
+        ({"fp32_modules": ("0", "head")}, "got 'head', which matches no module"),
+        (
+            {"fp32_modules": ("0",)},
+            "^the loop: fp32_modules: given, but no model was given to amp.pr",
+        ),
+        (
+            {"compile": Compile.DEFAULT},
+            "^the loop: compile: given, but no model was given to amp.pre",
+        ),
+    ],
+)
+def test_setting_of_a_model_that_is_nowhere_is_refused_at_the_first_batch(
+    settings: dict[str, Any], words: str
+) -> None:
+    amp = AmpLoop(AmpSettings(Precision.AMP_FP16, **settings), "cpu")
+    if "no model" not in words:
         amp.prepare(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    with pytest.raises(Exception, match=r"matches no module|no model was given to amp\.prep"):
+    with pytest.raises(UserError, match=words):
         amp.autocast()

@@ -251,7 +251,7 @@ class TestFillMomentum:
 
     def test_with_dampening_is_refused_where_steps_can_be_skipped(self) -> None:
         optimizer = fused_sgd(dampening=0.25)
-        with pytest.raises(ConfigError, match=r"SGD: got fused and dampening 0\.25, which goes"):
+        with pytest.raises(ConfigError, match=r"^SGD: got fused and dampening 0\.25, which goes"):
             fill_momentum(optimizer, can_skip=True)
         fill_momentum(optimizer, can_skip=False)
         assert momenta(optimizer) == [None]

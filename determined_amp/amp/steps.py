@@ -226,10 +226,10 @@ def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:
             if not can_skip:
                 continue
             raise ConfigError(
-                "the trial",
+                "SGD",
                 [
-                    f"SGD: got fused and dampening {group['dampening']:g}, which goes wrong when "
-                    "the first step overflows; allowed: dampening 0, or fused=False"
+                    f"got fused and dampening {group['dampening']:g}, which goes wrong when the "
+                    "first step overflows; allowed: dampening 0, or fused=False"
                 ],
             )
         for parameter in group["params"]:
