@@ -22,7 +22,7 @@ from determined_amp.amp.metrics import (
     peak_memory_mib,
 )
 from determined_amp.amp.settings import AmpSettings, Precision
-from determined_amp.amp.steps import HEADROOM_PERIOD, OptimizerSteps
+from determined_amp.amp.steps import OptimizerSteps
 from determined_amp.amp.tensors import gradients_of as gradients_that_are_dense
 from determined_amp.amp.throughput import DataWait, Stopwatch
 from determined_amp.trial.mixed_precision import MixedPrecision
@@ -30,12 +30,14 @@ from determined_amp.trial.reported import timed
 from tests.harness import Context
 
 
-def training_metrics(slots: int = 1, optimizers: int = 1) -> TrainingMetrics:
-    """Those of a trial in `amp_fp16`."""
+def training_metrics(
+    slots: int = 1, optimizers: int = 1, precision: Precision = Precision.AMP_FP16
+) -> TrainingMetrics:
+    """Those of a trial."""
     context: Any = Context(slots)
     for _ in range(optimizers):
         context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-    return MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
+    return MixedPrecision(context, AmpSettings(precision)).metrics
 
 
 def gradients_of(metrics: TrainingMetrics) -> OptimizerSteps:
@@ -76,10 +78,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def warmed_up(slots: int = 1) -> TrainingMetrics:
-    """After the last batch that is not timed."""
-    metrics = training_metrics(slots)
+def warmed_up() -> TrainingMetrics:
+    """After the last batch that is not timed; what was waited for these does not count."""
+    metrics = training_metrics()
     for _ in range(WARMUP_BATCHES):
+        metrics.waited(1e9)
         metrics.add(torch.tensor(1.0), 8)
     return metrics
 
@@ -93,7 +96,7 @@ class TestTrainingMetrics:
         assert not any(waiting.requires_grad for waiting in metrics._loss_sum._waiting)
 
     def test_report_is_of_its_own_batches_alone(self) -> None:
-        """A step with norm 2 and a gradient of 2^10; two with norm 6 and one of 2; then none."""
+        """A step with norm 2 and a gradient of 2^10; a skipped one and two of norm 6; then none."""
         metrics = training_metrics()
         gradients = gradients_of(metrics)
         gradients.measure(having(torch.full((1,), 2.0**10)))
@@ -106,20 +109,20 @@ class TestTrainingMetrics:
         gradients.counts.attempted = 0  # looked at on every tenth step
         gradients.measure(having(torch.full((1,), 2.0)))
         gradients.counts.attempted = 1
-        for found_inf in (1.0, 0.0):
-            gradients.add_norm(torch.tensor(6.0 if found_inf == 0 else math.nan))
+        for norm, found_inf in ((math.inf, 1.0), (4.0, 0.0), (8.0, 0.0)):
+            gradients.add_norm(torch.tensor(norm))
             gradients.counts.count(torch.tensor(found_inf))
         second = report_of(metrics)
         assert second["watch_grad_norm"] == 6
-        assert second["watch_skip_ratio"] == 0.5
+        assert second["watch_skip_ratio"] == pytest.approx(1 / 3)
         assert second["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 1)
         assert metrics.latest is not None
-        assert metrics.latest.steps == (StepReport("", 2, 1, 0, new_applied=1, new_attempted=2),)
+        assert metrics.latest.steps == (StepReport("", 3, 1, 0, new_applied=2, new_attempted=3),)
         metrics.reset()
         third = report_of(metrics)
         missing = {"watch_grad_norm", "watch_skip_ratio", "watch_headroom_bits", "loss"}
         assert missing.isdisjoint(third)
-        assert (third["watch_applied_steps"], third["skipped_steps"]) == (2, 1)
+        assert (third["watch_applied_steps"], third["skipped_steps"]) == (3, 1)
 
     def test_consecutive_skips_are_those_since_the_newest_applied_step(self) -> None:
         metrics = training_metrics()
@@ -148,16 +151,12 @@ class TestTrainingMetrics:
         assert second is not before
         assert [gradients.counts for gradients in metrics.all()] == [first, second]
 
-    def test_scales_are_those_of_now_and_of_the_newest_step(self) -> None:
-        scales = (torch.tensor(2.0), torch.tensor(4.0))
+    @pytest.mark.parametrize(("now", "log2"), [(2.0, 1.0), (0.0, -math.inf)])
+    def test_scales_are_those_of_now_and_of_the_newest_step(self, now: float, log2: float) -> None:
+        scales = (torch.tensor(now), torch.tensor(4.0))
         metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
-        assert report_of(metrics)["loss_scale_log2"] == 1
+        assert report_of(metrics)["loss_scale_log2"] == log2
         assert metrics.latest == Report(None, 4.0, ())
-
-    def test_scale_of_zero_has_no_logarithm(self) -> None:
-        scales = (torch.zeros(()),) * 2
-        metrics = TrainingMetrics(Context.device, [], 1, lambda: scales, scaled=True)
-        assert report_of(metrics)["loss_scale_log2"] == -math.inf
 
     def test_speed_and_wait_are_those_of_each_report(self, clock: Clock) -> None:
         """16 samples in 4 s, 1 s of them waited; then 6 in 3 s, 1.5 s; then nothing."""
@@ -252,18 +251,6 @@ class TestTrainingMetrics:
         assert training_metrics(slots=1).add(loss, 4) == {}
         assert training_metrics(slots=2).add(loss, 4) == {"batch_samples": 4.0}
 
-    def test_grad_norm_leaves_skipped_steps_out(self) -> None:
-        """Norms 2, inf (skipped), 4: the mean over the two applied steps is 3."""
-        metrics = training_metrics()
-        gradients = gradients_of(metrics)
-        for norm, found_inf in ((2.0, 0.0), (math.inf, 1.0), (4.0, 0.0)):
-            gradients.add_norm(torch.tensor(norm))
-            gradients.counts.count(torch.tensor(found_inf))
-        report = report_of(metrics)
-        assert report["watch_grad_norm"] == 3
-        assert report["watch_skip_ratio"] == pytest.approx(1 / 3)
-        assert (report["watch_applied_steps"], report["skipped_steps"]) == (2, 1)
-
     def test_grad_norm_of_a_trial_that_clips_nothing_is_not_reported(self) -> None:
         metrics = training_metrics()
         gradients_of(metrics).counts.count(torch.tensor(0.0))
@@ -304,15 +291,6 @@ class TestTrainingMetrics:
         metrics.reset()
         assert train(1.0, 1) == 3.0
 
-    def test_headroom_is_that_of_the_largest_scaled_gradient(self) -> None:
-        """log2(65504 / 2^10) = 5.9993; the infinite gradient belongs to a skipped step."""
-        metrics = training_metrics()
-        gradients = gradients_of(metrics)
-        gradients.measure(having(torch.tensor([1.0, -2.0]), torch.tensor([-(2.0**10), 3.0])))
-        gradients.measure(having(torch.tensor([math.inf, 0.0])))
-        report = report_of(metrics)
-        assert report["watch_headroom_bits"] == pytest.approx(math.log2(65504) - 10, abs=1e-6)
-
     def test_headroom_of_parameters_without_a_dense_gradient_is_not_reported(self) -> None:
         metrics = training_metrics()
         sparse = torch.ones(2, 2).to_sparse()
@@ -321,38 +299,15 @@ class TestTrainingMetrics:
         gradients_of(metrics).measure([idle, embedding])
         assert "watch_headroom_bits" not in report_of(metrics)
 
-    def test_headroom_of_gradients_that_are_all_zero_is_not_reported(self) -> None:
-        metrics = training_metrics()
-        gradients_of(metrics).measure(having(torch.zeros(3)))
+    @pytest.mark.parametrize(
+        ("precision", "gradient"), [(Precision.AMP_FP16, 0.0), (Precision.AMP_BF16, 1.0)]
+    )
+    def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
+        self, precision: Precision, gradient: float
+    ) -> None:
+        metrics = training_metrics(precision=precision)
+        gradients_of(metrics).measure(having(torch.tensor([gradient])))
         assert "watch_headroom_bits" not in report_of(metrics)
-
-    def test_headroom_is_looked_at_on_every_tenth_step(self) -> None:
-        metrics = training_metrics()
-        gradients = gradients_of(metrics)
-        gradients.counts.attempted = HEADROOM_PERIOD - 1
-        gradients.measure(having(torch.ones(1)))
-        assert "watch_headroom_bits" not in report_of(metrics)
-        gradients.counts.attempted = HEADROOM_PERIOD
-        gradients.measure(having(torch.ones(1)))
-        assert report_of(metrics)["watch_headroom_bits"] == pytest.approx(math.log2(65504))
-
-    def test_headroom_is_that_of_a_loss_scale_only(self) -> None:
-        context: Any = Context()
-        context.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-        metrics = MixedPrecision(context, AmpSettings(Precision.AMP_BF16)).metrics
-        gradients_of(metrics).measure(having(torch.ones(1)))
-        assert "watch_headroom_bits" not in report_of(metrics)
-
-    def test_wait_for_data_is_a_share_of_the_timed_batches(self) -> None:
-        """What was waited before the warm-up ended is not counted."""
-        metrics = training_metrics()
-        for _ in range(WARMUP_BATCHES):
-            metrics.waited(1e9)
-            metrics.add(torch.tensor(1.0), 8)
-        metrics.waited(1e-9)
-        metrics.add(torch.tensor(1.0), 8)
-        report = report_of(metrics)
-        assert 0 < report["watch_data_wait_share"] < 1
 
     def test_wait_of_a_loader_that_is_not_timed_is_not_reported(self) -> None:
         metrics = training_metrics()
@@ -470,82 +425,6 @@ def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
     assert (stopwatch.running, stopwatch.seconds()) == (False, 0)
 
 
-def test_stopwatch_of_a_gpu_asks_its_events(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They know the milliseconds between two, once the later one has been waited for."""
-
-    class Event:
-        waited_for = False
-
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = clock.now
-
-        def synchronize(self) -> None:
-            self.waited_for = True
-
-        def elapsed_time(self, later: Event) -> float:
-            assert later.waited_for
-            return 1000.0 * (later.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    stopwatch = Stopwatch(torch.device("cuda"))
-    stopwatch.start()
-    clock.now = 3.0
-    assert stopwatch.seconds() == 3
-
-
-class TestDeviceSum:
-    @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
-    def test_device_sum_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
-        """Whole numbers: exact in float32 and in float64. The weight changes on the way."""
-        values, weights = range(1, count + 1), [3 if n % 50 else 7 for n in range(count)]
-        total = DeviceSum(torch.device("cpu"))
-        for value, weight in zip(values, weights, strict=True):
-            total.add(torch.tensor(float(value)), weight)
-        expected = sum(v * w for v, w in zip(values, weights, strict=True))
-        assert total.total().item() == expected
-        assert total.total().item() == expected  # asking changes nothing
-        assert total.total().dtype is torch.float64
-
-    def test_device_sum_is_added_up_in_double_precision(self) -> None:
-        """2^24 + 1 is no float32."""
-        total = DeviceSum(torch.device("cpu"))
-        for value in (2.0**24, 1.0):
-            total.add(torch.tensor(value))
-        assert total.total().item() == 2**24 + 1
-
-    def test_device_sum_keeps_a_bounded_number_of_tensors(self) -> None:
-        total = DeviceSum(torch.device("cpu"))
-        values = [torch.ones(()) for _ in range(1000)]
-        references = [weakref.ref(value) for value in values]
-        while values:
-            total.add(values.pop())
-        assert sum(reference() is not None for reference in references) <= 64
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
-        finite, plain = (
-            DeviceSum(torch.device("cpu"), finite_only=True),
-            DeviceSum(torch.device("cpu")),
-        )
-        for value in (1.0, bad, 2.0):
-            finite.add(torch.tensor(value))
-            plain.add(torch.tensor(value))
-        assert finite.total().item() == 3
-        assert not math.isfinite(plain.total().item())
-
-    def test_reset_forgets_what_waits_and_what_is_summed(self) -> None:
-        total = DeviceSum(torch.device("cpu"))
-        total.add(torch.tensor(1.0))
-        total.total()
-        total.add(torch.tensor(2.0))
-        total.reset()
-        total.add(torch.tensor(4.0))
-        assert total.total().item() == 4
-
-
 class Gpu:
     """Runs what is queued, one after the other; a stand-in for its events and its clock.
 
@@ -579,6 +458,60 @@ class Gpu:
 
     def compute(self, seconds: float) -> None:
         self.busy_until = max(self.host, self.busy_until) + seconds
+
+
+def test_stopwatch_of_a_gpu_asks_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know when the device was there, once the later one has been waited for."""
+    gpu, stopwatch = Gpu(monkeypatch), Stopwatch(torch.device("cuda"))
+    stopwatch.start()
+    gpu.compute(3.0)
+    assert stopwatch.seconds() == 3
+
+
+class TestDeviceSum:
+    @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+    def test_device_sum_is_the_weighted_sum_however_many_there_are(self, count: int) -> None:
+        """Whole numbers: exact in float32 and in float64. The weight changes on the way."""
+        values, weights = range(1, count + 1), [3 if n % 50 else 7 for n in range(count)]
+        total = DeviceSum(torch.device("cpu"))
+        for value, weight in zip(values, weights, strict=True):
+            total.add(torch.tensor(float(value)), weight)
+        expected = sum(v * w for v, w in zip(values, weights, strict=True))
+        assert total.total().item() == expected
+        assert total.total().item() == expected  # asking changes nothing
+        assert total.total().dtype is torch.float64
+
+    def test_device_sum_is_added_up_in_double_precision(self) -> None:
+        """2^24 + 1 is no float32."""
+        total = DeviceSum(torch.device("cpu"))
+        for value in (2.0**24, 1.0):
+            total.add(torch.tensor(value))
+        assert total.total().item() == 2**24 + 1
+
+    def test_device_sum_keeps_a_bounded_number_of_tensors(self) -> None:
+        total = DeviceSum(torch.device("cpu"))
+        values = [torch.ones(()) for _ in range(1000)]
+        references = [weakref.ref(value) for value in values]
+        while values:
+            total.add(values.pop())
+        assert sum(reference() is not None for reference in references) <= 64
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_device_sum_leaves_out_what_is_not_finite_if_told_to(self, bad: float) -> None:
+        for finite_only in (True, False):
+            total = DeviceSum(torch.device("cpu"), finite_only=finite_only)
+            for value in (1.0, bad, 2.0):
+                total.add(torch.tensor(value))
+            assert (total.total().item() == 3) is finite_only
+
+    def test_reset_forgets_what_waits_and_what_is_summed(self) -> None:
+        total = DeviceSum(torch.device("cpu"))
+        total.add(torch.tensor(1.0))
+        total.total()
+        total.add(torch.tensor(2.0))
+        total.reset()
+        total.add(torch.tensor(4.0))
+        assert total.total().item() == 4
 
 
 def test_wait_of_a_gpu_is_the_time_that_it_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
