@@ -17,7 +17,6 @@ import determined as det
 import torch
 from determined import pytorch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
@@ -90,7 +89,6 @@ class MixedPrecision(ResumedTraining):
         self.guard.batches_per_step = self._aggregation_frequency
         self._trial: pytorch.PyTorchTrial | None = None
         self._newest: NewestBatch | None = None
-        self._model_hooks: list[RemovableHandle] = []
         self._patches = ExitStack()
         self._counted_batch: int | None = None
         setattr(context, _ATTRIBUTE, self)
@@ -206,12 +204,12 @@ class MixedPrecision(ResumedTraining):
         self._begin()
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
-            precision = self.settings.precision
-            warn_of_slow_operations(precision, self.device)
+            warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
             average_at_once(self._context)
-            self._model_hooks += share_gradients_once(self._context, self._is_update_batch)
+            for hook in share_gradients_once(self._context, self._is_update_batch):
+                self._patches.callback(hook.remove)
         if self.scaler.is_enabled():
             modes = pytorch.LRScheduler.StepMode
             by_step = modes.STEP_EVERY_BATCH, modes.STEP_EVERY_OPTIMIZER_STEP
@@ -241,10 +239,9 @@ class MixedPrecision(ResumedTraining):
                 schedule.validated(float(metrics[name]))
 
     def on_trial_shutdown(self) -> None:
-        for hook in (*self._hooks.values(), *self._model_hooks):
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._model_hooks.clear()
         self._patches.close()
         self._newest = None
 
