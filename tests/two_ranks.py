@@ -6,6 +6,7 @@ ranks are forks of a process that has imported it; `test_strangers.py` starts so
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -48,6 +49,13 @@ from tests.trials import (
     weigh,
     weigh_two,
 )
+
+# What a run imports only when it needs it; each rank would import it again.
+for module in (
+    *("determined_amp.local.run", "functorch.compile", "sklearn.model_selection"),
+    *("torch._dynamo.repro.after_aot", "torch.utils.tensorboard", "trials.mlp"),
+):
+    importlib.import_module(module)
 
 # Rows are dealt in turn: rank 0 gets the first of each pair. It overflows in the second batch.
 ROWS = [ONE, ONE, INF, ONE, ONE, [3.0, 3.0]]
@@ -310,3 +318,4 @@ def main(rank: int, folder: Path) -> None:
 if __name__ == "__main__":
     ranks: Any = start_processes  # torch has no types here
     ranks(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")
+    os._exit(0)  # Python's teardown takes seconds once torch is imported
