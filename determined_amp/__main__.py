@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.errors import NO_RETRY, exit_status
+from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.logs import surviving_closed_output
 
 # By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_surroundings(words: Sequence[str]) -> None:
-    """Raise for an empty argument, which is a variable that is not set, and without a directory."""
+    """Raise for an empty argument, which is a variable that is not set, and without a folder."""
     for before, word in zip(["", *words], words, strict=False):
         if not word or re.fullmatch(r"--[\w-]+=", word):
             where = f" after {before}" if before and not word else ""
@@ -116,6 +117,8 @@ def _check_surroundings(words: Sequence[str]) -> None:
     # `python -m` puts the working directory on the path; an installed script does not.
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+    with temporary_folder():  # torch, Determined and multiprocessing have a traceback instead
+        pass
 
 
 def run() -> NoReturn:

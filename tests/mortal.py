@@ -47,6 +47,15 @@ class PidTrial(MLPTrial):
             file.write(f"{os.getpid()}\n")
 
 
+class LeavingTrial(MLPTrial):
+    """Makes a folder in the current directory, and goes there."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        Path("away").mkdir(exist_ok=True)
+        os.chdir("away")
+
+
 class OverflowingTrial(MLPTrial):
     """The forward overflows in float16, whatever the loss scale."""
 

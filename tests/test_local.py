@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,13 @@ def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+class SilentError(Exception):
+    """Its text cannot be made."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     def fail() -> None:
         raise error
@@ -254,6 +262,7 @@ class TestRecordOfTheEnd:
                 "failed",
                 "not enough memory: a list",
             ),
+            (raising(SilentError()), SilentError, "", "failed", "SilentError"),
             # Determined ends the process then, by an exception without a word.
             (raising(det.InvalidHP("too wide")), UserError, "^too wide$", "invalid", "too wide"),
             *(
@@ -267,7 +276,7 @@ class TestRecordOfTheEnd:
                 for status in (0, 3)
             ),
         ],
-        ids=["interrupt", "error", "file", "memory", "invalid", "exit 0", "exit 3"],
+        ids=["interrupt", "error", "file", "memory", "no text", "invalid", "exit 0", "exit 3"],
     )
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self,
@@ -281,8 +290,9 @@ class TestRecordOfTheEnd:
         reason: str,
     ) -> None:
         self.planted(monkeypatch, do)
-        with pytest.raises(error, match=words):
+        with pytest.raises(error) as raised:
             training.run_small("mlp/fp32.yaml", tmp_path)
+        assert not words or raised.match(words)
         recorded, why, batches = training.end(tmp_path)
         assert (recorded, batches) == (state, 4)
         assert why.startswith(reason)
@@ -290,6 +300,15 @@ class TestRecordOfTheEnd:
         log = (tmp_path / "log.txt").read_text()
         assert "Traceback (most recent call last)" in log
         assert f"in {do.__name__}" in log
+
+    def test_run_whose_trial_makes_errors_of_warnings_is_recorded_as_completed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What Determined uses for `.detignore` warns when a checkpoint is saved."""
+        self.planted(monkeypatch, lambda: warnings.simplefilter("error"))
+        with warnings.catch_warnings():
+            training.run_small("mlp/fp32.yaml", tmp_path)
+        assert training.end(tmp_path)[0] == "completed"
 
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +344,14 @@ class TestRecordOfTheEnd:
         assert kept == ["batch-00000004", "batch-00000012"]
         assert Resume.latest(tmp_path) == Resume("batch-00000004", 4)
 
+    def test_number_beyond_float32_is_a_sentence_with_its_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.weight_decay=1.0e+39")
+        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
+        assert "a number is beyond float32, which ends at 3.4e38 (" in capsys.readouterr().err
+        assert "mlp.py, line " in training.end(tmp_path)[1]
+
     def test_end_by_the_guard_is_recorded_with_its_sentence(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -348,6 +375,27 @@ class TestRunInsideTheRepository:
         assert {path.name for path in tmp_path.iterdir()} == {"venv", "runs"}
         assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mlp-bf16"]
         assert not list(tmp_path.rglob("checkpoints/**/big"))
+
+    def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The code of a checkpoint is that of the directory where the run began, too."""
+        made, elsewhere = MLPTrial.__init__, tmp_path / "elsewhere"
+
+        def make(trial: Any, context: Any) -> None:
+            made(trial, context)
+            os.chdir(elsewhere)
+
+        (elsewhere / "trials").mkdir(parents=True)
+        (elsewhere / "trials" / "other.py").touch()
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setattr(MLPTrial, "__init__", make)
+        assert train.main([*training.arguments("mlp/bf16.yaml"), "--run-folder", "run"]) == 0
+        assert training.end(tmp_path / "here" / "run")[0] == "completed"
+        assert "run folder: run\n" in capsys.readouterr().out
+        assert [path.name for path in elsewhere.iterdir()] == ["trials"]
+        assert not list(tmp_path.rglob("other.py"))[1:]
 
 
 class TestMistakes:
@@ -421,7 +469,7 @@ def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()
     display = Display("x [/b] [red]", Console(file=text, width=100))
-    display.on_start(Mock(path="runs/[/b]"), Mock(answer=None))
+    display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
     display.on_end(None, stopped=False)
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()

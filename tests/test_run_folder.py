@@ -77,6 +77,17 @@ class TestRefusedResume:
         assert change.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err + change
         assert content(run) == before
 
+    def test_resume_with_a_damaged_record_changes_nothing(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (run / "run.json").write_text("5")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write("{]\n")  # a resume that trains drops it
+        before = content(run)
+        assert door.main(["train", "--resume", str(run)]) == 2
+        assert "run.json: " in capsys.readouterr().err
+        assert content(run) == before
+
     def test_run_can_be_resumed_after_a_refused_resume(self, run: Path) -> None:
         wrong = ["--config", "hyperparameters.hidden_features=24"]
         assert door.main(["train", "--resume", str(run), *wrong]) == 2
@@ -323,7 +334,9 @@ def test_link_to_nowhere_above_a_new_run_is_a_sentence(tmp_path: Path) -> None:
         fresh_folder(tmp_path / "runs", "a")
 
 
-@pytest.mark.parametrize("command", ["find", "score", "audit"])
+@pytest.mark.parametrize(
+    "command", ["train", "audit", "find", "score", "compare", "check", "search", "report"]
+)
 def test_machine_without_a_temporary_folder_is_a_sentence(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

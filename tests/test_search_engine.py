@@ -467,6 +467,15 @@ def test_worker_starts_with_torch_imported() -> None:
     assert {"torch._dynamo", "determined_amp.search.workers", "trials.mlp"} <= imported
 
 
+def test_trial_that_changes_the_directory_leaves_the_next_one_where_it_was(tmp_path: Path) -> None:
+    leaving = "hyperparameters.trial=tests.mortal:LeavingTrial"
+    search = searching.run(
+        tmp_path, "loss_scale_grid.yaml", *searching.THREE_SCALES, *searching.SHORT, leaving
+    )
+    assert {run.state for run in search.runs} == {RunState.COMPLETED}
+    assert not list((tmp_path / "away").iterdir())
+
+
 def test_failures_of_one_kind_are_alike_whatever_their_numbers() -> None:
     first = "runs/a/trials/0001/x: No space left (errno 28)"
     assert _kind(first) == _kind(first.replace("0001", "0002"))

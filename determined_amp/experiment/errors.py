@@ -66,10 +66,15 @@ _FAULTS_IN_16_BITS = (
 
 @contextmanager
 def limits_of_the_machine() -> Iterator[None]:
-    """Raise a `UserError` for sizes that do not fit in memory."""
+    """Raise a `UserError` for sizes that do not fit in memory, and numbers beyond float32."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:  # a TypeError for a size above 2^63
+        if "to type float without overflow" in str(error):
+            raise UserError(
+                f"a number is beyond float32, which ends at 3.4e38{_place(error)}; allowed: "
+                "smaller ones, of hyperparameters such as learning_rate and weight_decay, too"
+            ) from error
         if not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         raise UserError(

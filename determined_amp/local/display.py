@@ -79,7 +79,7 @@ class Display(RunListener):
         self._progress = progress_bar(console, "batches")
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
-        self._folder = folder.path
+        self._folder = folder.shown
         if not self._console.quiet:
             stop.answer = (
                 "stopping at the next report, with a checkpoint; Ctrl-C once more stops at once"

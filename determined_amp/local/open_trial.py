@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ def outcome(error: BaseException) -> tuple[RunState, str]:
         return RunState.INVALID, str(error)
     if isinstance(error, UserError):
         return RunState.FAILED, str(error)
-    return RunState.FAILED, ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    lines = []
+    with suppress(Exception):  # the text of a user's error may fail itself
+        lines = str(error).splitlines()
+    return RunState.FAILED, ": ".join([type(error).__name__, *lines[:1]])
 
 
 def trial_context(

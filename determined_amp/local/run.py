@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -66,10 +67,11 @@ class RunRecorder(RunListener):
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         self._total = total_batches
         if self._resumed:
-            self._folder.forget_metrics_after(first_batch)
+            # First, since it refuses a damaged record.
             run = self._folder.describe(
                 self._experiment, first_batch=first_batch, slots=self._slots
             )
+            self._folder.forget_metrics_after(first_batch)
             _warn_of_changes(run)
 
     def on_report(self, line: Mapping[str, Any]) -> None:
@@ -127,6 +129,7 @@ class LocalController(SafeController):
         length: Length of the whole run.
         listeners: Notified when the training starts.
         first_batch: Number of batches that earlier processes trained.
+        directory: Where the run began; the user's code is there.
         fitted: The arguments that `Trainer.fit` gives to the controller.
     """
 
@@ -136,6 +139,7 @@ class LocalController(SafeController):
         length: Length,
         listeners: Sequence[RunListener],
         first_batch: int,
+        directory: Path,
         **fitted: Any,
     ) -> None:
         fitted["steps_completed"] = first_batch
@@ -149,6 +153,7 @@ class LocalController(SafeController):
         super().__init__(**fitted)
         self._length = length
         self._listeners = listeners
+        self._directory = directory
 
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
@@ -181,7 +186,7 @@ class LocalController(SafeController):
         storage = self.core_context.checkpoint
         assert isinstance(storage, LocalCheckpoints)
         storage.finite = _are_finite(self.context.models)
-        with patched(util, "write_user_code", _copy_user_code):
+        with patched(util, "write_user_code", partial(_copy_user_code, self._directory)):
             super()._save(path)
 
 
@@ -241,7 +246,7 @@ def train(
                 train=reports or core.DummyTrainContext(folder.tensorboard),
             )
             logged = logging_to(folder.log if chief else None, console)
-            loop = partial(LocalController, experiment, length, notified, first_batch)
+            loop = partial(LocalController, experiment, length, notified, first_batch, Path.cwd())
             with (
                 logged,
                 core_context,
@@ -283,21 +288,22 @@ def _are_finite(models: Sequence[nn.Module]) -> bool:
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
-def _copy_user_code(path: Path, on_cluster: bool) -> None:
+def _copy_user_code(here: Path, path: Path, on_cluster: bool) -> None:
     """Copy the code that `determined.pytorch.load_trial_from_checkpoint_path` needs.
 
-    These are the modules imported from the working directory, and all Python files of the packages
+    These are the modules imported from the directory `here`, and all Python files of the packages
     imported from there. Files that `.detignore` excludes, data, environments and installed packages
     are not copied.
     """
-    here = Path.cwd()
     # Compare strings: `Path` objects of thousands of modules would take longer than the copy.
     inside, tops = f"{here}{os.sep}", set[str]()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
         if file.startswith(inside) and file.endswith(".py"):
             tops.add(file[len(inside) :].split(os.sep, 1)[0])
-    ignored = detignore.make_shutil_ignore(here)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an error, if the trial or PYTHONWARNINGS says so
+        ignored = detignore.make_shutil_ignore(here)
 
     def no_code(folder: str, names: list[str]) -> set[str]:
         kept = (n for n in names if n.endswith(".py") or (Path(folder) / n).is_dir())

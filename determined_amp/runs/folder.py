@@ -104,11 +104,18 @@ class RunError(UserError):
 class RunFolder:
     """Paths and files of one run; the folder is made if it does not exist.
 
+    Args:
+        path: Relative to the current directory, which the trial may change later.
+
+    Attributes:
+        shown: The path as it was given.
+
     Raises:
         FolderError: if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
+        self.shown, path = path, path.absolute()
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
@@ -118,7 +125,7 @@ class RunFolder:
         self.record = path / _RECORD
         self._made = _missing(path)
         try:
-            str(path.absolute()).encode()
+            str(path).encode()
         except UnicodeEncodeError as error:  # TensorBoard writes into no other
             raise FolderError(f"{str(path)!a} is no name in UTF-8; allowed: one that is") from error
         try:
@@ -211,7 +218,7 @@ class RunFolder:
         Raises:
             FolderInUseError: if another process writes here.
         """
-        with lock(self.path, "this run", wait=wait):
+        with lock(self.shown, "this run", wait=wait):
             yield
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:

@@ -136,7 +136,6 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     # Data loader processes are forks, as in a training without a search. With the fork server they
     # would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
-    os.chdir(directory)  # multiprocessing uses the directory in which it was imported
     _share_machine(slot, workers)
 
     def go_on(validation: Validation) -> bool:
@@ -155,6 +154,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
             job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
+        os.chdir(directory)  # the trial before, or what imported multiprocessing, was elsewhere
         with surviving_closed_output():
             result = run_trial(job, go_on, on_first_batch)
         try:
