@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import errno
 import importlib
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -91,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{command} needs {error.name}, which is not installed; {add}"
             ) from error
 
+    sys.unraisablehook = _interrupt_again
     try:
         with surviving_closed_output() as output:
             status = exit_status(run, before)
@@ -102,6 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     print(f"{command}: standard output cannot be written: {lost.strerror}", file=sys.stderr)
     return 2
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Take up a Ctrl-C that came while Python freed an object, where it has no effect."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()  # after what is being freed
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _check_surroundings(words: Sequence[str]) -> None:

@@ -245,6 +245,21 @@ def test_ctrl_c_is_a_word_and_no_traceback(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_ctrl_c_while_an_object_is_freed_is_not_lost() -> None:
+    program = (
+        "import signal, sys, time, weakref; from determined_amp import __main__ as door\n"
+        "def command(arguments):\n"
+        "    thing = type('Thing', (), {})()\n"
+        "    kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "    del thing\n"
+        "    time.sleep(10)\n"
+        "sys.modules['determined_amp.cli.audit'] = type('', (), {'main': command})\n"
+        "sys.exit(door.main(['audit']))"
+    )
+    ended = training.outcome("-c", program)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: Sequence[str]) -> int:
         raise RuntimeError("a bug")
