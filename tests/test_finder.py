@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,8 @@ from determined_amp.finder.passes import Prediction, observe, predict
 from determined_amp.finder.verdict import Finding, Verdict, choice_of, find
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import in_training
-from tests.loss_scale import (
-    ALL,
-    Context,
-    Trial,
-    config,
-    looked_at,
-    skipped_steps,
-)
-from tests.reporting import finding as written
+from tests.loss_scale import ALL, Context, Trial, config, looked_at, skipped_steps
+from tests.reporting import finding as as_json
 from tests.training import ROOT, SMALL, run_small, thin_resnet
 
 Batches = Sequence[FrozenBatch]
@@ -67,25 +61,6 @@ def measured_first_overflow(context: Context, batches: Batches, prediction: Pred
         else:
             works = middle
     return overflows
-
-
-def trained(
-    path: str, overrides: Sequence[str], steps: int, work: Callable[[Context, Batches], None]
-) -> None:
-    """Do `work` with an experiment of this repository after some steps on its first batch."""
-    raw = read_yaml(str(ROOT / "experiment_configs" / path))
-    with open_trial(with_overrides(raw, overrides), path) as found:
-        trial: Any = found.trial
-        train_batch = trial.train_batch  # the finder puts its own in place
-
-        def after_steps(batches: Batches) -> None:
-            for step in range(steps):
-                train_batch(batches[0].batch, 0, step)
-            work(found.context, batches)
-            assert len(batches) == 1
-            assert int(trial.amp.attempted_steps) == steps
-
-        in_training(found.trial, found.context, 1, after_steps)
 
 
 @pytest.fixture(autouse=True)
@@ -114,30 +89,36 @@ class TestPrediction:
         up in float16, as torch has them for the weights of convolutions on a CPU, overflow inside
         some bits earlier. So what counts is the finding's choice, verified by float16 passes.
         """
+        path, overrides = RESNET
+        raw = read_yaml(str(ROOT / "experiment_configs" / path))
+        with open_trial(with_overrides(raw, overrides), path) as found:
+            context, train_batch = found.context, found.trial.train_batch
 
-        def work(context: Context, batches: Batches) -> None:
-            prediction, finding = predict(context, batches), find(context, batches)
-            choice = finding.choice_log2
-            assert choice is not None
-            seen = observe(context, batches, choice, prediction)
-            assert not seen.overflow
-            first = choice + math.ceil(seen.backward_headroom_bits)
-            assert abs(first - prediction.first_overflow_log2) <= 2
-            assert observe(context, batches, first, prediction).overflow
+            def work(batches: Batches) -> None:
+                for step in range(steps):
+                    train_batch(batches[0].batch, 0, step)
+                prediction, choice = predict(context, batches), find(context, batches).choice_log2
+                assert choice is not None
+                seen = observe(context, batches, choice, prediction)
+                assert not seen.overflow
+                first = choice + math.ceil(seen.backward_headroom_bits)
+                assert abs(first - prediction.first_overflow_log2) <= 2
+                assert observe(context, batches, first, prediction).overflow
 
-        trained(*RESNET, steps, work)
+            in_training(found.trial, context, 1, work)
 
-    @pytest.mark.parametrize("share", [0.01, 0.1])
     @pytest.mark.parametrize("steps", [0, 10])
     @pytest.mark.parametrize("trial", ADD_UP_IN_FLOAT32)
     def test_scale_that_flushes_a_share_is_right_within_one_bit(
-        self, trial: Trial, steps: int, share: float
+        self, trial: Trial, steps: int
     ) -> None:
         def work(small: SmallTrial, context: Context, batches: Batches) -> None:
             prediction = predict(context, batches)
-            low = prediction.smallest_scale_log2(share)
-            above, below = (observe(context, batches, s, prediction) for s in (low + 1, low - 2))
-            assert above.flushed_share <= share < below.flushed_share
+            for share in (0.01, 0.1):
+                low = prediction.smallest_scale_log2(share)
+                above = observe(context, batches, low + 1, prediction)
+                below = observe(context, batches, low - 2, prediction)
+                assert above.flushed_share <= share < below.flushed_share
 
         looked_at(trial, work, steps=steps)
 
@@ -160,7 +141,7 @@ class TestPrediction:
 class TestRule:
     @pytest.mark.parametrize("trial", ALL)
     def test_choice_trains_twenty_steps_without_a_skip(self, trial: Trial) -> None:
-        found = finding(trial, batches=4)
+        found = found_in_four(trial)
         assert found.choice_log2 is not None
         assert skipped_steps(trial, 20, init_scale=2.0**found.choice_log2) == 0
 
@@ -194,18 +175,25 @@ class TestRule:
 
     def test_two_bits_more_do_skip(self) -> None:
         """The control."""
-        found = finding(SummedLoss, batches=4)
+        found = found_in_four(SummedLoss)
         assert skipped_steps(SummedLoss, 20, init_scale=2.0 ** (found.top_log2 + 2)) >= 2
 
     def test_expected_skips_are_those_of_a_training(self) -> None:
-        found = finding(SummedLoss, batches=4)
+        found = found_in_four(SummedLoss)
         assert found.expected_skips(16) == skipped_steps(SummedLoss, 20, init_scale=2.0**16) > 0
 
 
-def finding(trial: Trial, batches: int = 2, steps: int = 0) -> Finding:
-    return looked_at(
-        trial, lambda _, context, frozen: find(context, frozen), batches=batches, steps=steps
-    )
+def finding(trial: Trial, batches: int = 2, steps: int = 0, **hyperparameters: float) -> Finding:
+    def work(small: SmallTrial, context: Context, frozen: Batches) -> Finding:
+        return find(context, frozen)
+
+    return looked_at(trial, work, batches=batches, steps=steps, **hyperparameters)
+
+
+@cache
+def found_in_four(trial: Trial) -> Finding:
+    """In the first four batches of a trial as it is."""
+    return finding(trial, batches=4)
 
 
 def thirty_eight_layers(trial: object) -> nn.Module:
@@ -226,30 +214,32 @@ class TestVerdict:
         ],
     )
     def test_verdict_of_the_small_trials(self, trial: Trial, verdict: Verdict) -> None:
-        found = finding(trial)
+        """Each of the forty layers of `DeepPlain` shrinks the gradient: it has no window.
+
+        The first ones train on what the last ones overflow at.
+        """
+        found = found_in_four(trial)
         assert found.verdict is verdict
+        assert (found.window_bits < 0) == (verdict is Verdict.BF16)
         default = verdict is Verdict.DEFAULT
         assert found.choice_log2 == choice_of(found.low_log2, found.top_log2)
         assert (found.low_log2 <= 16 <= found.top_log2) == default
 
     def test_gradients_that_the_default_flushes_need_a_scale_of_their_own(self) -> None:
-        found = looked_at(
-            TinyLoss, lambda _, context, frozen: find(context, frozen), global_batch_size=64
-        )
+        found = finding(TinyLoss, global_batch_size=64)
         assert found.verdict is Verdict.SCALE
         assert found.low_log2 > 16
 
-    def test_forty_layers_without_normalisation_have_no_window(self) -> None:
-        """Each shrinks the gradient: the first ones train on what the last ones overflow at."""
-        found = finding(DeepPlain)
-        assert found.window_bits < 0
-
-    def test_islands_are_modules_of_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_islands_are_modules_of_the_model_beside_those_of_the_yaml(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
         found = finding(DeepPlain)
         assert found.verdict is Verdict.ISLANDS
         assert set(found.islands) <= set(dict(thirty_eight_layers(None).named_modules()))
-        assert found.islands
+        run = FinderRun("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
+        patterns = ["^0$", f"^{found.islands[0]}$"]
+        assert yaml_changes(FoundScale(found, run))["fp32_modules"] == patterns
 
     def test_forward_overflow_names_the_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def make_model(trial: SmallTrial) -> nn.Module:
@@ -277,23 +267,14 @@ class TestVerdict:
         assert finding(SummedLoss, steps=12).hidden_modules == ()  # 2^16 skips the first seven
 
 
-class TestIslands:
-    def test_patterns_in_the_yaml_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
-        found = finding(DeepPlain)
-        run = FinderRun("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
-        patterns = ["^0$", f"^{found.islands[0]}$"]
-        assert yaml_changes(FoundScale(found, run))["fp32_modules"] == patterns
-
-
 class TestJson:
     def test_prediction_is_that_of_the_scale_or_of_the_power_of_two_below_it(self) -> None:
-        found = FoundScale.from_json(written(low=-6, top=18), "").finding
+        found = FoundScale.from_json(as_json(low=-6, top=18), "").finding
         assert [found.at(scale).scale_log2 for scale in (-7, -6.5, 18.9, 19)] == [-7, -7, 18, 19]
         assert [found.at(scale).scale_log2 for scale in (-99, 99)] == [-16, 48]
 
     @pytest.mark.parametrize(
-        "broken", [[], {}, {**written(), "predicted": 3}, {**written(), "modules": [{}]}, None]
+        "broken", [[], {}, {**as_json(), "predicted": 3}, {**as_json(), "modules": [{}]}, None]
     )
     def test_foreign_json_is_a_sentence(self, broken: Any) -> None:
         with pytest.raises(LossScaleError, match=r"x.json: is not a finding.*determined_amp find"):
@@ -305,22 +286,20 @@ class TestCommand:
     def _in_the_repository(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(ROOT)
 
-    def test_prints_window_verdict_and_lines(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert finder.main(["experiment_configs/mlp/amp.yaml", *small()]) == 0
+    def test_prints_window_verdict_and_lines_and_writes_json(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        data = tmp_path / "finding.json"
+        arguments = ["experiment_configs/mlp/amp.yaml", *small(), "--json", str(data)]
+        assert finder.main(arguments) == 0
         printed = capsys.readouterr().out
-        assert "safe window: 2^" in printed
         assert "verdict: default is fine" in printed
         lines = yaml.safe_load(printed[printed.index("hyperparameters:") :])
         top = int(re.findall(r"safe window: 2\^-?\d+ to 2\^(\d+)", printed)[0])
         assert lines == {"hyperparameters": {"amp": {"init_scale": 2.0 ** (top - 6)}}}
-
-    def test_writes_json(self, tmp_path: Path) -> None:
-        data = tmp_path / "finding.json"
-        arguments = ["experiment_configs/mlp/amp.yaml", *small(), "--json", str(data)]
-        assert finder.main(arguments) == 0
-        finding = json.loads(data.read_text())
-        assert finding["verdict"] == "default is fine"
-        assert sum(sum(m["values_by_log2"].values()) for m in finding["modules"]) > 0
+        written = json.loads(data.read_text())
+        assert written["verdict"] == "default is fine"
+        assert sum(sum(m["values_by_log2"].values()) for m in written["modules"]) > 0
 
     def test_users_own_trial_is_told_what_to_give_its_scaler(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
