@@ -364,6 +364,13 @@ HIGH: dict[str, Any] = {
 }
 
 
+def test_headroom_is_that_of_the_scaled_gradient_after_the_clip_has_unscaled_it() -> None:
+    made = OneWeight(**HIGH)
+    made.backward(1.0)
+    headroom = math.log2(65504) - math.log2(HIGH["init_scale"])
+    assert made.amp.report()["watch_headroom_bits"] == pytest.approx(headroom)
+
+
 class TestGuard:
     def test_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
         made = OneWeight(**HIGH)

@@ -73,7 +73,6 @@ class AppliedStepSchedule:
         self._said: set[str] = set()
         self._skips = skips
         self._skipped: int | None = None
-        self._placed = False
 
     def move(self, attempted: int, applied: torch.Tensor | int) -> None:
         """Put the values of the next step into the optimizer's groups.
@@ -93,10 +92,9 @@ class AppliedStepSchedule:
         """
         self._refuse_other_hands()
         simulation = self._simulation
-        if self._placed and simulation.constant and not simulation.is_behind(attempted):
+        if simulation.constant and not simulation.is_behind(attempted):
             self._say_end(self._step_on_host(attempted, applied))
             return
-        self._placed = True
         while simulation.is_behind(attempted):
             self._tabulate(simulation.extend())
             self._refuse_to_stand_still()
