@@ -23,7 +23,7 @@ from determined_amp.comparison import CompareError, PilotResults
 from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
-from determined_amp.pilots import BATCHES, Pilot
+from determined_amp.pilots import BATCHES, REPORTING_PERIOD, Pilot
 from determined_amp.report.precision_report import write_report
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search, read_search
@@ -204,7 +204,7 @@ class TestSlowStart:
         monkeypatch.syspath_prepend(str(tmp_path))
 
     def pilot(self, trial: str, tmp_path: Path) -> tuple[Pilot, list[str]]:
-        raw = in_precision(experiment(trial), "fp32")
+        raw = in_precision(experiment(trial), "fp32") | {"scheduling_unit": REPORTING_PERIOD}
         lines: list[str] = []
         folder = tmp_path / "pilot"
         return pilots.train_briefly(raw, Precision.FP32, folder, lines.append), lines
