@@ -560,7 +560,10 @@ def lied(lie: Fault, status: int, said: str) -> tuple[int, str]:
     }
     if lie.how not in SAID:
         return int(lie.how) if lie.how.isdecimal() else status, others.get(lie.how, said)
-    tree = json.loads(said)
+    try:
+        tree = json.loads(said)
+    except ValueError:  # another lie has made it something else
+        return status, said
     places = [
         (section, key)
         for section in _sections(tree)
