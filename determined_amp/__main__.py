@@ -11,11 +11,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 from determined_amp.amp.errors import UserError
+from determined_amp.amp.patched import patched
 from determined_amp.experiment.errors import NO_RETRY, exit_status
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.logs import surviving_closed_output
@@ -93,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{command} needs {error.name}, which is not installed; {add}"
             ) from error
 
-    sys.unraisablehook = _interrupt_again
+    hook = partial(_interrupt_again, sys.unraisablehook)
     try:
-        with surviving_closed_output() as output:
+        with patched(sys, "unraisablehook", hook), surviving_closed_output() as output:
             status = exit_status(run, before)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -107,12 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Take up a Ctrl-C that came while Python freed an object, where it has no effect."""
+def _interrupt_again(
+    hook: Callable[[sys.UnraisableHookArgs], object], lost: sys.UnraisableHookArgs
+) -> None:
+    """Take up a Ctrl-C that came while Python freed an object, where it has no effect.
+
+    All else is for `hook`, which was there before.
+    """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         threading.Timer(0.1, _thread.interrupt_main).start()  # after what is being freed
     else:
-        sys.__unraisablehook__(lost)
+        hook(lost)
 
 
 def _check_surroundings(words: Sequence[str]) -> None:
