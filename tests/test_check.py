@@ -22,6 +22,7 @@ from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.data import DataLoader, TensorDataset
 
 from determined_amp import __main__ as door
@@ -1038,6 +1039,7 @@ def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
     with watching(overflows=()):
         watched = test_amp_examples.clipped()
     assert [dict(vars(owner)) for owner in owners] == before
+    assert not function_modes()  # type: ignore[no-untyped-call]
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 

@@ -58,10 +58,11 @@ class Averages:
     def __init__(self, spies: Spies) -> None:
         self._spies = spies
         self._before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
-        self._lines: Any = None
+        self._modes: list[_Lines] = []  # entered; at most the last one is in use
 
     def begin(self, moved: bool) -> None:
         """A step was skipped; `moved` tells whether an earlier one was not."""
+        self._leave()
         if not moved or self._before:
             return
         self._before = [
@@ -70,16 +71,16 @@ class Averages:
         ]
         if self._before:
             alive = (reference() for reference, _, _ in self._before)
-            self._lines = _Lines({_address(tensor) for tensor in alive if tensor is not None})
-            self._lines.__enter__()
+            lines = _Lines({_address(tensor) for tensor in alive if tensor is not None})
+            lines.__enter__()  # type: ignore[no-untyped-call]
+            self._modes.append(lines)
 
     def compare(self) -> None:
         """Note whether one has moved since the skipped step."""
+        lines = list(self._modes[-1].found) if self._modes else []
+        self._leave()
         if not self._before:
             return
-        lines, self._lines = self._lines, None
-        if lines is not None and _innermost() is lines:
-            lines.__exit__(None, None, None)
         before, self._before = self._before, []
         moved = replaced = 0
         known = {id(reference()) for reference, _, _ in before}
@@ -94,8 +95,17 @@ class Averages:
             "skipped step",
             moved=moved + replaced,
             of=len(before),
-            lines=list(lines.found) if lines is not None else [],
+            lines=lines,
         )
+
+    def _leave(self) -> None:
+        """Leave the modes, as far as that can be done here.
+
+        A backward is called by the mode that watches it, and that is not there meanwhile.
+        """
+        while self._modes and _innermost() is self._modes[-1]:
+            mode: Any = self._modes.pop()
+            mode.__exit__(None, None, None)
 
     def _is_replaced(
         self, value: torch.Tensor, weights: list[torch.Tensor], known: set[int]
