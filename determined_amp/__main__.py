@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import errno
 import importlib
@@ -117,7 +116,11 @@ def _interrupt_again(
     All else is for `hook`, which was there before.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, _thread.interrupt_main).start()  # after what is being freed
+        # After what is being freed; a signal also ends what the main thread waits for.
+        main_thread = threading.main_thread().ident
+        again = threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT))
+        again.daemon = True
+        again.start()
     else:
         hook(lost)
 

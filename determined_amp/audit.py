@@ -87,7 +87,7 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any], *, by: int) -> None:
         # A closure runs the forward and the backward inside the step, as for LBFGS.
-        if len(args) == 1 and kwargs.get("closure") is None:
+        if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
             self._steps += by
 
     def __torch_dispatch__(

@@ -97,12 +97,11 @@ def _workers_import_once() -> None:
 
 # Files that take longest, started first: workers that end together leave no core idle.
 LONGEST = (
-    *("test_check.py", "test_hostile.py", "test_search_engine.py", "test_compiled.py"),
-    *("test_compare.py", "test_score.py", "test_strangers.py", "test_main.py", "test_finder.py"),
-    *("test_contract.py", "test_processes.py", "test_local.py", "test_benchmarks_gpu.py"),
-    *("test_package.py", "test_schedule.py", "test_finder_edges.py", "test_at_once.py"),
-    *("test_reports.py", "test_reports_precision.py", "test_unmodified.py", "test_flush.py"),
-    *("test_mixed_precision.py", "test_imports.py", "test_any_loop.py", "test_no_sync.py"),
+    *("test_check.py", "test_hostile.py", "test_finder.py", "test_search_engine.py"),
+    *("test_contract.py", "test_strangers.py", "test_compare.py", "test_processes.py"),
+    *("test_score.py", "test_compiled.py", "test_package.py", "test_local.py"),
+    *("test_schedule.py", "test_your_trial.py", "test_reports_precision.py"),
+    *("test_benchmarks_gpu.py", "test_reports.py", "test_run_folder.py"),
 )
 
 

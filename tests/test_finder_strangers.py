@@ -229,11 +229,9 @@ class TestMixedPrecisionOf:
         with open_trial(with_overrides(raw, SMALL), "test") as found:
             yield found
 
-    def test_audit_and_guard_are_off_before_the_loop_starts(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_audit_and_guard_are_off_before_the_loop_starts(self) -> None:
         with self.small() as found:
             amp = found.trial.amp
-            monkeypatch.setattr(amp, "watched", True, raising=False)
+            assert amp.guard.enabled
             seen = in_training(found.trial, found.context, 1, lambda batches: amp.guard.enabled)
         assert seen is False

@@ -146,7 +146,7 @@ class RunFolder:
     @staticmethod
     def new(root: Path, name: str) -> RunFolder:
         """Make the folder of a run that starts now."""
-        above = _missing(root)
+        above = _missing(root.absolute())  # the trial may change the directory
         folder = RunFolder(fresh_folder(root, name))
         folder._made = [folder.path, folder.path.parent, *above]
         return folder
