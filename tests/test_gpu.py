@@ -35,7 +35,9 @@ from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
 from determined_amp.local.audit import audit_here
 from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.local.open_trial import open_trial
 from determined_amp.runs.run import RunState
+from determined_amp.trial.frozen import in_training
 from determined_amp.trial.mixed_precision import MixedPrecision
 from tests import gpu, test_no_sync, training
 from tests.gpu import DEVICE, only_a_gpu_raises, only_a_gpu_shows, sized
@@ -571,16 +573,19 @@ def test_fp32_modules_compute_in_float32_forward_and_backward(precision: Precisi
 
 @pytest.mark.parametrize("steps", [0, 10])
 def test_finder_predicts_the_first_scale_that_overflows(steps: int) -> None:
-    pytest.importorskip("optuna")  # which those tests need, too
-    test_finder: Any = importlib.import_module("tests.test_finder")
+    raw = read_yaml(str(training.ROOT / "experiment_configs/mlp/amp.yaml"))
+    with open_trial(with_overrides(raw, training.SMALL), "mlp") as opened:
+        train_batch: Any = opened.trial.train_batch  # the finder puts its own in place
 
-    def work(context: Any, batches: Any) -> None:
-        prediction = predict(context, batches)
-        first = prediction.first_overflow_log2
-        assert observe(context, batches, first, prediction).overflow
-        assert not observe(context, batches, first - 1, prediction).overflow
+        def work(batches: Any) -> None:
+            for step in range(steps):
+                train_batch(batches[0].batch, 0, step)
+            prediction = predict(opened.context, batches)
+            first = prediction.first_overflow_log2
+            assert observe(opened.context, batches, first, prediction).overflow
+            assert not observe(opened.context, batches, first - 1, prediction).overflow
 
-    test_finder.trained(*test_finder.MLP, steps, work)
+        in_training(opened.trial, opened.context, 1, work)
 
 
 def test_training_skips_its_first_step_from_the_predicted_scale_on() -> None:
