@@ -35,6 +35,7 @@ from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
 from determined_amp.amp.replay import undisturbed
 from determined_amp.amp.settings import Precision
+from determined_amp.amp.tensors import has_closure
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Mapping[str, Any], *, by: int) -> None:
         # A closure runs the forward and the backward inside the step, as for LBFGS.
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+        if not has_closure(args, kwargs):
             self._steps += by
 
     def __torch_dispatch__(

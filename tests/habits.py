@@ -152,7 +152,7 @@ class KeepsNorms(Habit):
 
 class StepsItself(Habit):
     def step(self) -> None:
-        self.optimizer.step()
+        self.optimizer.step(None)
         self.optimizer.zero_grad()
 
 

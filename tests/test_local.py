@@ -23,7 +23,7 @@ from rich.console import Console
 from determined_amp import UserError
 from determined_amp import __main__ as door
 from determined_amp.amp.precision import described
-from determined_amp.cli import train
+from determined_amp.cli import find, train
 from determined_amp.experiment import experiment
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
@@ -380,7 +380,10 @@ class TestRunInsideTheRepository:
     def test_run_stays_in_its_folder_when_the_trial_changes_the_directory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """The code of a checkpoint is that of the directory where the run began, too."""
+        """The code of a checkpoint is that of the directory where the run began, too.
+
+        A finder writes where it was called.
+        """
         made, elsewhere = MLPTrial.__init__, tmp_path / "elsewhere"
 
         def make(trial: Any, context: Any) -> None:
@@ -397,6 +400,9 @@ class TestRunInsideTheRepository:
         assert "run folder: run\n" in capsys.readouterr().out
         assert [path.name for path in elsewhere.iterdir()] == ["trials"]
         assert not list(tmp_path.rglob("other.py"))[1:]
+        arguments = training.arguments("mlp/amp.yaml")
+        assert find.main([*arguments, "--batches", "2", "--json", "scale.json"]) == 0
+        assert (tmp_path / "here" / "scale.json").is_file()
 
 
 class TestMistakes:

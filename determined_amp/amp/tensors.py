@@ -42,6 +42,11 @@ def parameters_in(
     return list(dict.fromkeys([*of_models, *others]))
 
 
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `Optimizer.step`, as its hooks see it, has a closure."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The dense gradients of the parameters that have one."""
     gradients = (parameter.grad for parameter in parameters)
@@ -70,6 +75,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided and not empty, so that its rows can be looked at."""
     is_strided = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
     return is_strided and tensor.numel() > 0
+
+
+def is_stand_in(value: Any) -> bool:
+    """Whether a value is no plain tensor but one that stands for it, as a compiler's fake ones."""
+    dispatch = torch.Tensor.__torch_dispatch__
+    return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

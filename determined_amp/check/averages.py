@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from determined_amp.amp.tensors import is_stand_in
 from determined_amp.check.finding import Where
 from determined_amp.check.record import users_line
 
@@ -62,7 +63,6 @@ class Averages:
 
     def begin(self, moved: bool) -> None:
         """A step was skipped; `moved` tells whether an earlier one was not."""
-        self._leave()
         if not moved or self._before:
             return
         self._before = [
@@ -78,10 +78,10 @@ class Averages:
     def compare(self) -> None:
         """Note whether one has moved since the skipped step."""
         lines = list(self._modes[-1].found) if self._modes else []
-        self._leave()
-        if not self._before:
-            return
         before, self._before = self._before, []
+        self.leave()
+        if not before:
+            return
         moved = replaced = 0
         known = {id(reference()) for reference, _, _ in before}
         known |= {id(value) for _, value, _ in before}
@@ -98,12 +98,12 @@ class Averages:
             lines=lines,
         )
 
-    def _leave(self) -> None:
-        """Leave the modes, as far as that can be done here.
+    def leave(self) -> None:
+        """Leave the modes that nobody reads any more, as far as that can be done here.
 
         A backward is called by the mode that watches it, and that is not there meanwhile.
         """
-        while self._modes and _innermost() is self._modes[-1]:
+        while not self._before and self._modes and _innermost() is self._modes[-1]:
             mode: Any = self._modes.pop()
             mode.__exit__(None, None, None)
 
@@ -148,7 +148,7 @@ def _has_memory(thing: Any) -> bool:
     kind = type(thing)  # an object may claim another class
     if not issubclass(kind, torch.Tensor) or thing.layout is not torch.strided:
         return False
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not is_stand_in(thing)
 
 
 def _similarity(tensor: torch.Tensor, weight: torch.Tensor) -> float:

@@ -573,6 +573,7 @@ class Spies:
         if tracked.pending or norm:  # it has gradients
             tracked.window.steps.append(event)
         tracked.pending, tracked.factor, tracked.used = False, 1.0, tracked.versions()
+        self._averages.leave()
         if skipped and not passes("amp/gradients.py"):
             self._averages.begin(tracked.windows > 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
@@ -59,3 +59,14 @@ def temporary_folder() -> Iterator[Path]:
         ) from error
     with folder as path:
         yield Path(path)
+
+
+@contextmanager
+def directory_kept() -> Iterator[None]:
+    """Come back to the working directory after this block: a trial may leave it."""
+    here = os.getcwd()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it has been removed
+            os.chdir(here)

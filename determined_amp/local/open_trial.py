@@ -18,7 +18,7 @@ from determined import core, pytorch
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
-from determined_amp.experiment.files import temporary_folder
+from determined_amp.experiment.files import directory_kept, temporary_folder
 from determined_amp.finder.advice import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
@@ -129,7 +129,11 @@ def open_trial(
     experiment = parse(config, source, trial=trial)
     folder = None if checkpoint is None else _checkpoint_folder(checkpoint)
     parent, name = (None, None) if folder is None else (folder.parent, folder.name)
-    with translating_invalid_trials(), throwaway_core_context(parent) as core_context:
+    with (
+        directory_kept(),
+        translating_invalid_trials(),
+        throwaway_core_context(parent) as core_context,
+    ):
         context = trial_context(core_context, experiment)
         with faults_of_the_trial():
             yield OpenTrial(trial_of(experiment, context), context, experiment, name)

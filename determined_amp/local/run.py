@@ -23,6 +23,8 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
+from determined_amp.experiment.files import directory_kept
+from determined_amp.experiment.machine import Machine
 from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
@@ -60,17 +62,17 @@ class RunRecorder(RunListener):
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder, self._stop = folder, stop
+        # Before the trial can leave the directory, whose commit is recorded.
+        self._machine = Machine.of_this_process(self._slots)
         if not self._resumed:
             folder.forget_metrics_after(0)
-            folder.describe(self._experiment, slots=self._slots)
+            folder.describe(self._experiment, self._machine)
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         self._total = total_batches
         if self._resumed:
             # First, since it refuses a damaged record.
-            run = self._folder.describe(
-                self._experiment, first_batch=first_batch, slots=self._slots
-            )
+            run = self._folder.describe(self._experiment, self._machine, first_batch=first_batch)
             self._folder.forget_metrics_after(first_batch)
             _warn_of_changes(run)
 
@@ -221,6 +223,7 @@ def train(
     first_batch = resume.batches if resume else 0
     length = experiment.max_length
     with (
+        directory_kept(),
         translating_invalid_trials(),
         process_group() as processes,
         StopOnSignal(processes).listening() as stop,

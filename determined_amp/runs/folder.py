@@ -162,14 +162,14 @@ class RunFolder:
             with suppress(OSError):  # it has other runs
                 path.rmdir()
 
-    def describe(self, experiment: Experiment, *, first_batch: int = 0, slots: int = 1) -> Run:
+    def describe(self, experiment: Experiment, machine: Machine, *, first_batch: int = 0) -> Run:
         """Write what is trained from now on, and that it runs.
 
         Args:
             experiment: What the run trains.
+            machine: Where.
             first_batch: Number of batches trained before. Parts that began later are forgotten,
                 because their batches are trained again.
-            slots: Number of processes.
 
         Returns:
             The run, with the new part.
@@ -178,7 +178,7 @@ class RunFolder:
         part = Part(
             first_batch,
             experiment.settings,
-            Machine.of_this_process(slots),
+            machine,
             datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             sys.argv,
         )

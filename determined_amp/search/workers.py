@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from determined_amp.experiment.experiment import Experiment, parse
+from determined_amp.experiment.machine import Machine
 from determined_amp.finder.advice import FILE_NAME
 from determined_amp.local.checkpoint_storage import (
     DiskError,
@@ -137,6 +138,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     # would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
+    os.chdir(directory)  # what imported multiprocessing was elsewhere
 
     def go_on(validation: Validation) -> bool:
         try:
@@ -154,7 +156,6 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
             job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
-        os.chdir(directory)  # the trial before, or what imported multiprocessing, was elsewhere
         with surviving_closed_output():
             result = run_trial(job, go_on, on_first_batch)
         try:
@@ -208,7 +209,7 @@ def _measure(
     experiment: Experiment, task: Task, folder: RunFolder, listener: _SearchListener
 ) -> None:
     """Score or find the loss scale of a trial, and write what was measured into its folder."""
-    folder.describe(experiment)
+    folder.describe(experiment, Machine.of_this_process())
     logged = logging_to(folder.log, Console(quiet=True))
     with logged, open_trial(experiment.config, experiment.name) as opened:
         if task.verb is Verb.FIND:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import parameters_in, parameters_of
+from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
 from determined_amp.trial.determined_0_38 import (
     ends_step,
     forget_scaler,
@@ -222,7 +222,7 @@ class FromOutside(pytorch.PyTorchCallback):
 
     # Calls of torch.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
         if not self._autocast.training:
@@ -232,8 +232,7 @@ class FromOutside(pytorch.PyTorchCallback):
             drops = True
         elif not amp.scaler.stepping:
             self._own = optimizer
-            has_closure = len(given) > 1 or named.get("closure") is not None
-            self._refuse_own_step(optimizer, has_closure=has_closure)
+            self._refuse_own_step(optimizer, by_closure=has_closure(args, kwargs))
             found = self._begin_step(optimizer)
             if found is not None:
                 amp.scaler.note(optimizer, found)
@@ -261,9 +260,9 @@ class FromOutside(pytorch.PyTorchCallback):
         same = (o for o in self._context.optimizers if set(map(id, parameters_of(o))) == its)
         return next(same, optimizer)
 
-    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, by_closure: bool) -> None:
         scaled = self._gradients is not None
-        if (scaled and has_closure) or (
+        if (scaled and by_closure) or (
             isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
         ):
             raise ConfigError(
@@ -282,7 +281,8 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of the engine that all of torch's backwards use."""
-        if not self._autocast.training or self._autocast.in_backward or _are_traced(args[0]):
+        traced = any(map(is_stand_in, args[0]))  # a compiler traces this backward
+        if traced or not self._autocast.training or self._autocast.in_backward:
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
             raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
@@ -315,12 +315,6 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()
-
-
-def _are_traced(outputs: Iterable[Any]) -> bool:
-    """Whether a compiler traces a backward, with stand-ins for tensors."""
-    dispatch = torch.Tensor.__torch_dispatch__
-    return any(getattr(type(it), "__torch_dispatch__", dispatch) is not dispatch for it in outputs)
 
 
 def _refuse_16_bit_weights(context: pytorch.PyTorchTrialContext) -> None:
