@@ -30,7 +30,7 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         return batch if shared else batch.detach().clone().requires_grad_(batch.requires_grad)
     kind = type(batch)
     if kind is list or kind is tuple:
-        return kind(own_copy(item, shared=shared) for item in batch)
+        return kind([own_copy(item, shared=shared) for item in batch])
     if kind is dict:
         return {key: own_copy(item, shared=shared) for key, item in batch.items()}
     try:

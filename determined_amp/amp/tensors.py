@@ -30,7 +30,11 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def any_gradient(optimizer: Optimizer) -> bool:
     """Whether a parameter of an optimizer has a gradient."""
-    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
+    for group in optimizer.param_groups:  # every step asks: it ends at the first one
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def parameters_in(

@@ -39,9 +39,10 @@ class NewestBatch:
         """Train a batch, and return what the trial returns."""
         self.batch = own_copy(batch, shared=self._changes_batches is False)
         self._indices = {"epoch_idx": epoch_idx, "batch_idx": batch_idx}
-        versions = [(t, t._version) for t in tensors_of(batch) if not t.is_inference()]
+        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
         result = self._train_batch(batch=batch, **self._indices)
-        has_changed = any(tensor._version != before for tensor, before in versions)
+        has_changed = versions != [tensor._version for tensor in tensors]
         self._changes_batches = has_changed or bool(self._changes_batches)
         return result
 
