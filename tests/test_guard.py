@@ -30,6 +30,7 @@ from tests.harness import Context
 from tests.trials import ByHand
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
+WARNS = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
 SOUND = StepReport("", 100, 0, 0, new_applied=100, new_attempted=100)
 
 
@@ -270,6 +271,16 @@ class TestTrouble:
             in_a_row = len(done) - len(done.rstrip("s"))
             judge(watched, counted(done.count("a"), done.count("s"), in_a_row))
 
+    def test_skips_at_the_start_are_a_line_once_a_step_has_been_applied(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A report may end in the middle of them, after a step that was applied."""
+        watched = guard(dataclasses.replace(FP16, max_consecutive_skips=100))
+        judge(watched, counted(1, 8, 2))
+        judge(watched, counted(2, 9))
+        judge(watched, counted(12, 9))
+        assert [int(line.split()[0]) for line in caplog.messages] == [9]
+
     def test_skips_at_the_start_are_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
         watched = guard(dataclasses.replace(FP16, max_consecutive_skips=100))
         watched._guard._scale_at_start = 2.0**100
@@ -328,13 +339,22 @@ class TestTrouble:
     def test_trouble_is_only_said_if_the_settings_want_that(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
-        judge(guard(settings), counted(100, 9, 9))
+        judge(guard(WARNS), counted(100, 9, 9))
         assert "9 optimizer steps in a row" in caplog.text
 
+    def test_cause_of_a_warning_is_looked_for_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        """A replay changes what the trial keeps, such as a queue."""
+        replayed: list[float] = []
+        watched = guard(WARNS, replay=lambda: ((), replayed.append))
+        for _ in range(2):
+            judge(watched, counted(100, 9, 9))
+        first, second = caplog.messages
+        assert replayed == [2.0**16]
+        assert first.endswith("max_consecutive_skips 3. The newest batch alone is finite")
+        assert second.endswith("max_consecutive_skips 3. Its cause is not looked for again")
+
     def test_trouble_of_two_kinds_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        settings = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
-        judge(guard(settings), counted(100, 9, 9), loss_scale=2.0)
+        judge(guard(WARNS), counted(100, 9, 9), loss_scale=2.0)
         assert "at its floor 2 and steps still overflow" in caplog.text
         assert "in a row" not in caplog.text
 
@@ -428,9 +448,47 @@ class TestCause:
         assert trained == [changed] * 3 + [left] * 3 + [changed] * 3
         assert shared == [False, False, False]
 
-    def test_cause_that_is_not_found_is_said(self) -> None:
-        with pytest.raises(GuardError, match=r"in a row .*\. The newest batch alone is finite"):
-            judge(guard(), counted(100, 9, 9))
+    @pytest.mark.parametrize(
+        ("replay", "words"),
+        [(None, "No batch was given"), (((), lambda scale: None), "The newest batch alone is fin")],
+    )
+    def test_cause_that_is_not_found_is_said(self, replay: Any, words: str) -> None:
+        watched = guard(replay=lambda: replay)
+        watched._guard.without_replay = "No batch was given"
+        with pytest.raises(GuardError, match=rf"in a row .*\. {words}"):
+            judge(watched, counted(100, 9, 9))
+
+    @pytest.mark.parametrize(
+        ("start", "now", "words"),
+        [
+            (0.5, 4.0, "look at the inputs"),
+            (0.5, 6.0, "the weights are 12 times as large as at the start: lower learning_rate"),
+            (0.0, 6.0, "look at the inputs"),
+        ],
+    )
+    def test_cause_is_the_growth_of_the_weights_since_the_start(
+        self, start: float, now: float, words: str
+    ) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        weight = nn.init.constant_(model.weight, start)
+
+        def train(scale: float) -> None:
+            (model(torch.ones(1)) * math.inf).sum().backward()
+
+        watched = guard(models=[model], replay=lambda: ((), train))
+        watched.on_training_start()
+        nn.init.constant_(weight, now)
+        with pytest.raises(GuardError, match=f"in a row .* not even in float32; {words}"):
+            judge(watched, counted(100, 9, 9))
+
+    @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
+    def test_growth_of_lazy_weights_is_not_known(self) -> None:
+        model = nn.LazyLinear(1)
+        watched = guard(models=[model], replay=lambda: ((), lambda scale: 1 / 0))
+        watched.on_training_start()
+        nn.Module.__call__(model, torch.ones(1, 1))
+        with pytest.raises(GuardError, match="raised ZeroDivisionError"):
+            judge(watched, counted(100, 9, 9))
 
     def test_cause_is_the_first_that_any_rank_knows(self) -> None:
         watched = guard()
@@ -470,6 +528,37 @@ class TestCause:
         assert weight.grad.item() == 1
 
 
+class TestNoStep:
+    @pytest.mark.parametrize(
+        ("attempted", "batches", "scaled", "warns"),
+        [
+            (0, 4, True, True),
+            (1, 4, True, False),
+            (0, 4, False, False),  # no batch went backward, as in a validation
+            (0, 3, True, False),  # the first window is not full
+        ],
+    )
+    def test_batches_that_go_backward_without_any_step_are_one_line(
+        self,
+        attempted: int,
+        batches: int,
+        scaled: bool,
+        warns: bool,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        core = guard(AmpSettings(Precision.FP32))._guard
+        core.batches_per_step, core._scaler.has_scaled = 4, scaled
+        step = StepReport("", 100, 0, 0, new_applied=0, new_attempted=attempted)
+        core._metrics.latest = Report(1.0, 1.0, (step,))
+        for _ in range(2):
+            core.judge({}, batches)
+        line = (
+            "4 batches went backward, and no optimizer was stepped since the last report: is a "
+            "condition of train_batch never met?"
+        )
+        assert caplog.messages == [line] * warns
+
+
 class TestDrift:
     def test_drift_of_a_scheduler_on_skipped_steps_is_said_once(
         self, caplog: pytest.LogCaptureFixture
@@ -479,11 +568,10 @@ class TestDrift:
         watched.on_training_workload_end({}, {})
         for drift in (0, 3, 5):
             watched.on_training_workload_end({"watch_lr_drift_steps_1": drift, "other": 9}, {})
-        assert "moved on 3 skipped steps" in caplog.text
-        assert caplog.text.count("skipped steps") == 1
-
-
-WARNS = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
+        assert caplog.messages == [
+            "a scheduler of context.wrap_lr_scheduler moved on 3 skipped steps, which left the "
+            "weights alone; amp.wrap_lr_scheduler moves it on applied steps only"
+        ]
 
 
 @pytest.mark.parametrize(
