@@ -471,6 +471,16 @@ class HidesNanOfGradients(Right):
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)  # HERE
 
 
+class ClampsInHooks(Right):
+    """As in many answers to how gradients are clipped."""
+
+    def net(self) -> Any:
+        net = super().net()
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+        return net
+
+
 class SwitchesTf32(Right):
     def step(self) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False  # HERE
@@ -577,6 +587,7 @@ PLANTED: dict[type[Right], str] = {
     HidesNan: "nan_hidden",
     HidesNanOfGradients: "nan_hidden",
     MasksOverflow: "overflow_hidden",
+    ClampsInHooks: "depends_on_scale",
     SwitchesTf32: "tf32",
     AverageMovesOnSkipped: "average_on_skipped",
     ShadowMovesOnSkipped: "average_on_skipped",
