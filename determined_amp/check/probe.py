@@ -25,6 +25,7 @@ from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
 from determined_amp.local.open_trial import trial_context
+from determined_amp.trial.checkpoint import CheckpointError
 from determined_amp.trial.determined_0_38 import (
     SafeController,
     aggregation_frequency,
@@ -106,9 +107,11 @@ def run(probe: Probe) -> Record:
                 checkpoint_policy="none",
                 latest_checkpoint=checkpoints[0] if probe.resumes else None,
             )
+    except CheckpointError:  # it is recorded, as all that a trial raises
+        pass
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the trial raises
+    except (Exception, SystemExit) as error:
         if "made" not in record.states:
             at = f" at {record.raised}" if record.raised else ""
             raise UserError(

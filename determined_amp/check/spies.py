@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from determined_amp.amp.errors import UserError
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
@@ -688,6 +689,8 @@ class Spies:
     def _keep_error(self, error: BaseException) -> None:
         if not isinstance(error, (Exception, SystemExit)):
             return
+        if isinstance(error, UserError):  # a sentence of this library about what the trial raised
+            error = error.__cause__ or error
         trace, where = error.__traceback__, None
         while trace is not None:
             if is_users(trace.tb_frame.f_code.co_filename):
