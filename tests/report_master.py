@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,8 @@ def answering(answer: Callable[[str, str, bytes], tuple[int, str]]) -> Iterator[
             if status in (429, 503):
                 self.send_header("Retry-After", "3600")  # as a proxy says
             self.end_headers()
-            self.wfile.write(body.encode())
+            with suppress(ConnectionError):  # nobody waits for it any more
+                self.wfile.write(body.encode())
 
         do_GET = do_POST = do_PUT = do_PATCH = handle_request  # noqa: N815 - http.server's names
 

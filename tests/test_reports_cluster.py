@@ -278,6 +278,21 @@ def test_hyperparameters_of_a_master_that_are_no_section_are_a_sentence(
         read_experiment(7)
 
 
+@pytest.mark.parametrize("key", ["endIndex", "total", "trials", "pagination"])
+def test_page_of_a_master_without_one_of_its_parts_is_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    answer = master.answer
+
+    def odd(path: str, query: str) -> tuple[int, str]:
+        status, body = answer(path, query)
+        return status, body.replace(f'"{key}"', '"other"') if path.endswith("/trials") else body
+
+    monkeypatch.setattr(master, "answer", odd)
+    with pytest.raises(ReportError, match=r"its answer is not that of Determined 0\.38: "):
+        read_experiment(7)
+
+
 SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base": 2, "count": 2}}}
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
 FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"

@@ -25,7 +25,10 @@ _FIRST_ANSWER = 10
 ANSWER, ALL_ANSWERS = 20, 120
 
 # What Determined's bindings raise if an answer does not look like a master's.
-NONSENSE = (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError)
+NONSENSE = (
+    *(LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError),
+    AssertionError,
+)
 
 
 class MasterError(UserError):
