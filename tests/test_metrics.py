@@ -124,6 +124,14 @@ class TestTrainingMetrics:
         assert missing.isdisjoint(third)
         assert (third["watch_applied_steps"], third["skipped_steps"]) == (3, 1)
 
+    def test_batch_without_a_number_of_samples_counts_as_one(self) -> None:
+        metrics = training_metrics(slots=2)
+        for loss, samples in ((1.0, None), (4.0, 2)):
+            assert metrics.add(torch.tensor(loss), samples) == {"batch_samples": samples or 1}
+        assert (metrics.batches, report_of(metrics)["loss"]) == (2, 3.0)
+        metrics.reset()
+        assert metrics.batches == 0
+
     def test_consecutive_skips_are_those_since_the_newest_applied_step(self) -> None:
         metrics = training_metrics()
         for found_inf in (1.0, 0.0, 1.0, 1.0):

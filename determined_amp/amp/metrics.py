@@ -97,7 +97,6 @@ class TrainingMetrics(StepsOfEach):
         self._scales = scales
         self._loss_sum = DeviceSum(device)
         self._losses = 0
-        self._samples = 0
         self.batches = 0
         self._timed_samples = 0
         self._wait = DataWait(device)
@@ -128,13 +127,12 @@ class TrainingMetrics(StepsOfEach):
             self._loss_sum.add(loss.detach(), weight)
             self._losses += weight
         if not again:
-            self._count(weight, samples)
+            self._count(samples)
         if self._stopwatch.running:
             self._wait.begin()
         return {"batch_samples": float(weight)} if self._slots > 1 else {}
 
-    def _count(self, weight: int, samples: int | None) -> None:
-        self._samples += weight
+    def _count(self, samples: int | None) -> None:
         self.batches += 1
         self._batches_of_process += 1
         if self._batches_of_process == WARMUP_BATCHES:
@@ -157,7 +155,6 @@ class TrainingMetrics(StepsOfEach):
             steps.reset()
         self._losses = 0
         self._wait.reset()
-        self._samples = 0
         self.batches = 0
         self._timed_samples = 0
         self._stopwatch.stop()
