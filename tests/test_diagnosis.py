@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.passes import Pass
@@ -75,12 +76,32 @@ class Steep(nn.Module):
         return last
 
 
-def batch_of(model: nn.Module, x: torch.Tensor) -> Callable[[float], None]:
+class Thrice(Net):
+    """Multiplies three times between its modules, the second time beyond float16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        head: torch.Tensor = self.head(hidden * 2.0 + hidden * 2.0**20 + hidden * 4.0)
+        return head
+
+
+class Checkpointed(Net):
+    """Computes again in the backward what takes a logarithm of 0 that is not used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def between(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + torch.log(torch.zeros_like(hidden)).clamp(min=0.0)
+
+        head: torch.Tensor = self.head(checkpoint(between, self.body(x), use_reentrant=False))
+        return head
+
+
+def batch_of(model: nn.Module, x: torch.Tensor, weight: float = 1.0) -> Callable[[float], None]:
     """Trains mean(model(x)) under float16 autocast."""
 
     def train(scale: float) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(x).float().mean()
+            loss = model(x).float().mean() * weight
         (loss * scale).backward()
 
     return train
@@ -155,6 +176,16 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
         "the output of module body is not finite, not even in float32; the weights are "
         f"{GROWN}no precision helps",
     ),
+    "one of three operations of a name": (
+        *(Thrice(1.0, 1.0), ONES, {}),
+        f"forward overflow in mul of module the model, after module body: largest {LARGE}{SCALE}",
+    ),
+    # 64 / 4 for each of four samples of 2^10.
+    "gradient behind a checkpoint": (
+        *(Checkpointed(2.0**-10, 1.0), torch.full((4, 1), 2.0**10), {"scale": 2.0**6}),
+        "gradient overflow at module body at a loss scale of 64; at 2^5 nothing overflows: lower "
+        'init_scale. What helps, in the YAML: precision: amp_bf16, or fp32_modules: ["^body$"]',
+    ),
     # The head gets 2^8 and hands on 2^18, which it has to cast even if it is in float32.
     "gradient of a module": (
         *(Net(2.0**-10, 2.0**10), ONES, {"scale": 2.0**10}),
@@ -171,6 +202,10 @@ CAUSES: dict[str, tuple[nn.Module, torch.Tensor, dict[str, float], str | None]] 
         *(Steep(), torch.ones(1, 1), {}),
         "gradient overflow at module the model at every loss scale. What helps, in the YAML: "
         "precision: amp_bf16",
+    ),
+    "sample that has made the parameters NaN": (
+        *(Net(math.nan, 1), torch.tensor([[1.0], [math.nan]]), {}),
+        "input 0 of the batch is not finite in samples [1]; fix or remove these samples",
     ),
     "parameter that is lost already": (
         *(Net(math.nan, 1), ONES, {}),
@@ -225,6 +260,12 @@ class TestDiagnosis:
         assert str(found).startswith(
             f"gradient overflow at module {module} at a loss scale of 64; at 2^3 nothing overflows"
         )
+
+    def test_scale_below_one_is_below_the_floor_of_the_settings(self) -> None:
+        """Each of four samples gets 2^18 / 4."""
+        model = Net(1, 1)
+        found = find_cause([model], (), batch_of(model, ONES, 2.0**18), scale=1.0)
+        assert "at 2^-3 nothing overflows: lower init_scale and min_scale. What" in str(found)
 
     def test_overflow_in_the_loss_is_outside_the_model(self) -> None:
         def train(scale: float) -> None:
