@@ -416,6 +416,23 @@ class TestTraining:
         assert train.main(longer) == 0
         assert training.checkpoint(found, 14)
 
+    @pytest.mark.parametrize(
+        "entrypoint",
+        [
+            "python3 -m determined_amp train --trial tests.strangers:make",
+            ["python3", "-m", "determined_amp", "find", "--trial=tests.strangers:make"],
+        ],
+    )
+    def test_trial_is_the_one_that_the_command_of_the_entrypoint_names(
+        self, entrypoint: object
+    ) -> None:
+        """As on a cluster, where the command gets its option, also beside another trial."""
+        for hyperparameters in ({"lr": 0.1}, {"lr": 0.1, "trial": "tests.strangers:BecomesNaN"}):
+            config = {**LEGACY, "entrypoint": entrypoint, "hyperparameters": hyperparameters}
+            parsed = experiment.parse(config, "test")
+            again = experiment.parse(parsed.config, "test")
+            assert parsed.trial == again.trial == "tests.strangers:make"
+
     def test_aggregation_is_averaged_or_not_as_the_configuration_says(self, tmp_path: Path) -> None:
         """Without dropout in the difference: one SGD step of two equal forms, the rate twice."""
         weights = []

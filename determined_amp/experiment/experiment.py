@@ -20,7 +20,6 @@ import dataclasses
 import difflib
 import enum
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.amp.settings import AmpSettings, setting
 from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.fields import is_settings_class, plain, read
 from determined_amp.experiment.plan import (
     ONE_BATCH,
@@ -60,8 +60,6 @@ _SECTIONS = frozenset(
     ]
 )
 
-# Matches an entrypoint that Determined itself imports.
-_LEGACY_ENTRYPOINT = re.compile(r"[\w.]+:[\w.]+")
 _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
 
@@ -262,8 +260,8 @@ def parse(
     Args:
         config: The experiment configuration.
         source: Where it comes from, for the error message.
-        trial: `module:Class` or `module:function`; by default `hyperparameters.trial`, else an
-            entrypoint of that form.
+        trial: `module:Class` or `module:function`; by default the `--trial` of an entrypoint, else
+            `hyperparameters.trial`, else an entrypoint of that form.
         hyperparameters: The hyperparameters that the searcher chose for this trial; by default
             those of `config`. An initial loss scale that was drawn from a range is rounded to the
             nearest power of two: scaling by one is exact.
@@ -415,9 +413,11 @@ def _named_trial(
     entrypoint, name = config.get("entrypoint"), hyperparameters.get("trial")
     if option is not None:
         return option, "--trial"
+    if named := trial_in(entrypoint):
+        return named, "entrypoint"
     if isinstance(name, str):
         return name, "hyperparameters.trial"
-    if isinstance(entrypoint, str) and _LEGACY_ENTRYPOINT.fullmatch(entrypoint):
+    if is_class(entrypoint):
         return entrypoint, "entrypoint"
     text = (
         f"{'missing' if name is None else f'got {name!r}'}; allowed: module:Class of a "

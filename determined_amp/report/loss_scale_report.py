@@ -24,7 +24,6 @@ from determined_amp.report.master_runs import read_finding
 from determined_amp.report.sources import is_experiment
 from determined_amp.runs.run import SCALE, is_scale
 from determined_amp.search.search_folder import Search
-from determined_amp.search.task import Task
 
 NAME = "loss_scale"
 
@@ -214,9 +213,6 @@ def _experiment(search: Search) -> dict[str, Any]:
     constants = flat(search.config["hyperparameters"])
     values = {n: v for n, v in {**constants, **sample}.items() if not isinstance(v, Mapping)}
     kept = {n: value for n, value in values.items() if n != TRIAL_SEED and not is_scale(n)}
-    task = Task.of(search.config)
-    if task is not None and task.trial is not None:
-        plain["entrypoint"] = task.trial
     return {**plain, "hyperparameters": nested(kept)}
 
 

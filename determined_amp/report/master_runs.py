@@ -197,9 +197,7 @@ def _settings(
 ) -> dict[str, Any]:
     """The configuration of one trial with every default filled in, as in a run folder."""
     try:
-        task = Task.of(config)
-        trial = task.trial if task else None
-        return parse(config, origin, trial=trial, hyperparameters=hyperparameters).settings
+        return parse(config, origin, hyperparameters=hyperparameters).settings
     except ConfigError as error:
         raise ReportError(
             f"{error}\nallowed: an experiment of determined_amp train, read where its code is"

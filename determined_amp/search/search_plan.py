@@ -202,12 +202,7 @@ class SearchPlan:
         if self.task.verb is Verb.TRAIN:
             seed = {"experiment_seed": self.drawn_seed(number)}
             config = {**config, "reproducibility": {**config["reproducibility"], **seed}}
-        return parse(
-            config,
-            str(config.get("name", "search")),
-            trial=self.task.trial,
-            hyperparameters=sampled,
-        )
+        return parse(config, str(config.get("name", "search")), hyperparameters=sampled)
 
     def drawn_seed(self, number: int) -> int:
         """A 32-bit seed that depends only on the search's seed and the trial's number."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
 from determined_amp.experiment.dotted import flat, value_at
+from determined_amp.experiment.entrypoint import command_in, is_class
 from determined_amp.runs.run import is_scale
 
 # How many batches are scored, or used by the finder, without `--batches`.
@@ -33,7 +32,6 @@ class Task:
 
     # The command. Determined's own entrypoint of a trial class trains, too.
     verb: Verb
-    trial: str | None = None  # the option `--trial`; None if the configuration names the trial
     batches: int = BATCHES  # the option `--batches` of `score` and `find`
 
     @staticmethod
@@ -43,21 +41,15 @@ class Task:
         Raises:
             ConfigError: if it is no command, or `--batches` is not a number that can be used.
         """
-        words = _words_of(config.get("entrypoint") or "")
-        if len(words) == 1 and ":" in words[0]:
+        entrypoint = config.get("entrypoint") or ""
+        if is_class(entrypoint):
             return Task(Verb.TRAIN)
-        at = words.index("determined_amp") + 1 if "determined_amp" in words else len(words)
-        verb = next((verb for verb in Verb if [verb.value] == words[at : at + 1]), None)
+        command, options = command_in(entrypoint)
+        verb = next((verb for verb in Verb if verb.value == command), None)
         if verb is None:
             return None
-        options = dict(_options(words[at + 1 :]))
-        if verb in (Verb.TRAIN, Verb.COMPARE, Verb.CHECK):
-            return Task(verb, options.get("--trial"))
-        return Task(
-            verb,
-            options.get("--trial"),
-            _batches(options["--batches"]) if "--batches" in options else BATCHES,
-        )
+        counts = verb in (Verb.SCORE, Verb.FIND) and "--batches" in options
+        return Task(verb, _batches(options["--batches"]) if counts else BATCHES)
 
 
 class Topic(enum.Enum):
@@ -84,25 +76,6 @@ class Topic(enum.Enum):
             return Topic.LOSS_SCALES
         is_single = value_at(config, "searcher.name") in (None, "single")
         return Topic.SINGLE_RUN if is_single else Topic.OTHER_SEARCH
-
-
-def _words_of(entrypoint: object) -> list[str]:
-    words = entrypoint
-    if isinstance(entrypoint, str):
-        with suppress(ValueError):  # a quotation mark without its partner
-            words = shlex.split(entrypoint)
-    if isinstance(words, list) and all(isinstance(word, str) for word in words):
-        return words
-    problem = f"got {entrypoint!r}; allowed: a command, as a text or a list of words"
-    raise ConfigError("experiment", [Problem("entrypoint", problem)])
-
-
-def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    """The options `--name value` and `--name=value`."""
-    for word, value in zip(words, [*words[1:], ""], strict=False):
-        name, equals, after = word.partition("=")
-        if name.startswith("--"):
-            yield name, after if equals else value
 
 
 def _batches(text: str) -> int:
