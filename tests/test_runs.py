@@ -35,6 +35,26 @@ def resumed(*changes: dict[str, Any], **machine: Any) -> Run:
     return Run("a", RunState.COMPLETED, parts=tuple(parts))
 
 
+@pytest.mark.parametrize(
+    ("reported", "sampled", "known"),
+    [
+        ({}, 2.0**10, 10.0),
+        ({"init_scale_log2": 8.0}, 200.0, 8.0),  # as it was rounded
+        ({"init_scale_log2": math.inf}, 2.0**10, 10.0),
+        ({}, math.inf, None),
+        ({}, 0.0, None),
+        ({}, "2^10", None),
+        ({}, None, None),
+    ],
+)
+def test_scale_of_a_run_is_finite_or_not_known(
+    reported: dict[str, float], sampled: object, known: float | None
+) -> None:
+    made = Run("a", RunState.COMPLETED, hparams={"amp.init_scale": sampled})
+    made.reports.add("validation", Report(4, reported))
+    assert made.scale_log2 == known or (known is None and math.isnan(made.scale_log2))
+
+
 class TestThinned:
     @pytest.mark.parametrize("count", [0, 1, 7, 8])
     def test_few_items_are_all_kept(self, count: int) -> None:

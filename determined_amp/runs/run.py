@@ -292,14 +292,17 @@ class Run:
 
     @property
     def scale_log2(self) -> float:
-        """log2 of the initial loss scale; NaN if it has none.
+        """log2 of the initial loss scale; NaN if it has none that is finite.
 
         The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
         """
-        if "init_scale_log2" in self.metrics:
-            return self.metrics["init_scale_log2"]
+        reported = self.metrics.get("init_scale_log2", math.nan)
+        if math.isfinite(reported):
+            return reported
         scale = next((value for name, value in self.hparams.items() if is_scale(name)), None)
-        return math.log2(scale) if isinstance(scale, (int, float)) and scale > 0 else math.nan
+        if isinstance(scale, (int, float)) and 0 < scale < math.inf:
+            return math.log2(scale)
+        return math.nan
 
     @property
     def is_scored(self) -> bool:
