@@ -557,7 +557,7 @@ def lied(lie: Fault, status: int, said: str) -> tuple[int, str]:
     others = {
         "html": "<html>\x1b[31m</html>",
         "cut": said[: int(len(said) * lie.at)],
-        "endless": said * 2000,
+        "endless": said * (_ENDLESS // max(len(said), 1) + 1),
     }
     if lie.how not in SAID:
         return int(lie.how) if lie.how.isdecimal() else status, others.get(lie.how, said)
@@ -599,6 +599,7 @@ null 5 -1 0.5 "NaN" "Infinity" -1e308 1e308 1e400 "x" "" [] {} [[1]] true "16" d
 "\u001b]0;x\u0007" "<script>x</script>" 9007199254740993 "STATE_UNKNOWN"
 """)
 SAID += ["1" + "0" * 400, "[" * 300 + "]" * 300]
+_ENDLESS = 10_000_000  # characters of an answer that nobody waits for
 REQUESTS = ("/master", "/login", *("/experiments/7", "/trials", "/trial_metrics", "/runs") * 2)
 
 DAMAGES = _words("cut flip latin line bom number list null empty delete folder link")
