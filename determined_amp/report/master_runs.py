@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MASTER = "DET_MASTER"
 
-# The report that the command `compare` leaves in its checkpoint, and its files.
-_TEXT, _SUFFIXES = "precision.md", (".html", ".json", ".md", ".png")
+# The report that the command `compare` leaves in its checkpoint, beside other files.
+_TEXT = "precision.md"
 
 # Topics of experiments whose trials are not compared by their settings.
 _WITHOUT_SETTINGS = (Topic.FINDING, Topic.LOSS_SCALES)
@@ -126,7 +126,7 @@ def fetch_comparison(number: int, folder: Path) -> str:
         ReportError: if there is no such experiment, or it has no report.
     """
     with _checkpoint(number, _TEXT) as (downloaded, _):
-        paths = (path for path in downloaded.iterdir() if path.suffix in _SUFFIXES)
+        paths = downloaded.glob("precision.*")
         files = {folder / path.name: path.read_bytes() for path in paths}
     write_files(folder, files)
     return files[folder / _TEXT].decode()
