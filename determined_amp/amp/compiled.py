@@ -75,10 +75,10 @@ class _Compiled:
         except RuntimeError as error:
             if not _is_from_compiler(error):
                 raise
-            said, _, _ = str(error).partition("\n\n")  # then torch explains its own settings
+            text, _, _ = str(error).partition("\n\n")  # then torch explains its own settings
             raise CompileError(
                 f"amp.compile: got {self._mode.value}, and torch.compile failed with "
-                f"{type(error).__name__}: {one_line(said)}; allowed: compile: false"
+                f"{type(error).__name__}: {one_line(text)}; allowed: compile: false"
             ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:

@@ -61,8 +61,8 @@ class GuardError(UserError):
 
 def one_line(value: object) -> str:
     """A text or an error on one line, shortened to 240 characters."""
-    said = printable(str(value))
-    return textwrap.shorten(said, 240, placeholder=" ...") or type(value).__name__
+    text = printable(str(value))
+    return textwrap.shorten(text, 240, placeholder=" ...") or type(value).__name__
 
 
 def printable(text: str) -> str:

@@ -98,13 +98,13 @@ def _chosen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     islands: set[str] = set()
     problems = []
     for pattern in patterns:
-        found = _matching(modules, pattern)
-        if isinstance(found, re.error):
-            problems.append(f"got {pattern!r}, which is not a regular expression: {found}")
-        elif not found:
+        matches = _matching(modules, pattern)
+        if isinstance(matches, re.error):
+            problems.append(f"got {pattern!r}, which is not a regular expression: {matches}")
+        elif not matches:
             problems.append(f"got {pattern!r}, which matches no module; {_near(pattern, modules)}")
         else:
-            islands.update(found)
+            islands.update(matches)
     if islands and not _parameters_outside(model, islands):
         problems.append(
             f"got {list(patterns)}, which leave no parameter outside; "
@@ -159,23 +159,23 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
 
 def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
     """Copy what was written into the casts of `as_float32` back to the caller's objects."""
-    given_for = {id(cast): given for given, cast in replaced}
+    original_of = {id(cast): original for original, cast in replaced}
 
     def back(value: Any) -> Any:
-        return given_for.get(id(value), value)
+        return original_of.get(id(value), value)
 
-    for given, cast in replaced:
-        if isinstance(given, torch.Tensor):
+    for original, cast in replaced:
+        if isinstance(original, torch.Tensor):
             if not cast.is_inference() and cast._version:  # in place
-                given.copy_(cast)
-        elif isinstance(given, list):
-            given[:] = map(back, cast)
-        elif isinstance(given, MutableMapping):
-            for key in given.keys() - cast.keys():
-                del given[key]
+                original.copy_(cast)
+        elif isinstance(original, list):
+            original[:] = map(back, cast)
+        elif isinstance(original, MutableMapping):
+            for key in original.keys() - cast.keys():
+                del original[key]
             for key, value in cast.items():
-                if key not in given or given[key] is not back(value):
-                    given[key] = back(value)
+                if key not in original or original[key] is not back(value):
+                    original[key] = back(value)
 
 
 def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:

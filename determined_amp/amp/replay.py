@@ -146,13 +146,13 @@ def float16_as(dtype: torch.dtype | None, *, bfloat16_too: bool = False) -> Iter
     enter = torch.autocast.__enter__
 
     def enter_as(region: torch.autocast) -> Any:
-        given = region.fast_dtype, region._enabled
+        before = region.fast_dtype, region._enabled
         if region._enabled and region.fast_dtype in replaced:
             region.fast_dtype, region._enabled = dtype or region.fast_dtype, dtype is not None
         try:
             return enter(region)  # type: ignore[no-untyped-call]  # torch has no types here
         finally:
-            region.fast_dtype, region._enabled = given
+            region.fast_dtype, region._enabled = before
 
     with patched(torch.autocast, "__enter__", enter_as):
         yield

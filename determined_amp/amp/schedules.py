@@ -70,7 +70,7 @@ class AppliedStepSchedule:
         scheduler.step = self._refuse_step  # type: ignore[method-assign]  # nobody else's now
         self._shown = scheduler._last_lr
         self._table: RateTable | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._skips = skips
         self._skipped: int | None = None
 
@@ -93,7 +93,7 @@ class AppliedStepSchedule:
         self._refuse_other_hands()
         simulation = self._simulation
         if simulation.constant and not simulation.is_behind(attempted):
-            self._say_end(self._step_on_host(attempted, applied))
+            self._warn_of_end(self._step_on_host(attempted, applied))
             return
         while simulation.is_behind(attempted):
             self._tabulate(simulation.extend())
@@ -108,7 +108,7 @@ class AppliedStepSchedule:
             for group, rate in zip(groups, self._table.look_up(applied), strict=False):
                 group["lr"] = rate
         self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
-        self._say_end(step)
+        self._warn_of_end(step)
 
     def _refuse_to_stand_still(self) -> None:
         """Raise if the scheduler raised at its first step: that is a fault, and not its end."""
@@ -122,10 +122,10 @@ class AppliedStepSchedule:
                 ],
             )
 
-    def _say_end(self, step: int) -> None:
+    def _warn_of_end(self, step: int) -> None:
         simulation = self._simulation
         if simulation.end is not None and step > simulation.length:
-            self._say(
+            self._warn_once(
                 f"{self._name()} ends after {simulation.length} steps ({simulation.end}); "
                 "later steps keep its last values"
             )
@@ -147,13 +147,13 @@ class AppliedStepSchedule:
             self._table = RateTable(len(rows[0]), self._device)
         self._table.append([[values["lr"] for values in row] for row in rows])
         if simulation.moved:
-            self._say(
+            self._warn_once(
                 f"{self._name()} moves {_listed(simulation.moved)} of a fused optimizer, which "
                 "must be known on the host: they follow attempted steps, skipped ones included; "
                 "the learning rate follows applied steps"
             )
 
-    def _refuse_step(self, *given: Any, **named: Any) -> None:
+    def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
             "wrap_lr_scheduler",
             [f"leave {self._name()}.step() to MixedPrecision, which calls it for applied steps"],
@@ -174,9 +174,9 @@ class AppliedStepSchedule:
     def _name(self) -> str:
         return type(self._scheduler).__name__
 
-    def _say(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def _warn_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
             logger.warning(line)
 
 

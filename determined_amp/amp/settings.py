@@ -173,7 +173,7 @@ class AmpSettings:
         changed = (key for key in SCALER_KEYS if getattr(self, key) != defaults[key])
         return () if self.scales_the_loss else tuple(changed)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         number = not isinstance(self.init_scale, FindScale)
         if self.scales_the_loss and number and self.first_scale < self.min_scale:
             yield (

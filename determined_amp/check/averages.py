@@ -34,7 +34,7 @@ class _Lines(TorchFunctionMode):
 
     def __init__(self, memory: set[int]) -> None:
         super().__init__()
-        self.found: dict[Where, None] = {}
+        self.lines: dict[Where, None] = {}
         self._memory = memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +45,7 @@ class _Lines(TorchFunctionMode):
                 if isinstance(tensor, torch.Tensor) and _address(tensor) in self._memory:
                     line = users_line()
                     if line is not None:
-                        self.found[line] = None
+                        self.lines[line] = None
         return result
 
 
@@ -77,7 +77,7 @@ class Averages:
 
     def compare(self) -> None:
         """Note whether one has moved since the skipped step."""
-        lines = list(self._modes[-1].found) if self._modes else []
+        lines = list(self._modes[-1].lines) if self._modes else []
         before, self._before = self._before, []
         self.leave()
         if not before:

@@ -46,7 +46,7 @@ def examine(
     config: Mapping[str, Any],
     source: str,
     trial: str | None,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     run: Run | None = None,
 ) -> Findings:
     """Examine the trial of an experiment.
@@ -55,7 +55,7 @@ def examine(
         config: The experiment configuration.
         source: Where it comes from, for error messages.
         trial: `module:Class`, if the configuration does not name it.
-        say: Called with what happens next.
+        notify: Called with what happens next.
         run: Runs a probe; by default in a fresh process.
 
     Raises:
@@ -64,7 +64,7 @@ def examine(
     run = run or run_afresh
     with temporary_folder() as folder:
         first = Probe(config, source, trial, folder, saves=True)
-        say("training a few batches, of which two overflow, and saving a checkpoint")
+        notify("training a few batches, of which two overflow, and saving a checkpoint")
         try:
             record = run(first)
         except UserError:  # maybe it needs more of a GPU than can be pretended
@@ -73,7 +73,7 @@ def examine(
         findings = judge(record)
         for change, note in _OTHERWISE:
             if any(finding.key == "raised" for finding in findings):
-                say("once more, since it raised an error")
+                notify("once more, since it raised an error")
                 again = replace(first, **change)
                 undisturbed = run(again)
                 if undisturbed.error is None:
@@ -81,10 +81,10 @@ def examine(
                     findings.notes.append(note)
         findings.all += judge_checkpoint(record)
         if any(folder.glob("*/state_dict.pth")):
-            say("resuming from the checkpoint")
+            notify("resuming from the checkpoint")
             findings.all += judge_resume(record, run(replace(first, resumes=True, saves=False)))
     if any(scaler["used"] for scaler in record.scalers) and record.error is None:
-        say("training two steps at each of two loss scales, in float32")
+        notify("training two steps at each of two loss scales, in float32")
         with temporary_folder() as folder:
             short = replace(first, folder=folder, saves=False, windows=2, overflows=())
             low, high = (run(replace(short, scale=scale)) for scale in SCALES)

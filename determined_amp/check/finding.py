@@ -98,9 +98,9 @@ class Findings:
         count = len(self.faults)
         parts = [f"{count} fault{'' if count == 1 else 's'}"]
         for level, plural in ((Level.SUSPICION, "suspicions"), (Level.COST, "costs")):
-            found = sum(finding.level is level for finding in self.all)
-            if found:
-                parts.append(f"{found} {level.value if found == 1 else plural}")
+            number = sum(finding.level is level for finding in self.all)
+            if number:
+                parts.append(f"{number} {level.value if number == 1 else plural}")
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
         return "\n\n".join([head, *body, *(f"note: {note}" for note in self.notes)])

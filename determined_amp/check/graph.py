@@ -38,7 +38,7 @@ class Loss:
     sums: bool = False
     dtype: str = "float32"
     hides_nan: bool = False
-    given: bool = False
+    has_gradient: bool = False
     penalty: float | None = None
 
 
@@ -96,14 +96,14 @@ def loss_of(outputs: Any) -> Loss:
         sums=name.startswith(("Add", "Sum", "Stack")),
         dtype=str(dtype).removeprefix("torch."),
         hides_nan=hides,
-        given=tensor.numel() > 1,
+        has_gradient=tensor.numel() > 1,
         penalty=penalty,
     )
 
 
 def _dtype_of(node: Any) -> torch.dtype | None:
-    found = getattr(node, "_input_metadata", None)  # torch 2.3 does not have it
-    dtype: torch.dtype | None = found[0].dtype if found else node.metadata.get(_DTYPE)
+    inputs = getattr(node, "_input_metadata", None)  # torch 2.3 does not have it
+    dtype: torch.dtype | None = inputs[0].dtype if inputs else node.metadata.get(_DTYPE)
     return dtype
 
 

@@ -96,7 +96,7 @@ def run(probe: Probe) -> Record:
             experiment = parse(probe.config, probe.source, trial=probe.trial)
             context = trial_context(core_context, experiment)
             trial = trial_of(experiment, context)
-            _look_at(context, spies)
+            _note_settings(context, spies)
             record.states["made"] = {}
             stack.enter_context(controlled_by(partial(Examined, probe, spies)))
             batches = 4 * probe.windows * record.aggregation
@@ -119,7 +119,7 @@ def run(probe: Probe) -> Record:
                 f"{one_line(error)}"
             ) from error
     if probe.saves:
-        _look_into_checkpoint(probe.folder, record)
+        _examine_checkpoint(probe.folder, record)
     return record
 
 
@@ -148,7 +148,7 @@ def _beginning_at(scale: float) -> Iterator[None]:
         yield
 
 
-def _look_at(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
+def _note_settings(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
     """Note what Determined knows."""
     record = spies.record
     record.aggregation = aggregation_frequency(context)
@@ -162,7 +162,7 @@ def _look_at(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
         known["wrapped"] = id(scheduler) in wrapped
 
 
-def _look_into_checkpoint(folder: Path, record: Record) -> None:
+def _examine_checkpoint(folder: Path, record: Record) -> None:
     for path in folder.glob("*/state_dict.pth"):
         with suppress(Exception):  # the resumed run tells whether it can be read
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -239,17 +239,17 @@ class Examined(SafeController):
         if not any(not event.grad for event in record.of("autocast")):
             return
         seen, before = len(record.events), random_state(0)
-        found: list[dict[str, Any]] = []
+        reports: list[dict[str, Any]] = []
         for exact in (False, True):
             restore_random_state(before, 0)
             with ExitStack() as stack, suppress(Exception):  # a cast by hand may not fit float32
                 if exact:
                     stack.enter_context(float16_as(None, bfloat16_too=True))
-                found.append(self._validate())
+                reports.append(self._validate())
         del record.events[seen:]
-        if len(found) < 2:
+        if len(reports) < 2:
             return
-        as_is, in_float32 = found
+        as_is, in_float32 = reports
         for name in as_is.keys() & in_float32.keys() - {"batches", "epochs"}:
             values = as_is[name], in_float32[name]
             if all(util.is_numerical_scalar(value) for value in values):

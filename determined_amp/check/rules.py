@@ -32,15 +32,17 @@ _HIDE_OVERFLOWS = {"clip_value_scaled", "clip_by_hand_scaled", "nan_hidden"}
 
 def judge(record: Record) -> Findings:
     """All findings of one run. What two rules find on one line is one finding."""
-    found: dict[tuple[str, Where | None], Finding] = {}
+    by_place: dict[tuple[str, Where | None], Finding] = {}
     for finding in (each for rule in RULES for each in rule(record)):
         place = finding.key, finding.where[0] if finding.where else None
-        same = found.get(place)
+        same = by_place.get(place)
         effect = f"{same.effect}; {finding.effect}" if same else finding.effect
-        found[place] = replace(same or finding, effect=effect)
-    keys = {key for key, _ in found}
-    kept = [f for f in found.values() if f.key != "overflow_hidden" or not keys & _HIDE_OVERFLOWS]
-    findings = Findings(kept, seen=_seen(record))
+        by_place[place] = replace(same or finding, effect=effect)
+    keys = {key for key, _ in by_place}
+    explained = {"overflow_hidden"} if keys & _HIDE_OVERFLOWS else set()
+    findings = Findings(
+        [f for f in by_place.values() if f.key not in explained], seen=_seen(record)
+    )
     off = [scaler["where"] for scaler in record.scalers if not scaler["enabled"]]
     if off and not _is_amp(record):
         findings.notes.append(f"the GradScaler of {off[0]} is switched off, so no AMP was examined")
@@ -148,17 +150,17 @@ def _factors(record: Record) -> Iterator[Finding]:
             wrong["update_per_optimizer" if others else "update_in_window"].append(step)
         elif step.factor < 0.7:
             wrong["unscaled_twice" if all(step.losses) else "unscaled_loss"].append(step)
-    for key, found in wrong.items():
-        factor = found[-1].factor
-        many = _count(len(found), len(steps), "step")
+    for key, events in wrong.items():
+        factor = events[-1].factor
+        many = _count(len(events), len(steps), "step")
         if key == "step_without_scaler":
             effect = (
                 f"in {many} the gradients are {_number(factor)} times as large as they should be"
             )
-            lines: list[Event | Where | None] = [*found]
+            lines: list[Event | Where | None] = [*events]
         elif key in ("unscaled_loss", "unscaled_twice"):
             effect = f"in {many} the gradients are 1/{_number(1 / factor)} of what they should be"
-            lines = [*_backwards_of(record, found)] if key == "unscaled_loss" else [*found]
+            lines = [*_backwards_of(record, events)] if key == "unscaled_loss" else [*events]
         else:
             lines = [*record.of("update")]
             effect = (
@@ -259,17 +261,17 @@ def _clips(record: Record) -> Iterator[Finding]:
     for event in record.of("clip"):
         if any(factor > 1.5 for factor in event.factors.values()):
             by_line[event.where].append(event)
-    for line, found in by_line.items():
-        factors = [max(f for f in event.factors.values() if f > 1.5) for event in found]
-        limits = [event.limit / factor for event, factor in zip(found, factors, strict=True)]
-        last, factor = found[-1], factors[-1]
+    for line, clips in by_line.items():
+        factors = [max(f for f in event.factors.values() if f > 1.5) for event in clips]
+        limits = [event.limit / factor for event, factor in zip(clips, factors, strict=True)]
+        last, factor = clips[-1], factors[-1]
         if len(set(factors)) > 1:
             times_scale = max(limits) <= 1.01 * min(limits)
         else:
             times_scale = last.limit >= max(100.0, 0.05 * factor)
         if times_scale or math.isinf(last.limit):
             continue  # the limit was multiplied by the scale, or nothing is clipped
-        norms = [e.norm for e in found if math.isfinite(e.norm)]
+        norms = [e.norm for e in clips if math.isfinite(e.norm)]
         seen = f"; the norm of the true gradients was {norms[-1] / factor:.3g}" if norms else ""
         effect = (
             f"at scale {_number(factor)} the limit {last.limit:g} clips true gradients at "
@@ -450,7 +452,7 @@ def _losses(record: Record) -> Iterator[Finding]:
     backwards = record.of("backward")
     mixed = bool([e for e in record.of("autocast") if e.grad]) or _scales(record)
     for dtype, level in (("float16", FAULT), ("bfloat16", SUSPICION)):
-        found = [e for e in backwards if e.loss.dtype == dtype and not e.loss.given]
+        events = [e for e in backwards if e.loss.dtype == dtype and not e.loss.has_gradient]
         limit = (
             "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
             if dtype == "float16"
@@ -458,7 +460,7 @@ def _losses(record: Record) -> Iterator[Finding]:
         )
         if mixed:
             effect = f"began at a loss in {dtype}: {limit}"
-            yield from _some(record, "loss_16_bits", found, effect, level=level)
+            yield from _some(record, "loss_16_bits", events, effect, level=level)
     penalties = [e for e in backwards if e.loss.penalty]
     if penalties:
         effect = f"the gradients in it are {_number(penalties[-1].loss.penalty)} times as large"
@@ -565,9 +567,9 @@ def _ranks(record: Record) -> Iterator[Finding]:
     used = [scales for scales in record.scales_of_ranks if scales]
     differ = [values for values in zip(*used, strict=False) if len(set(values)) > 1]
     if len(used) > 1 and (differ or len({len(scales) for scales in used}) > 1):
-        found = sorted(set(differ[-1] if differ else (scales[-1] for scales in used)))
+        different = sorted(set(differ[-1] if differ else (scales[-1] for scales in used)))
         effect = f"{len(differ)} of {max(map(len, used))} updates left different scales, as "
-        effect += " and ".join(map(_number, found))
+        effect += " and ".join(map(_number, different))
         lines = [scaler["where"] for scaler in record.scalers if scaler["used"]]
         yield _finding(record, "scale_differs_by_rank", lines, effect)
 

@@ -85,12 +85,12 @@ class _Tracked:
 
     def gradients(self) -> list[torch.Tensor]:
         """The dense gradients there are."""
-        found = (p.grad for p in parameters_of(self.optimizer) if p.grad is not None)
-        return [g._values() if g.is_sparse else g for g in found]
+        gradients = (p.grad for p in parameters_of(self.optimizer) if p.grad is not None)
+        return [g._values() if g.is_sparse else g for g in gradients]
 
     def versions(self) -> list[tuple[int, int]]:
-        found = (p.grad for p in parameters_of(self.optimizer))
-        return [(0, 0) if g is None else (id(g), g._version) for g in found]
+        gradients = (p.grad for p in parameters_of(self.optimizer))
+        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
 
     def measure(self) -> None:
         """Take norm and peak of the gradients."""
@@ -184,7 +184,7 @@ class Spies:
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
             stack.callback(self._averages.compare)
-            stack.callback(self._look_for_moves)
+            stack.callback(self._note_moves)
             try:
                 yield
             except BaseException as error:
@@ -250,7 +250,7 @@ class Spies:
             if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
                 self.of(thing)
 
-    def _look_for_moves(self) -> None:
+    def _note_moves(self) -> None:
         """Note which lines of the user's set a rate, and whether one could move each scheduler."""
         files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
         lines = {
@@ -355,23 +355,23 @@ class Spies:
         outputs, creates_graph = args[0], len(args) > 3 and bool(args[3])
         if not kwargs.get("accumulate_grad"):
             scale = loss_of(outputs).scale
-            found = run(*args, **kwargs)
+            gradients = run(*args, **kwargs)
             if creates_graph:
-                mark_gradients(found, scale)
-            for gradient in found:
+                mark_gradients(gradients, scale)
+            for gradient in gradients:
                 if isinstance(gradient, torch.Tensor):
                     gradient._scaled_by = scale or 1.0  # type: ignore[attr-defined]
-            return found
+            return gradients
         self._averages.compare()
         loss, around = loss_of(outputs), _any_autocast()
         before = [(tracked, tracked.versions()) for tracked in self._optimizers.values()]
         for tracked, _ in before:
-            self._look_again(tracked)
+            self._note_changes(tracked)
             if tracked.pending and tracked.norm == 0 and not tracked.emptied:
                 self._empty([tracked])  # by hand
         self._in_backward = True
         try:
-            found = run(*args, **kwargs)
+            result = run(*args, **kwargs)
         finally:
             self._in_backward = False
         reached = [tracked for tracked, versions in before if tracked.versions() != versions]
@@ -388,7 +388,7 @@ class Spies:
         faint = [
             tracked.number
             for tracked in reached
-            if tracked.pending and not (loss.scale or loss.given) and tracked.factor > 1
+            if tracked.pending and not (loss.scale or loss.has_gradient) and tracked.factor > 1
         ]
         event = self.note(
             "backward",
@@ -400,7 +400,7 @@ class Spies:
         )
         for tracked in reached:
             self._count_backward(tracked, event, loss)
-        return found
+        return result
 
     def _count_backward(self, tracked: _Tracked, event: Event, loss: Loss) -> None:
         if tracked.window.steps or not tracked.window.backwards:
@@ -411,7 +411,7 @@ class Spies:
             for gradient in tracked.gradients():
                 gradient.detach().fill_(math.inf)
             tracked.window.forced = True
-        if loss.given and not loss.scale:
+        if loss.has_gradient and not loss.scale:
             tracked.factor = math.nan  # that of the gradient it was given
         elif not (tracked.pending and loss.scale is None and tracked.factor != 1.0):
             tracked.factor = loss.scale or 1.0
@@ -423,10 +423,10 @@ class Spies:
         tracked.windows += 1
         self.record.windows.append(tracked.window)
 
-    def _look_again(self, tracked: _Tracked) -> None:
+    def _note_changes(self, tracked: _Tracked) -> None:
         """Note what was done to its gradients by hand since they were looked at last."""
         if not tracked.pending:
-            self._look_for_set(tracked)
+            self._note_assigned(tracked)
             return
         before, peak = tracked.norm, tracked.peak
         tracked.measure()
@@ -449,7 +449,7 @@ class Spies:
             after=(tracked.norm, tracked.peak),
         )
 
-    def _look_for_set(self, tracked: _Tracked) -> None:
+    def _note_assigned(self, tracked: _Tracked) -> None:
         """Gradients that no backward has left were set by the training, as `p.grad = g`."""
         gradients = tracked.gradients()
         if not gradients or tracked.used is None or tracked.versions() == tracked.used:
@@ -474,7 +474,7 @@ class Spies:
 
     def _unscale(self, own: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         tracked = self.of(optimizer)
-        self._look_again(tracked)
+        self._note_changes(tracked)
         own(scaler, optimizer)
         if not scaler.is_enabled() or not tracked.pending:
             return
@@ -501,7 +501,7 @@ class Spies:
             limit = float([*call.arguments.values()][1])
             clipped = self._trainers_of(it)
             for tracked in clipped:
-                self._look_again(tracked)
+                self._note_changes(tracked)
             clipped = [tracked for tracked in clipped if tracked.pending]
             self._clipping = True
             try:
@@ -525,7 +525,7 @@ class Spies:
         self, own: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         tracked, before, outer = self.of(optimizer), len(self.record.events), self._scaler
-        self._look_again(tracked)
+        self._note_changes(tracked)
         self._scaler = scaler
         try:
             result = own(scaler, optimizer, *args, **kwargs)
@@ -535,16 +535,16 @@ class Spies:
             self._stepped(tracked, scaler, divisor=1.0, skipped=True)
         return result
 
-    def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._depth += 1
         if self._depth > 1:
             return
         tracked = self.of(optimizer)
-        self._look_again(tracked)
+        self._note_changes(tracked)
         scale: Any = getattr(optimizer, "grad_scale", None)
         divisor = 1.0 if scale is None else float(scale)
-        found: Any = getattr(optimizer, "found_inf", None)
-        skipped = found is not None and bool(float(found))
+        found_inf: Any = getattr(optimizer, "found_inf", None)
+        skipped = found_inf is not None and bool(float(found_inf))
         self._stepped(tracked, self._scaler, divisor=divisor, skipped=skipped)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
@@ -581,7 +581,7 @@ class Spies:
     def _update(self, own: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
         before = _scale_of(scaler)
         for tracked in self._optimizers.values():
-            self._look_again(tracked)
+            self._note_changes(tracked)
         own(scaler, *args, **kwargs)
         if not scaler.is_enabled():
             return
@@ -677,12 +677,12 @@ class Spies:
         return own(tensor, *args, **kwargs)
 
     def _switch(self, switch: str | None) -> Callable[..., Any]:
-        def spy(own: Callable[..., Any], *given: Any) -> Any:
-            name, value = (switch, given[0]) if switch else given[1:3]
+        def spy(own: Callable[..., Any], *args: Any) -> Any:
+            name, value = (switch, args[0]) if switch else args[1:3]
             if "tf32" in str(name) or "precision" in str(name):
                 by = sys._getframe(2).f_code.co_filename
                 self.note("tf32", name=str(name), value=str(value), in_batch=self.in_batch, by=by)
-            return own(*given)
+            return own(*args)
 
         return spy
 

@@ -35,13 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     # Imported after the server starts: both spend seconds importing torch, at the same time.
     from determined_amp.check.doctor import PATIENCE, RUNS, examine  # noqa: PLC0415
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    say(
+    show(
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take less than a "
         f"minute, none more than {PATIENCE / 60:.0f} minutes"
     )
-    findings = examine(config, options.config, options.trial, say)
+    findings = examine(config, options.config, options.trial, show)
     print(findings.to_json() if options.json else findings)
     return 1 if findings.faults else 0

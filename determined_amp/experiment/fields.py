@@ -35,7 +35,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 @typing.runtime_checkable
 class _CanContradict(typing.Protocol):
-    def contradictions(self, given: frozenset[str]) -> Iterable[tuple[str, str]]: ...
+    def contradictions(self, fields_set: frozenset[str]) -> Iterable[tuple[str, str]]: ...
 
 
 def is_settings_class(cls: object) -> bool:
@@ -53,9 +53,9 @@ def read(
     Args:
         cls: A frozen dataclass whose fields are `bool`, `int`, `float`, `str`, `tuple[str, ...]`,
             an `enum.Enum`, another settings class, a number or an enum, or one of these `| None`.
-            It may define
-            `contradictions(self, given: frozenset[str])`, which yields `(key, sentence)` pairs, and
-            `section_of(text: str)`, which returns the section that a text stands for, or None.
+            It may define `contradictions(self, fields_set: frozenset[str])`, which yields pairs
+            `(key, sentence)`, and `section_of(text: str)`, which returns the section that a text
+            stands for, or None.
         raw: The section, as read from YAML or JSON.
         path: Dotted name of the section, for messages; empty for the whole configuration.
         problems: The mistakes are appended.
@@ -95,9 +95,9 @@ def read(
         return None
     make: Callable[..., T] = cls
     settings = make(**values)
-    given = frozenset(name for name in fields if raw.get(name) is not None)
+    fields_set = frozenset(name for name in fields if raw.get(name) is not None)
     if isinstance(settings, _CanContradict):
-        wrong = settings.contradictions(given)
+        wrong = settings.contradictions(fields_set)
         problems.extend(Problem(_join(path, key), text) for key, text in wrong)
     return settings if len(problems) == before else None
 
@@ -123,8 +123,8 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         if isinstance(value, _CanContradict):
-            given = frozenset(name for name, held in values.items() if held is not None)
-            for key, _ in value.contradictions(given):
+            fields_set = frozenset(name for name, held in values.items() if held is not None)
+            for key, _ in value.contradictions(fields_set):
                 values.pop(key, None)
         return {name: plain(held) for name, held in values.items()}
     if isinstance(value, enum.Enum):

@@ -150,9 +150,9 @@ class _Period:
     records: int | None = setting(None, at_least=0)
     epochs: int | None = setting(None, at_least=0)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        if len(given) != 1:
-            yield "batches", f"got {len(given)} units; allowed: one of {', '.join(UNITS)}"
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+        if len(fields_set) != 1:
+            yield "batches", f"got {len(fields_set)} units; allowed: one of {', '.join(UNITS)}"
 
 
 @dataclass(frozen=True)

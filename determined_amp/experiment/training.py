@@ -32,7 +32,7 @@ class Length:
         is_length = count.isascii() and count.isdecimal() and unit in LENGTH_UNITS
         return {unit: int(count)} if is_length else None
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         units = sum(unit is not None for unit in (self.batches, self.epochs))
         if units != 1:
             yield (
@@ -71,6 +71,6 @@ class TrainingSettings:
     # torch's switch unchanged.
     cudnn_benchmark: bool | None = setting(None)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.max_length is None:
             yield "max_length", "missing; allowed: {batches: N} or {epochs: N}"

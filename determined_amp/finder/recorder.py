@@ -201,14 +201,14 @@ class _Flow:
 
     def reached(self) -> set[int]:
         """The memory that an end depends on."""
-        found: set[int] = set()
-        left = [*self._ends]
-        while left:
-            storage = left.pop()
-            if storage not in found:
-                found.add(storage)
-                left.extend(self._sources.get(storage, ()))
-        return found
+        storages: set[int] = set()
+        waiting = [*self._ends]
+        while waiting:
+            storage = waiting.pop()
+            if storage not in storages:
+                storages.add(storage)
+                waiting.extend(self._sources.get(storage, ()))
+        return storages
 
     def passes(self, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether an operation has an argument that depends on a seed; then its result does."""

@@ -86,9 +86,9 @@ class SearcherSettings(Searcher):
             rungs += 1
         return max(int(self.max_time // self.divisor ** (rungs - 1)), 1)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         takes = _TAKES[self.name]
-        for key in sorted(given - takes):
+        for key in sorted(fields_set - takes):
             yield key, f"given, but {self.name.value} takes only {', '.join(sorted(takes))}"
         for key in _NEEDS.get(self.name, ()):
             if getattr(self, key) is None:

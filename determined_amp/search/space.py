@@ -126,7 +126,7 @@ class _Range:
     maxval: float = setting()
     count: int | None = setting(None, at_least=1, at_most=MOST_TRIALS)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
         if self.minval >= self.maxval:
             yield "minval", f"got {self.minval:g}; allowed: less than maxval {self.maxval:g}"
 
@@ -157,8 +157,8 @@ class _IntRange(_Range):
 class _LogRange(_Range):
     base: float = setting(above=0)
 
-    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        yield from super().contradictions(given)
+    def contradictions(self, fields_set: frozenset[str]) -> Iterator[tuple[str, str]]:
+        yield from super().contradictions(fields_set)
         try:
             ends = [math.pow(self.base, exponent) for exponent in (self.minval, self.maxval)]
         except OverflowError:

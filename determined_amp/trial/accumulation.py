@@ -45,13 +45,13 @@ def share_gradients_once(
             batch that is replayed to find a fault, because every rank replays its own.
     """
 
-    def tell(model: nn.Module, inputs: Any) -> None:
+    def set_exchange(model: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             last = is_update_batch(context.current_train_batch())
             model.require_backward_grad_sync = last  # type: ignore[assignment]  # of DDP, a bool
 
     return [
-        model.register_forward_pre_hook(tell)
+        model.register_forward_pre_hook(set_exchange)
         for model in context.models
         if isinstance(model, DistributedDataParallel)
     ]

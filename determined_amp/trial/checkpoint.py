@@ -68,15 +68,16 @@ def restoring(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def load_plain(load: Callable[..., Any], rank: int, *given: Any, **named: Any) -> dict[str, Any]:
+def load_plain(load: Callable[..., Any], rank: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Call torch's `load` without code. Determined would silently ignore what is not a dict."""
-    found = load(*given, **named, weights_only=True)
-    if not isinstance(found, dict):
-        raise TypeError(f"state_dict.pth holds a {type(found).__name__}, not the state of a trial")
-    of_ranks = found.pop("rng_state_of_ranks", ())
+    content = load(*args, **kwargs, weights_only=True)
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise TypeError(f"state_dict.pth holds a {kind}, not the state of a trial")
+    of_ranks = content.pop("rng_state_of_ranks", ())
     if rank < len(of_ranks):
-        found["rng_state"] = of_ranks[rank]
-    return found
+        content["rng_state"] = of_ranks[rank]
+    return content
 
 
 def check_bytes(checkpoint: Path) -> None:

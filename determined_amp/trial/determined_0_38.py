@@ -213,7 +213,7 @@ class SafeController(_Controller):
         super()._set_data_loaders()
         seed = self.context._trial_seed  # None off a cluster, where a script sets its own
         seed = self.context.distributed.broadcast(torch.initial_seed() if seed is None else seed)
-        settle_order(self.training_loader, seed, say=self.is_chief)
+        settle_order(self.training_loader, seed, warns=self.is_chief)
         if not self.context._epoch_len:  # Determined asserts it, at the first batch
             raise UserError(
                 "the training data loader has no batch: the data is empty, or smaller than the one "
@@ -302,9 +302,9 @@ class SafeController(_Controller):
         rank = self.context.distributed.rank
         with restoring(load_path), patched(torch, "load", partial(load_plain, torch.load, rank)):
             for callback in self.callbacks.values():
-                tell = getattr(callback, "on_checkpoint_of", None)
-                if tell is not None:
-                    tell(same_trial=same_trial)
+                notify = getattr(callback, "on_checkpoint_of", None)
+                if notify is not None:
+                    notify(same_trial=same_trial)
             super()._load(load_path)
 
     def _counts_in(self, load_path: Path) -> dict[str, Any]:

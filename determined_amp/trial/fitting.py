@@ -62,13 +62,13 @@ def _configuration(
     context: pytorch.PyTorchTrialContext,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Configuration and hyperparameters; a script without a cluster may give neither."""
-    found: list[Mapping[str, Any]] = []
+    sections: list[Mapping[str, Any]] = []
     for get in (context.get_experiment_config, context.get_hparams):
         try:
-            found.append(get())
+            sections.append(get())
         except ValueError:  # it was not given
-            found.append({})
-    config, hyperparameters = found
+            sections.append({})
+    config, hyperparameters = sections
     return config, constants(hyperparameters)
 
 

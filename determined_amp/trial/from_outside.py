@@ -233,10 +233,10 @@ class FromOutside(pytorch.PyTorchCallback):
         elif not amp.scaler.stepping:
             self._own = optimizer
             self._refuse_own_step(optimizer, by_closure=has_closure(args, kwargs))
-            found = self._begin_step(optimizer)
-            if found is not None:
-                amp.scaler.note(optimizer, found)
-                drops = bool(found)
+            found_inf = self._begin_step(optimizer)
+            if found_inf is not None:
+                amp.scaler.note(optimizer, found_inf)
+                drops = bool(found_inf)
             self._own_skipped = drops
             amp.scaler.stepping = True
         if drops:  # a step without gradients changes nothing

@@ -76,7 +76,7 @@ def find_in_trial(
     wrapped_scaler(context)
 
     def work(frozen: Sequence[FrozenBatch]) -> FoundScale:
-        return _found(name, context, frozen, sweep=sweep)
+        return _find(name, context, frozen, sweep=sweep)
 
     return in_training(trial, context, batches, work, latest_checkpoint)
 
@@ -103,22 +103,22 @@ def set_found_scale(
     others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
     try:
         with restored(trial, besides=others):
-            found = _found(type(trial).__name__, amp.context, frozen)
+            answer = _find(type(trial).__name__, amp.context, frozen)
     except LossScaleError as error:
         first = settings.first_scale
         logger.warning("init_scale: find found none: %s; starting with %g", error, first)
         return
-    scale, said = found.init_scale, [*sentences(found)]
+    scale, texts = answer.init_scale, [*sentences(answer)]
     if scale is None:
         problem = (
-            f"init_scale: got find, and {said[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
+            f"init_scale: got find, and {texts[-1].removeprefix('verdict: ')}; allowed: amp_bf16"
         )
         if settings.on_overflow is OnOverflow.ABORT:
             raise ConfigError("the trial", [problem])
         logger.warning("%s", problem)
         return
     floor = settings.min_scale
-    if floor > 2.0**found.finding.top_log2:
+    if floor > 2.0**answer.finding.top_log2:
         problem = (
             f"init_scale: got find, which found {scale:g}, and gradients overflow at min_scale "
             f"{floor:g}; allowed: min_scale: {scale * 2.0**-8:g}"
@@ -128,15 +128,15 @@ def set_found_scale(
     amp.scaler.load_state_dict({**amp.scaler.state_dict(), "scale": scale})
     note_on_master(amp.context, init_scale=scale)
     if amp.slots.rank == 0:
-        needless = ("starting at",) if found.finding.answer_log2 is None else _NEEDLESS
+        needless = ("starting at",) if answer.finding.answer_log2 is None else _NEEDLESS
         logger.info(
             "init_scale: find found %s in %.1f s, %d samples forward and backward: %s",
-            *(repr(scale), time.perf_counter() - begun, found.passed_samples),
-            "; ".join(text for text in said if not text.startswith(needless)),
+            *(repr(scale), time.perf_counter() - begun, answer.passed_samples),
+            "; ".join(text for text in texts if not text.startswith(needless)),
         )
 
 
-def _found(
+def _find(
     name: str,
     context: pytorch.PyTorchTrialContext,
     frozen: Sequence[FrozenBatch],
@@ -340,5 +340,5 @@ def wrapped_scaler(context: pytorch.PyTorchTrialContext) -> torch.amp.GradScaler
         raise LossScaleError(
             f"this trial scales no loss: float32 and bfloat16 need no loss scale; {remedy}"
         )
-    found: torch.amp.GradScaler = scaler
-    return found
+    enabled: torch.amp.GradScaler = scaler
+    return enabled

@@ -32,16 +32,16 @@ def converted_hooks(
     """
     modules = [module for model in amp.models for module in model.modules()]
     parameters = parameters_in(amp.models, amp.optimizers)
-    found: list[tuple[Any, str, str, Any]] = []
+    kinds: list[tuple[Any, str, str, Any]] = []
     if autocast.casts:
         to_float32 = partial(partial, _in_float32)
         for kind in ("forward", "forward_pre"):
-            found.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
+            kinds.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
     if gradients is not None:
         true = partial(partial, _on_true, gradients)
         of_leaf = partial(partial, _on_true_leaf, gradients)
         of_leaves = "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"
-        found += [
+        kinds += [
             (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
             (nn.Module, "register_full_backward_pre_hook", "_backward_pre_hooks", true),
             (torch.Tensor, "register_hook", "_backward_hooks", true),
@@ -51,7 +51,7 @@ def converted_hooks(
         if gradients is not None:
             retain = _retaining(torch.Tensor.retain_grad, autocast, gradients)
             patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
-        for owner, register, attribute, convert in found:
+        for owner, register, attribute, convert in kinds:
             for it in modules if owner is nn.Module else parameters:
                 hooks = getattr(it, attribute, None) or {}
                 for key, hook in hooks.items():
@@ -86,31 +86,31 @@ def _is_the_trials(hook: Callable[..., Any]) -> bool:
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
-def _in_float32(hook: Callable[..., Any], /, *given: Any) -> Any:
+def _in_float32(hook: Callable[..., Any], /, *args: Any) -> Any:
     """Call a hook of a forward, and keep what it changes in place."""
     replaced: list[tuple[Any, Any]] = []
-    result = hook(*as_float32(given, replaced))
+    result = hook(*as_float32(args, replaced))
     if result is None:
         write_back(replaced)
     return result
 
 
-def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *given: Any) -> Any:
+def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *args: Any) -> Any:
     """Call the hook of a tensor, or that of a module, which gets the module first."""
     scale = None if gradients is None else gradients.scale
     if scale is None:
-        return hook(*given)
-    ours = 1 if isinstance(given[0], nn.Module) else 0
+        return hook(*args)
+    ours = 1 if isinstance(args[0], nn.Module) else 0
     factor = inverse(scale)
-    true = [_each(lambda gradient: as_float32(gradient) * factor, value) for value in given]
+    true = [_each(lambda gradient: as_float32(gradient) * factor, value) for value in args]
     result = hook(*true)
     if result is None:
         result = true[ours]  # which it may have changed in place
     # A hook may turn infinity into a finite number, but the overflow must not be lost.
     scaled: list[torch.Tensor] = []
-    _each(scaled.append, given[ours:])
+    _each(scaled.append, args[ours:])
     back = torch.where(are_finite(scaled or [scale]), scale, math.nan)
-    return _each(lambda new, old: (new * back).to(old.dtype), result, given[ours])
+    return _each(lambda new, old: (new * back).to(old.dtype), result, args[ours])
 
 
 def _on_true_leaf(

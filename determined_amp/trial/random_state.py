@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def settle_order(loader: Any, seed: int, *, say: bool) -> None:
+def settle_order(loader: Any, seed: int, *, warns: bool) -> None:
     """Seed the order of a training loader if it is drawn at random; before its first batch.
 
     The order continues from one epoch to the next, so a resumed run that skips the trained batches
@@ -42,7 +42,7 @@ def settle_order(loader: Any, seed: int, *, say: bool) -> None:
     Args:
         loader: The loader that Determined iterates over.
         seed: The seed, equal on every rank and after a resume.
-        say: Whether to log what a resume depends on if the order is the trial's own.
+        warns: Whether to log what a resume depends on if the order is the trial's own.
     """
     repeated = getattr(loader, "batch_sampler", None)
     while repeated is not None and not isinstance(repeated, samplers.RepeatBatchSampler):
@@ -63,9 +63,9 @@ def settle_order(loader: Any, seed: int, *, say: bool) -> None:
     level = logging.WARNING if conditions else logging.INFO
     if getattr(loader, "num_workers", 0):
         conditions.append("its loader's workers draw nothing at random")
-    if say and conditions:
-        said = "a resumed run sees the batches of an undisturbed one if %s"
-        logger.log(level, said, " and ".join(conditions))
+    if warns and conditions:
+        text = "a resumed run sees the batches of an undisturbed one if %s"
+        logger.log(level, text, " and ".join(conditions))
 
 
 class _SeededBatches(BatchSampler):

@@ -59,14 +59,14 @@ class TrueGradients:
         self._retained: dict[int, torch.Tensor] = {}
         self._warned: set[object] = set()
         # `found_inf` of each group in the newest backward, and the groups that have stepped since.
-        self._found: dict[_Owners, torch.Tensor] = {}
+        self._found_inf: dict[_Owners, torch.Tensor] = {}
         self._closed: set[_Owners] = set()
-        self._found_by_grad: torch.Tensor | None = None
+        self._inf_of_grad: torch.Tensor | None = None
 
     def begin_batch(self) -> None:
         """Forget what only the last batch needed."""
         self._retained.clear()
-        self._found_by_grad = None
+        self._inf_of_grad = None
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward from a loss, and leave true gradients. No synchronisation.
@@ -77,14 +77,14 @@ class TrueGradients:
         """
         groups = self._groups_of(loss)
         left = {owners: by_kind(leaves) for owners, leaves in groups.items()}
-        found = self._found_before(left)
+        found_inf = self._found_inf_before(left)
         with self.scaled() as scale:
             for kinds in left.values():
                 for device, _, gradients in kinds:
                     torch._foreach_mul_(gradients, scale.to(device))
             run(self._scaler.scale(loss))
-        self._unscale([by_kind(leaves) for leaves in groups.values()], found, inverse(scale))
-        self._found = dict(zip(groups, found.unbind(), strict=True))
+        self._unscale([by_kind(leaves) for leaves in groups.values()], found_inf, inverse(scale))
+        self._found_inf = dict(zip(groups, found_inf.unbind(), strict=True))
         self._closed.clear()
 
     def close(self, optimizer: Optimizer) -> torch.Tensor:
@@ -94,11 +94,11 @@ class TrueGradients:
             Whether a backward of the window overflowed: (), float32, on the device, not 0 if so.
             Its gradients are 0 then.
         """
-        found = [] if self._found_by_grad is None else [self._found_by_grad]
+        found_inf = [] if self._inf_of_grad is None else [self._inf_of_grad]
         for owners in self._groups_with(optimizer):
-            found.append(self._found[owners])
+            found_inf.append(self._found_inf[owners])
             self._closed.add(owners)
-        return torch.stack(found).amax() if found else torch.zeros((), device=self._device)
+        return torch.stack(found_inf).amax() if found_inf else torch.zeros((), device=self._device)
 
     @contextmanager
     def scaled(self) -> Iterator[torch.Tensor]:
@@ -140,8 +140,8 @@ class TrueGradients:
             seeds = tuple(None if seed is None else seed * scale for seed in gradients)
             scaled = run(outputs, seeds, *args, **kwargs)
             finite = are_finite([it for it in scaled if it is not None] or [scale])
-            found, before = (~finite).float(), self._found_by_grad
-            self._found_by_grad = found if before is None else torch.maximum(found, before)
+            found_inf, before = (~finite).float(), self._inf_of_grad
+            self._inf_of_grad = found_inf if before is None else torch.maximum(found_inf, before)
             factor = inverse(scale)
             return tuple(
                 None if it is None else torch.where(finite, as_float32(it) * factor, 0.0)
@@ -186,12 +186,12 @@ class TrueGradients:
 
     def _groups_with(self, optimizer: Optimizer) -> list[_Owners]:
         if optimizer in self._amp.optimizers:
-            return [owners for owners in self._found if optimizer in owners]
+            return [owners for owners in self._found_inf if optimizer in owners]
         # An optimizer that the training does not know may share parameters with a known one.
         its = {id(parameter) for parameter in parameters_of(optimizer)}
         return [
             owners
-            for owners in self._found
+            for owners in self._found_inf
             if not owners or not its.isdisjoint(map(id, self._groups.get(owners, ())))
         ]
 
@@ -210,10 +210,10 @@ class TrueGradients:
             if not following and (leaf := getattr(node, "variable", None)) is not None:
                 leaves.append(leaf)
         for function in {type(node) for node in seen} - self._warned:
-            self._look_at(function)
+            self._warn_of_function(function)
         return leaves
 
-    def _look_at(self, node: Any) -> None:
+    def _warn_of_function(self, node: Any) -> None:
         """Warn once that the backward of a trial's own function gets scaled gradients."""
         self._warned.add(node)
         function = getattr(node, "_forward_cls", None)
@@ -228,27 +228,27 @@ class TrueGradients:
                 *(code.co_filename, code.co_firstlineno, getattr(function, "__name__", "")),
             )
 
-    def _found_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
+    def _found_inf_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
         """`found_inf` of the earlier backwards of each window, (groups,), on the device."""
-        if self._found and not self._closed and not any(left.values()):
+        if self._found_inf and not self._closed and not any(left.values()):
             # The gradients of the last backward were dropped, or used without an optimizer.
-            self._scaler.note(self, torch.stack(list(self._found.values())).amax())
+            self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
             self._scaler.update()
-            self._found.clear()
+            self._found_inf.clear()
         carried = [
-            self._found.get(owners) if kinds and owners not in self._closed else None
+            self._found_inf.get(owners) if kinds and owners not in self._closed else None
             for owners, kinds in left.items()
         ]
-        found = torch.zeros(len(carried), device=self._device)
-        for one, before in zip(found.unbind(), carried, strict=True):
+        found_inf = torch.zeros(len(carried), device=self._device)
+        for one, before in zip(found_inf.unbind(), carried, strict=True):
             if before is not None:
                 one.copy_(before)
-        return found if self._found_by_grad is None else found.maximum(self._found_by_grad)
+        return found_inf if self._inf_of_grad is None else found_inf.maximum(self._inf_of_grad)
 
     def _unscale(
-        self, groups: Sequence[list[_Kind]], found: torch.Tensor, inverse: torch.Tensor
+        self, groups: Sequence[list[_Kind]], found_inf: torch.Tensor, inverse: torch.Tensor
     ) -> None:
-        for kinds, one in zip(groups, found.unbind(), strict=True):
+        for kinds, one in zip(groups, found_inf.unbind(), strict=True):
             for device, dtype, gradients in kinds:
                 if device == one.device and dtype in _INTEGERS:
                     torch._amp_foreach_non_finite_check_and_unscale_(gradients, one, inverse)
@@ -257,8 +257,8 @@ class TrueGradients:
                     torch._foreach_mul_(gradients, inverse.to(device, dtype))
         if self._amp.slots.size > 1:
             # Without an exchange of gradients in this batch, only this rank knows.
-            distributed.all_reduce(found, distributed.ReduceOp.MAX)
-        for kinds, one in zip(groups, found.unbind(), strict=True):
+            distributed.all_reduce(found_inf, distributed.ReduceOp.MAX)
+        for kinds, one in zip(groups, found_inf.unbind(), strict=True):
             for device, dtype, gradients in kinds:
                 integer = _INTEGERS.get(dtype, torch.int16)
                 bits = [gradient.view(integer) for gradient in gradients]
