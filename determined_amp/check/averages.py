@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
 from determined_amp.amp.tensors import is_stand_in
 from determined_amp.check.finding import Where
@@ -58,7 +58,7 @@ class Averages:
 
     def __init__(self, spies: Spies) -> None:
         self._spies = spies
-        self._before: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
+        self._before: list[tuple[TensorWeakRef, torch.Tensor, list[torch.Tensor]]] = []
         self._modes: list[_Lines] = []  # entered; at most the last one is in use
 
     def begin(self, moved: bool) -> None:
@@ -66,7 +66,7 @@ class Averages:
         if not moved or self._before:
             return
         self._before = [
-            (weakref.ref(tensor), tensor.detach().clone(), weights)
+            (TensorWeakRef(tensor), tensor.detach().clone(), weights)
             for tensor, weights in self._candidates()
         ]
         if self._before:
