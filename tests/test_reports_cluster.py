@@ -62,6 +62,19 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert search.metric == "loss_scale_score"
 
 
+def test_scale_of_a_trained_trial_is_the_power_of_two_that_it_was_rounded_to(
+    master: Master,
+) -> None:
+    scales = {"type": "log", "minval": 0, "maxval": 24, "base": 2}
+    sampled: list[Any] = [{"amp": {"init_scale": 2.0**11.45}}, {"amp": {"init_scale": 2.0**11.55}}]
+    master.config = {**master.config, "hyperparameters": {"amp": {"init_scale": scales}}}
+    master.trials = [
+        {**it, "hparams": drawn} for it, drawn in zip(master.trials, sampled, strict=True)
+    ]
+    master.reports["validation"] = [report(n, 4, "validation", {"loss": 1.0}) for n in (11, 12)]
+    assert [run.scale_log2 for run in read_experiment(7).runs] == [11.0, 12.0]
+
+
 def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
     """A checkpoint with one file, in storage that this machine reaches."""
     (storage / "uuid").mkdir()

@@ -299,7 +299,7 @@ def _check(
         config, values = for_test(config), {**values, "training": ONE_BATCH}
     values = constants(values)
     if hyperparameters is not None:
-        values = _with_power_of_two(values, config)
+        values = with_power_of_two(values, config)
         config = {**config, "hyperparameters": values}
     config, values = _with_trial_seed(config, values, problems)
     named = None if problems else _named_trial(config, values, trial, problems)
@@ -341,7 +341,7 @@ def _hyperparameters(
     return {}
 
 
-def _with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
     """The hyperparameters with `amp.init_scale` rounded, if `search` has a range for it."""
     space, scale = value_at(search, f"hyperparameters.{_SCALE}"), value_at(values, _SCALE)
     is_range = isinstance(space, Mapping) and space.get("type") in _NUMBERS

@@ -15,7 +15,7 @@ from determined.common.api import bindings, errors
 
 from determined_amp.amp.errors import ConfigError, one_line
 from determined_amp.experiment.dotted import flat
-from determined_amp.experiment.experiment import parse
+from determined_amp.experiment.experiment import parse, with_power_of_two
 from determined_amp.experiment.files import temporary_folder
 from determined_amp.experiment.machine import Machine
 from determined_amp.report import ReportError
@@ -77,8 +77,9 @@ def read_experiment(number: int) -> Search:
         runs = []
         for trial in trials:
             known, settings = noted.get(trial.id, {}), {}
+            hparams = with_power_of_two(trial.hparams or {}, config)
             if has_settings:
-                settings = _settings(origin, config, trial.hparams or {})
+                settings = _settings(origin, config, hparams)
                 settings[SEED] = known.get("seed")
             machine = Machine(**known.get("machine", {}))
             state, reason = _ended(trial, known, settings, reports[trial.id])
@@ -89,7 +90,7 @@ def read_experiment(number: int) -> Search:
                 (Part(settings=settings, machine=machine, date=known.get("date")),),
                 reports[trial.id],
                 number=trial.id,
-                hparams=flat(trial.hparams or {}),
+                hparams=flat(hparams),
             )
             runs.append(run)
     return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE if len(runs) > 1 else ())
