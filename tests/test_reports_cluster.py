@@ -313,6 +313,7 @@ SCALES = {"amp": {"init_scale": {"type": "log", "minval": 0, "maxval": 24, "base
 PRECISIONS = {"amp": {"precision": {"type": "categorical", "vals": ["fp32", "amp_fp16"]}}}
 FIND, SCORE = "python3 -m determined_amp find --batches 4", "python3 -m determined_amp score"
 TRAIN, COMPARE = "python3 -m determined_amp train", "python3 -m determined_amp compare"
+CHECK = "python3 -m determined_amp check --trial model_def:MyTrial"
 SINGLE = "is a single run, no search.*report precision 7 OTHERS$"
 
 
@@ -320,6 +321,7 @@ SINGLE = "is a single run, no search.*report precision 7 OTHERS$"
     ("entrypoint", "searcher", "space", "fits", "refusal"),
     [
         (FIND, "single", {}, [], "report loss-scale SEARCH --finding 7$"),
+        (CHECK, "single", {}, [], "its findings end its log$"),
         (SCORE, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
         (TRAIN, "adaptive_asha", SCALES, ["loss-scale"], "report loss-scale 7$"),
         (TRAIN, "grid", SCALES, ["loss-scale"], "report loss-scale 7$"),
@@ -348,9 +350,16 @@ def test_run_folder_is_no_search_over_the_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("command", [["7"], ["loss-scale", "7"]])
-def test_command_asks_what_a_source_is_about(master: Master, command: list[str]) -> None:
-    master.config = {**master.config, "entrypoint": FIND}
-    with pytest.raises(ReportError, match="is the finder's answer"):
+@pytest.mark.parametrize(
+    ("entrypoint", "words"),
+    [(FIND, "is the finder's answer"), (CHECK, "is the check of a trial's")],
+)
+def test_command_asks_what_a_source_is_about(
+    master: Master, entrypoint: str, words: str, command: list[str]
+) -> None:
+    """Also where its settings cannot be read, as those of a trial with AMP of its own."""
+    master.config = {**master.config, "entrypoint": entrypoint}
+    with pytest.raises(ReportError, match=words):
         any_report.main(command)
 
 

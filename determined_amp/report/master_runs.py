@@ -37,7 +37,7 @@ MASTER = "DET_MASTER"
 _TEXT = "precision.md"
 
 # Topics of experiments whose trials are not compared by their settings.
-_WITHOUT_SETTINGS = (Topic.FINDING, Topic.LOSS_SCALES)
+_WITHOUT_SETTINGS = (Topic.FINDING, Topic.CHECK, Topic.LOSS_SCALES)
 
 _SIDE_BY_SIDE = (
     "the master does not tell which trials ran side by side on one machine, which changes their "

@@ -19,6 +19,7 @@ _REPORTS = {
         "is the finder's answer, which ends its log, and no search; with a search: "
         f"{_REPORT} loss-scale SEARCH --finding {{source}}",
     ),
+    Topic.CHECK: ((), "is the check of a trial's own AMP; its findings end its log"),
     Topic.LOSS_SCALES: (
         ("loss-scale",),
         "searches for the loss scale, in one precision; its report: "

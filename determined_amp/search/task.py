@@ -56,6 +56,7 @@ class Topic(enum.Enum):
     """What an experiment, a search or a run is about."""
 
     FINDING = enum.auto()
+    CHECK = enum.auto()
     PRECISIONS = enum.auto()
     LOSS_SCALES = enum.auto()
     SINGLE_RUN = enum.auto()
@@ -70,6 +71,8 @@ class Topic(enum.Enum):
         searched = [name for name, value in values.items() if isinstance(value, Mapping)]
         if verb is Verb.FIND:
             return Topic.FINDING
+        if verb is Verb.CHECK:
+            return Topic.CHECK
         if verb is Verb.COMPARE or "amp.precision" in searched:
             return Topic.PRECISIONS
         if verb is Verb.SCORE or any(map(is_scale, searched)):
