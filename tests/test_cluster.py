@@ -86,9 +86,12 @@ COMPARED = (
 )
 # The command `compare` as one task, on a trial that knows nothing of AMP.
 COMPARE = "entrypoint=python3 -m determined_amp compare --seeds 2 --batches 20 --minutes 20"
-# Trials are compared after 2, 8 and 32 batches: so many that not each can be the best so far.
+# Trials are compared after 8 and 32 batches. They run one after another, in the order in which the
+# seed of the search draws them, so that no chance decides: the second is better than the third.
 ASHA = (
-    "searcher.max_trials=6",
+    "searcher.max_trials=4",
+    "searcher.max_concurrent_trials=1",
+    "searcher.mode=aggressive",
     "searcher.max_time=32",
     "hyperparameters.training.max_length.batches=32",
     "hyperparameters.training.checkpoint_period.batches=32",
