@@ -54,10 +54,23 @@ class Run:
 
     def wait(self, limit: float = 1800) -> client.ExperimentState:
         """Its last state; the limit does not count while it waits for slots."""
-        waits = client.ExperimentState.QUEUED
-        wait_until(lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600)
+        self._wait_for_slots()
         wait_until(lambda: self.state() in ENDED, f"experiment {self.id} to end", limit)
         return self.state()
+
+    def wait_for_report(self, after: int = 0) -> None:
+        """Wait until it has reported more batches; the log explains why one ended before that."""
+        self._wait_for_slots()
+        wait_until(
+            lambda: self.batches() > after or self.state() in ENDED,
+            f"experiment {self.id} to train {after} batches and more",
+            900,
+        )
+        assert self.batches() > after, f"{self.state()}: {self.log()[-3000:]}"
+
+    def _wait_for_slots(self) -> None:
+        waits = client.ExperimentState.QUEUED
+        wait_until(lambda: self.state() is not waits, f"slots for experiment {self.id}", 3600)
 
     def completed(self) -> Run:
         """Wait for it; the end of its log explains anything but success."""

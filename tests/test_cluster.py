@@ -461,7 +461,7 @@ class TestStranger:
         self, cluster: Cluster, stranger: Path, strangers: dict[str, Run], tmp_path: Path
     ) -> None:
         run = cluster.create(stranger / "amp.yaml", *STRANGER, context=stranger)
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.wait_for_report()
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         run.det("activate")
@@ -508,7 +508,7 @@ class TestOwnLoop:
         alone, run = (
             cluster.create(own_loop / "any_loop.yaml", context=own_loop) for _ in range(2)
         )
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.wait_for_report()
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         run.det("activate")
@@ -552,11 +552,11 @@ class TestDisturbedTrial:
 
     @staticmethod
     def wait_for_checkpoint(run: Run) -> None:
-        wait_until(lambda: run.batches() > 2 * PERIOD, f"experiment {run.id} to save", 900)
+        run.wait_for_report(2 * PERIOD)
         assert run.batches() < LENGTH, "ended before it could be disturbed: raise LENGTH"
 
     def test_paused_and_activated(self, run: Run, alone: Run, tmp_path: Path) -> None:
-        wait_until(lambda: run.batches() > 0, f"experiment {run.id} to train", 900)
+        run.wait_for_report()
         run.det("pause")
         wait_until(lambda: run.newest_checkpoint_batches() > 0, "the checkpoint of the pause")
         assert run.state() is client.ExperimentState.PAUSED
