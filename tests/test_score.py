@@ -508,6 +508,7 @@ def trials(*steps: float) -> Iterator[dict[str, float]]:
         ),
         ([*trials(3, 0.5, 4)], "every scale of this search loses steps, and the best one 0.5"),
         ([], None),
+        ([*trials(0)], None),
         ([*trials(0), {"init_scale_log2": 3.0, "loss_scale_score": 0.0}], None),
     ],
 )

@@ -90,10 +90,10 @@ def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> 
         trials: Their metrics, the fields of `Score` by name.
 
     Returns:
-        None without trials, with another metric than the score, or if an older version scored one,
-        which counted no lost steps.
+        None with fewer than two trials, with another metric than the score, or if an older version
+        scored one, which counted no lost steps.
     """
-    if metric != "loss_scale_score" or not trials:
+    if metric != "loss_scale_score" or len(trials) < 2:
         return None
     if not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
         return None
