@@ -170,9 +170,9 @@ class Spies:
             for owner, name, spy in self._spies():
                 own = getattr(owner, name)
                 stack.enter_context(patched(owner, name, self._in_place_of(own, spy)))
-            for function, spy in self._functions():
-                for owner, name in _names_of(function):
-                    stack.enter_context(patched(owner, name, self._in_place_of(function, spy)))
+            spies = dict(self._functions())
+            for owner, name, own in _names_of(spies):
+                stack.enter_context(patched(owner, name, self._in_place_of(own, spies[own])))
             stack.callback(setattr, self, "_ended", True)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
@@ -699,13 +699,20 @@ class Spies:
         self.record.error, self.record.raised = (type(error).__name__, str(error)), where
 
 
-def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """Every module and name that has a function: the user's modules may have imported it."""
+def _names_of(
+    functions: Iterable[Callable[..., Any]],
+) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Every module and name that has one of these: the user's modules may have imported it.
+
+    They are looked for in one pass, since there are a hundred thousand names, and by `id`, since
+    a value of any kind may have one.
+    """
+    wanted = set(map(id, functions))
     return [
-        (module, name)
+        (module, name, value)
         for module in list(sys.modules.values())
         for name, value in list(getattr(module, "__dict__", {}).items())
-        if value is function
+        if id(value) in wanted
     ]
 
 
