@@ -21,6 +21,7 @@ from determined import pytorch
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_ as clip_norm
 from torch.optim import lr_scheduler
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.data import DataLoader, TensorDataset
@@ -903,8 +904,10 @@ class SavesModelAlone(Trainer):
 
 
 class ClipsInTrainer(Trainer):
+    """By a name of its own module."""
+
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(parameters=self.model.parameters(), max_norm=1.0)
+        clip_norm(parameters=self.model.parameters(), max_norm=1.0)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
