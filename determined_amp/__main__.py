@@ -82,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             module = importlib.import_module(_COMMANDS[command][0])
             return int(module.main(words[1:]))
-        except ModuleNotFoundError as error:
-            if error.name not in _OF_EXTRAS:
+        except ImportError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # while an extension was loaded
+                raise KeyboardInterrupt from error
+            if not isinstance(error, ModuleNotFoundError) or error.name not in _OF_EXTRAS:
                 raise
             add = (
                 "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"

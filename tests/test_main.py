@@ -234,10 +234,15 @@ def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
         door.main(["audit", "model_def"])
 
 
+@pytest.mark.parametrize("loads_an_extension", [False, True])
 def test_ctrl_c_is_a_word_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loads_an_extension: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An extension that is loaded at that moment makes another error of it."""
+
     def interrupted(arguments: Sequence[str]) -> int:
+        if loads_an_extension:
+            raise ImportError("initialization failed") from KeyboardInterrupt()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(audit, "main", interrupted)
