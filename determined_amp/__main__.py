@@ -82,10 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             module = importlib.import_module(_COMMANDS[command][0])
             return int(module.main(words[1:]))
-        except ImportError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # while an extension was loaded
-                raise KeyboardInterrupt from error
-            if not isinstance(error, ModuleNotFoundError) or error.name not in _OF_EXTRAS:
+        except ModuleNotFoundError as error:
+            if error.name not in _OF_EXTRAS:
                 raise
             add = (
                 "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
@@ -100,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with patched(sys, "unraisablehook", hook), surviving_closed_output() as output:
             status = exit_status(run, before)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not _comes_of_ctrl_c(error):
+            raise
         print("interrupted", file=sys.stderr)
         return 130
     lost = output.error
@@ -108,6 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     print(f"{command}: standard output cannot be written: {lost.strerror}", file=sys.stderr)
     return 2
+
+
+def _comes_of_ctrl_c(error: BaseException | None) -> bool:
+    """Whether an error is a Ctrl-C, or what a library made of one.
+
+    An extension that is being loaded raises an ImportError from it, and a clean-up that it
+    interrupts may fail while it is handled.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _interrupt_again(

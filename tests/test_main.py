@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -234,16 +235,19 @@ def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
         door.main(["audit", "model_def"])
 
 
-@pytest.mark.parametrize("loads_an_extension", [False, True])
+@pytest.mark.parametrize("what", ["a command", "the load of an extension", "a clean-up"])
 def test_ctrl_c_is_a_word_and_no_traceback(
-    loads_an_extension: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An extension that is loaded at that moment makes another error of it."""
-
     def interrupted(arguments: Sequence[str]) -> int:
-        if loads_an_extension:
-            raise ImportError("initialization failed") from KeyboardInterrupt()
-        raise KeyboardInterrupt
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            if what == "the load of an extension":
+                raise ImportError("initialization failed") from error
+            if what == "a clean-up":
+                os.close(-1)
+            raise
 
     monkeypatch.setattr(audit, "main", interrupted)
     assert door.main(["audit"]) == 130
