@@ -239,7 +239,7 @@ def test_package_of_an_extra_that_is_missing_is_named_with_the_remedy(
 def test_ctrl_c_is_a_word_and_no_traceback(
     what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(arguments: Sequence[str]) -> int:
+    def interrupted(arguments: Sequence[str]) -> None:
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt as error:
