@@ -281,8 +281,9 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of the engine that all of torch's backwards use."""
-        traced = any(map(is_stand_in, args[0]))  # a compiler traces this backward
-        if traced or not self._autocast.training or self._autocast.in_backward:
+        if not self._autocast.training or self._autocast.in_backward:
+            return run(*args, **kwargs)
+        if any(map(is_stand_in, args[0])):  # a compiler traces this backward
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
             raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
