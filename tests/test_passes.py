@@ -152,6 +152,9 @@ class TestSeveralSlots:
         assert cause_of(slots(None), [nothing, knows]) == "mine"
         assert cause_of(slots(None, "other"), [nothing]) == "other"
         assert cause_of(slots(None), []) == "its source was not found"
+        fails: Any = SimpleNamespace(cause=lambda distributed: 1 / 0)
+        said = "not found: training the batch again raised division by zero"
+        assert cause_of(slots(None), [fails]) == said
 
 
 class TestFromFloat16:

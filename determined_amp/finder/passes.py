@@ -234,7 +234,7 @@ def cause_of(context: Place, batches: Sequence[FrozenBatch]) -> str:
         try:
             here = batch.cause(context.distributed)
         except Exception as error:  # other ranks wait for this one
-            here = f"not cause: training the batch again raised {one_line(error)}"
+            here = f"not found: training the batch again raised {one_line(error)}"
         everywhere = context.distributed.allgather(here)
         if cause := next(filter(None, everywhere), None):
             return str(cause)
