@@ -336,7 +336,7 @@ WRONG = [*of_scores(8, 18, 19), (20.0, None, scored(20, top=20), {})]
         (WRONG, "3 of 4 trials agree; not those at 2^20"),
         (of_scores(-8, 8), "shares differ by 0.25 at most, at 2^-8 (2 trials)"),
         # The finder predicts 1000 steps lost at 2^-8, and no more than 1 at 2^19.
-        (of_scores(8, 18, 19), "score: predicted and measured differ by 0 at most, at 2^8 (3 tri"),
+        (of_scores(8, 18, 19), "score: predicted and measured are the same (3 tri"),
         (of_scores(8, 18, -8), "score: predicted and measured differ by 1 at most, at 2^-8 (3 tri"),
         # Of equal scores the one nearest to the default.
         (of_scores(19, 18, 8, 14, -8), "best trial: 2^18 with loss_scale_score 0; the finder chos"),

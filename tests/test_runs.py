@@ -41,6 +41,7 @@ def resumed(*changes: dict[str, Any], **machine: Any) -> Run:
         ({}, 2.0**10, 10.0),
         ({"init_scale_log2": 8.0}, 200.0, 8.0),  # as it was rounded
         ({"init_scale_log2": math.inf}, 2.0**10, 10.0),
+        ({"init_scale_log2": 2.0**53}, 2.0**10, 10.0),
         ({}, math.inf, None),
         ({}, 0.0, None),
         ({}, "2^10", None),

@@ -64,7 +64,7 @@ def examine(
     run = run or run_afresh
     with temporary_folder() as folder:
         first = Probe(config, source, trial, folder, saves=True)
-        notify("training a few batches, of which two overflow, and saving a checkpoint")
+        notify("training a few batches, two of them with an overflow if it scales its loss")
         try:
             record = run(first)
         except UserError:  # maybe it needs more of a GPU than can be pretended

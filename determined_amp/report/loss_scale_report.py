@@ -250,26 +250,27 @@ def _flush(finding: Finding, search: Search) -> Iterator[str]:
         for run in search.runs
         if "flushed_share" in run.metrics and not run.overflow and run.scale_log2 in predicted
     ]
-    if differences:
-        most, where = max(differences)
-        yield (
-            f"flushed to 0: predicted and measured shares differ by {most:.2g} at most, "
-            f"at 2^{where:g} ({len(differences)} trials)"
-        )
+    yield from _agreement("flushed to 0: predicted and measured shares", differences)
 
 
 def _scores(prediction: FoundScale, search: Search) -> Iterator[str]:
     differences = [
-        (abs(run.metrics["loss_scale_score"] - predicted_score(prediction, run.scale_log2)), run)
+        (
+            abs(run.metrics["loss_scale_score"] - predicted_score(prediction, run.scale_log2)),
+            run.scale_log2,
+        )
         for run in search.runs
         if run.is_scored
     ]
+    yield from _agreement("loss_scale_score: predicted and measured", differences)
+
+
+def _agreement(what: str, differences: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """How far two numbers are apart, by the distance and log2 of the scale of each trial."""
     if differences:
-        most, run = max(differences, key=lambda pair: pair[0])
-        yield (
-            f"loss_scale_score: predicted and measured differ by {most:.2g} at most, "
-            f"at 2^{run.scale_log2:g} ({len(differences)} trials)"
-        )
+        most, where = max(differences)
+        apart = f"differ by {most:.2g} at most, at 2^{where:g}" if most else "are the same"
+        yield f"{what} {apart} ({len(differences)} trials)"
 
 
 def _skips(finding: Finding, search: Search) -> Iterator[str]:

@@ -292,15 +292,15 @@ class Run:
 
     @property
     def scale_log2(self) -> float:
-        """log2 of the initial loss scale; NaN if it has none that is finite.
+        """log2 of the initial loss scale; NaN if it has none that a float32 can hold.
 
         The metric `init_scale_log2` takes precedence: a sampled scale is rounded before use.
         """
         reported = self.metrics.get("init_scale_log2", math.nan)
-        if math.isfinite(reported):
+        if abs(reported) <= _LARGEST_LOG2:
             return reported
         scale = next((value for name, value in self.hparams.items() if is_scale(name)), None)
-        if isinstance(scale, (int, float)) and 0 < scale < math.inf:
+        if isinstance(scale, (int, float)) and 2.0**-_LARGEST_LOG2 <= scale <= 2.0**_LARGEST_LOG2:
             return math.log2(scale)
         return math.nan
 
@@ -323,6 +323,9 @@ class Run:
         overflow = self.metrics.get("overflow")
         return None if overflow is None else bool(overflow)
 
+
+# log2 of the largest loss scale that `amp.init_scale` allows; a master or a file may say anything.
+_LARGEST_LOG2 = 127
 
 # What makes two parts of a run different trainings, besides their settings.
 _OF_A_MACHINE = ("device", "slots", "torch")

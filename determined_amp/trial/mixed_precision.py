@@ -204,7 +204,8 @@ class MixedPrecision(ResumedTraining):
         self._begin()
         if self._context.distributed.rank == 0:
             logger.info(described(self.device, self._context.distributed.size))
-            warn_of_slow_operations(self.settings.precision, self.device)
+            if self.guard.enabled:  # not where the finder or the doctor borrows this loop
+                warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
             average_at_once(self._context)
