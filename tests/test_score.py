@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -492,28 +492,28 @@ def test_score_is_the_same_on_every_rank(scale: int) -> None:
     assert one.overflow == 0 or one.steps_lost == max(found.steps_lost for found in alone)
 
 
-def trials(*steps: float) -> Iterator[dict[str, float]]:
-    """The metrics of trials at 2^14, 2^15 and so on that lose so many steps."""
-    for i, lost in enumerate(steps):
-        yield {"init_scale_log2": 14.0 + i, "steps_lost": lost}
+def trials(*steps: float | None) -> list[tuple[float, float | None]]:
+    """Trials at 2^14, 2^15 and so on that lose so many steps."""
+    return [(14.0 + i, lost) for i, lost in enumerate(steps)]
 
 
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
         (
-            [*trials(3, 0, 0, 0, 2)],
+            trials(3, 0, 0, 0, 2),
             "no step is lost in 3 of 5 trials, at 2^15 to 2^17: a search can find nothing better. "
             "The best trial is the one of these that is nearest to PyTorch's default, 2^16",
         ),
-        ([*trials(3, 0.5, 4)], "every scale of this search loses steps, and the best one 0.5"),
+        (trials(3, 0.5, 4), "every scale of this search loses steps, and the best one 0.5"),
         ([], None),
-        ([*trials(0)], None),
-        ([*trials(0), {"init_scale_log2": 3.0, "loss_scale_score": 0.0}], None),
+        (trials(0), None),
+        (trials(0, None), None),
+        ([*trials(0), (math.nan, 0.0)], None),
     ],
 )
 def test_worth_of_the_best_trial_is_a_true_sentence(
-    found: Sequence[dict[str, float]], sentence: str | None
+    found: list[tuple[float, float | None]], sentence: str | None
 ) -> None:
     assert worth_of_best("loss_scale_score", found) == sentence
     assert worth_of_best("gradient_error", found) is None

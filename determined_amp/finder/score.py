@@ -19,7 +19,7 @@ all trials use the same batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import determined as det
@@ -82,24 +82,25 @@ def bits_from_default(scale_log2: float) -> float:
     return math.inf if math.isnan(scale_log2) else abs(scale_log2 - DEFAULT_LOG2)
 
 
-def worth_of_best(metric: str | None, trials: Sequence[Mapping[str, float]]) -> str | None:
+def worth_of_best(metric: str | None, trials: Sequence[tuple[float, float | None]]) -> str | None:
     """A sentence on what the best of a search's scored trials is worth.
 
     Args:
         metric: What the search ranks its trials by.
-        trials: Their metrics, the fields of `Score` by name.
+        trials: log2 of the loss scale of each, and how many steps it lost.
 
     Returns:
-        None with fewer than two trials, with another metric than the score, or if an older version
-        scored one, which counted no lost steps.
+        None with fewer than two trials, with another metric than the score, or if one of them
+        does not tell its loss scale and its lost steps.
     """
     if metric != "loss_scale_score" or len(trials) < 2:
         return None
-    if not all({"steps_lost", "init_scale_log2"} <= trial.keys() for trial in trials):
+    known = [(scale, lost) for scale, lost in trials if lost is not None and math.isfinite(scale)]
+    if len(known) < len(trials):
         return None
-    free = [trial["init_scale_log2"] for trial in trials if trial["steps_lost"] == 0]
+    free = [scale for scale, lost in known if lost == 0]
     if not free:
-        fewest = min(trial["steps_lost"] for trial in trials)
+        fewest = min(lost for _, lost in known)
         return f"every scale of this search loses steps, and the best one {fewest:.4g}"
     return (
         f"no step is lost in {len(free)} of {len(trials)} trials, at 2^{min(free):g} to "

@@ -305,7 +305,9 @@ def _best(finding: Finding | None, search: Search) -> Iterator[str]:
         others = ", ".join(search.also_searched)
         yield f"the trials differ in {others}, too: {search.metric} does not rank the scales alone"
         return
-    worth = worth_of_best(search.metric, [run.metrics for run in search.ranked()])
+    worth = worth_of_best(
+        search.metric, [(run.scale_log2, run.metrics.get("steps_lost")) for run in search.ranked()]
+    )
     if worth is not None:
         yield worth
     scored = any(run.is_scored for run in search.runs)

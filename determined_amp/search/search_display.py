@@ -97,7 +97,9 @@ class SearchDisplay:
         elif ranked and all(run.overflow for run in ranked):
             self._print("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].hparams:
-            worth = worth_of_best(self._metric, [run.metrics for run in ranked])
+            worth = worth_of_best(
+                self._metric, [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
+            )
             if worth is not None:
                 self._print(worth)
             self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
