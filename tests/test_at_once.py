@@ -2,87 +2,98 @@
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests import training
 from tests.precisions import write_run
+from tests.training import ROOT
 
-ROOT = Path(__file__).parents[1]
 MLP = ROOT / "experiment_configs" / "mlp" / "amp.yaml"
 COMMANDS = ("train", "audit", "find", "compare")
 
-# Runs a command, and fails if it has imported what takes seconds.
+# Runs one command after the other in a fresh interpreter, since to start one takes seconds. What a
+# command has imported is still there after the next, so the first one with an import is to blame.
 PROGRAM = """
-import sys
+import contextlib, io, json, sys
 from determined_amp.__main__ import main
-status = main(sys.argv[1:])
-early = {"torch", "determined.pytorch", "trials.mlp"} & sys.modules.keys()
-sys.exit(f"imported: {early}" if early else status)
+ended = {}
+for arguments in json.load(sys.stdin):
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        status = main(arguments)
+    early = sorted({"torch", "determined.pytorch", "trials.mlp"} & sys.modules.keys())
+    ended[" ".join(arguments)] = status, printed.getvalue(), early
+json.dump(ended, open("ended.json", "w"))
 """
 
+# What a YAML with four mistakes is told, in one go.
+WRONG_KEYS = (
+    "hyperparameters.amp.precission: ",
+    "hyperparameters.global_batch_size: ",
+    "hyperparameters.training.max_length.batch: ",
+    "searchr: ",
+)
 
-def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Exit status and standard error of a command."""
-    surroundings = {**os.environ, **environment}
-    process = training.outcome("-c", PROGRAM, *arguments, env=surroundings, timeout=60)
-    return process.returncode, process.stderr
+# By command: what it says.
+MISTAKES = {
+    **{f"{name} no/such.yaml": ["no/such.yaml: cannot be read"] for name in (*COMMANDS, "search")},
+    **{f"{name} wrong.yaml": WRONG_KEYS for name in COMMANDS},
+    "compare plain.yaml": ["hyperparameters.global_batch_size: missing; "],
+}
+REPORT = "report precision fp32 amp_fp16"
+SOUND = f"audit {MLP} --config data.classes=1"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "search"])
-def test_missing_yaml_is_named(command: str) -> None:
-    status, printed = run(command, "no/such.yaml")
-    assert status == 2, printed
-    assert "no/such.yaml: cannot be read" in printed
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_all_mistakes_are_named_together(command: str, tmp_path: Path) -> None:
+def write_files(folder: Path) -> None:
     config = yaml.safe_load(MLP.read_text())
     config["hyperparameters"]["amp"]["precission"] = "amp_fp16"
     config["hyperparameters"]["global_batch_size"] = 63
     config["hyperparameters"]["training"]["max_length"] = {"batch": 3}
     config["resources"]["slots_per_trial"] = 2
     config["searchr"] = {}
-    path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump(config))
-    status, printed = run(command, str(path))
-    assert status == 2, printed
-    for key in (
-        "hyperparameters.amp.precission",
-        "hyperparameters.global_batch_size",
-        "hyperparameters.training.max_length.batch",
-        "searchr",
-    ):
-        assert f"{key}: " in printed
-
-
-def test_comparison_without_a_batch_size_is_named(tmp_path: Path) -> None:
-    config = {
+    plain = {
         "name": "plain",
         "entrypoint": "trials.mlp:MLPTrial",
         "hyperparameters": {},
         "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 3}},
     }
-    path = tmp_path / "plain.yaml"
-    path.write_text(yaml.safe_dump(config))
-    status, printed = run("compare", str(path))
-    assert status == 2, printed
-    assert "hyperparameters.global_batch_size: missing; " in printed
+    (folder / "wrong.yaml").write_text(yaml.safe_dump(config))
+    (folder / "plain.yaml").write_text(yaml.safe_dump(plain))
+    for name in ("fp32", "amp_fp16"):
+        write_run(folder / name, name, 1)
 
 
-def test_report_needs_no_torch_at_all(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name, name, 1) for name in ("fp32", "amp_fp16")]
-    status, printed = run("report", "precision", *map(str, folders))
-    assert status == 0, printed
-    assert (tmp_path / "fp32" / "precision.html").exists()
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+    """Exit status and standard error of every command, and what it has imported too early."""
+    folder = tmp_path_factory.mktemp("at_once")
+    write_files(folder)
+    commands = json.dumps([command.split(" ") for command in (*MISTAKES, REPORT, SOUND)])
+    training.outcome("-c", PROGRAM, input=commands, cwd=folder, timeout=120, check=True)
+    assert (folder / "fp32" / "precision.html").exists()
+    results: Any = json.loads((folder / "ended.json").read_text())
+    return {command: tuple(result) for command, result in results.items()}
 
 
-def test_imports_are_seen() -> None:
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistake_is_named_with_nothing_imported(
+    command: str, ended: dict[str, tuple[int, str, list[str]]]
+) -> None:
+    status, printed, early = ended[command]
+    assert (status, early) == (2, []), printed
+    assert all(text in printed for text in MISTAKES[command]), printed
+
+
+def test_report_needs_no_torch_at_all(ended: dict[str, tuple[int, str, list[str]]]) -> None:
+    status, printed, early = ended[REPORT]
+    assert (status, early) == (0, []), printed
+
+
+def test_imports_are_seen(ended: dict[str, tuple[int, str, list[str]]]) -> None:
     """Negative control: a sound YAML imports the trial."""
-    status, printed = run("audit", str(MLP), "--config", "data.classes=1")
-    assert status == 1
-    assert "imported: " in printed
+    assert "torch" in ended[SOUND][2]
