@@ -40,7 +40,7 @@ compare: $(ENV)/ready ## would AMP pay on a trial, and which precision: make com
 test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
 	@# Images and CI often keep Python from writing bytecode; with it torch is imported in half the time.
 	@PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(ENV))/pycache \
-	    $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not cluster"
+	    $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not cluster"
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \

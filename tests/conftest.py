@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import joblib  # type: ignore[import-untyped]  # scikit-learn brings it
 import numpy as np
 import pytest
 
@@ -38,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the cores this container has, since some tests wait; each imports torch."""
+    return min(8, int(joblib.cpu_count()) + 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

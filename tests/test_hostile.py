@@ -472,6 +472,6 @@ def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process cannot use its GPU")
 def test_random_mistakes_are_told_at_once_or_train_what_was_asked() -> None:
     """See `tests.fuzz`; in a process of its own, as one that has trained cannot be forked."""
-    process = training.start("-m", "tests.fuzz", "--examples", "4")
+    process = training.start("-m", "tests.fuzz", "--examples", "2")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
