@@ -16,6 +16,8 @@ from determined_amp.amp import precision as module
 from determined_amp.amp.precision import (
     DeviceSupport,
     PrecisionError,
+    ReusedAutocast,
+    autocast_is_on,
     prepare_backend,
     warn_of_slow_operations,
 )
@@ -169,10 +171,14 @@ def test_tests_of_the_cpu_and_their_processes_see_no_gpu() -> None:
 
 
 def test_device_is_described_with_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_cpu(monkeypatch, "bf16")
     versions = f"; torch {torch.__version__}, Python {platform.python_version()}"
-    said = "1 x cpu, natively: fp32 yes, tf32 no, amp_fp16 no, amp_bf16 yes"
-    assert module.described(torch.device("cpu"), 1) == said + versions
+    for dtype, yes in (
+        ("bf16", "amp_fp16 no, amp_bf16 yes"),
+        ("fp16", "amp_fp16 yes, amp_bf16 no"),
+    ):
+        pretend_cpu(monkeypatch, dtype)
+        said = f"1 x cpu, natively: fp32 yes, tf32 no, {yes}"
+        assert module.described(torch.device("cpu"), 1) == said + versions
     pretend_gpu(monkeypatch, (7, 5))
     said = "2 x Some GPU, natively: fp32 yes, tf32 no, amp_fp16 yes, amp_bf16 no"
     assert module.described(torch.device("cuda"), 2) == said + versions
@@ -188,3 +194,28 @@ def test_cpu_that_trains_in_16_bits_is_a_warning(
     expected = device is _CPU and precision in (Precision.AMP_FP16, Precision.AMP_BF16)
     assert len(messages) == expected
     assert all(f"amp.precision is {precision.value} on a CPU" in text for text in messages)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_autocast_is_on_for_one_type_of_device(
+    is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old:  # torch 2.3 asks for the GPU here, and takes no argument
+        monkeypatch.setattr(torch, "is_autocast_enabled", torch.is_autocast_cache_enabled)
+        monkeypatch.setattr(torch, "is_autocast_cpu_enabled", lambda: False, raising=False)
+        assert (autocast_is_on("cuda"), autocast_is_on("cpu")) == (True, False)
+        return
+    with module.autocast("cpu", torch.bfloat16):
+        assert (autocast_is_on("cuda"), autocast_is_on("cpu")) == (False, True)
+        with module.autocast("cpu", None):
+            assert not autocast_is_on("cpu")
+
+
+def test_autocast_that_is_reused_may_be_nested() -> None:
+    region = ReusedAutocast("cpu", torch.bfloat16)
+    for _ in range(2):
+        with region:
+            with region:
+                assert autocast_is_on("cpu")
+            assert autocast_is_on("cpu")
+        assert not autocast_is_on("cpu")
