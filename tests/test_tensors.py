@@ -1,0 +1,99 @@
+"""`amp.tensors`: what is asked of tensors of every kind, and of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from determined_amp.amp import tensors
+
+NAN, INF = math.nan, math.inf
+
+
+def nested(*parts: list[float]) -> torch.Tensor:
+    made = [torch.tensor(part) for part in parts]
+    return torch.nested.nested_tensor(made, layout=torch.jagged)
+
+
+def sparse(*values: float) -> torch.Tensor:
+    """With every other value from 0 given, and the first one given in two parts."""
+    indices = torch.tensor([[0, *range(0, 2 * len(values), 2)]])
+    parts = torch.tensor([values[0] - 1.0, 1.0, *values[1:]])
+    return torch.sparse_coo_tensor(indices, parts, (2 * len(values),), check_invariants=False)
+
+
+@pytest.mark.parametrize(
+    ("made", "largest", "has_nan", "is_finite", "is_plain"),
+    [
+        (torch.tensor([1.0, -3.0]), 3.0, False, True, True),
+        (torch.tensor([1.0, -INF], requires_grad=True), INF, False, False, True),
+        (torch.tensor([NAN, 1.0]), NAN, True, False, True),
+        (torch.empty(0, 3), 0.0, False, True, False),
+        (sparse(5.0, -2.0), 5.0, False, True, False),
+        (sparse(NAN, 2.0), NAN, True, False, False),
+        (nested([1.0], [-4.0, 2.0]), 4.0, False, True, False),
+        (nested([1.0], [INF]), INF, False, False, False),
+    ],
+)
+def test_numbers_of_a_tensor_of_any_kind_are_known(
+    made: torch.Tensor, largest: float, has_nan: bool, is_finite: bool, is_plain: bool
+) -> None:
+    assert tensors.largest_of(made) == pytest.approx(largest, nan_ok=True)
+    assert tensors.has_nan(made) is has_nan
+    assert tensors.is_finite(made) is is_finite
+    assert tensors.is_plain(made) is is_plain
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantized_tensor_is_not_plain() -> None:
+    assert not tensors.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def test_tensors_are_those_of_all_containers_in_order() -> None:
+    one, two, three, four = torch.eye(4)
+    seen = tensors.tensors_of([one, {"a": (two, "b")}, UserDict(c=[three]), 5, four])
+    assert list(map(id, seen)) == list(map(id, (one, two, three, four)))
+    assert [*tensors.tensors_of("text")] == []
+
+
+def test_stand_in_is_a_tensor_that_another_class_computes_for() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    assert tensors.is_stand_in(fake)
+    for real in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), "no tensor"):
+        assert not tensors.is_stand_in(real)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "has"),
+    [
+        (("self",), {}, False),
+        (("self", None), {}, False),
+        (("self", print), {}, True),
+        (("self",), {"closure": print}, True),
+        (("self",), {"closure": None, "other": print}, False),
+        ((), {"closure": print}, True),
+    ],
+)
+def test_closure_of_a_step_is_seen_however_it_is_passed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], has: bool
+) -> None:
+    assert tensors.has_closure(args, kwargs) is has
+
+
+def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
+    assert list(map(id, tensors.parameters_of(optimizer))) == [id(first), id(second)]
+    assert not tensors.any_gradient(optimizer)
+    second.grad = torch.zeros(2)
+    assert tensors.any_gradient(optimizer)
+    for of_first in (None, torch.zeros(1).to_sparse()):
+        first.grad = of_first
+        (dense,) = tensors.gradients_of([first, second])
+        assert dense is second.grad
