@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import undisturbed
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
+from determined_amp.trial.newest_batch import NewestBatch
 from tests import training
 from tests.harness import Context, fit
 from tests.trials import FP16_SECTION as FP16
@@ -309,6 +311,30 @@ try:
 finally:
     assert pytorch._PyTorchTrialController is loop
 """
+
+
+def test_newest_batch_is_copied_once_a_trial_has_changed_one() -> None:
+    changes = iter([False, False, True, False, True])
+    trained = []
+
+    def train_batch(batch: list[torch.Tensor], epoch_idx: int, batch_idx: int) -> int:
+        trained.append((batch[0].tolist(), epoch_idx, batch_idx))
+        if next(changes):
+            batch[0].zero_()
+        return batch_idx
+
+    trial: Any = SimpleNamespace(train_batch=train_batch, get_batch_length=lambda batch: 3)
+    newest: Any = NewestBatch(trial)
+    assert [newest.batch] == [None]  # before the first
+    shared = []
+    for index in range(4):
+        batch = [torch.ones(3)]
+        assert newest.train(batch, 7, index) == index
+        shared.append(newest.batch[0] is batch[0])
+    assert shared == [False, True, True, False]
+    newest.train_again()
+    assert trained[-1] == trained[-2] == ([1.0, 1.0, 1.0], 7, 3)
+    assert newest.batch[0].tolist() == [1.0, 1.0, 1.0]
 
 
 class TestPlainScript:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, backwards_through
 from determined_amp.finder.histogram import Histogram
 from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import BackwardRecorder, Source
@@ -226,3 +226,19 @@ class TestValues:
             assert ours.grad is not None
             assert theirs.grad is not None
             assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_callback_for_the_end_of_a_backward_is_called() -> None:
+    """As `DistributedDataParallel` queues one."""
+    called: list[str] = []
+
+    def queue(gradient: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: called.append("at the end"))
+        called.append("first")
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(queue)  # type: ignore[no-untyped-call]
+    with backwards_through(lambda run, *args, **kwargs: run(*args, **kwargs)):
+        torch.autograd.backward(weight.sum())
+    assert called == ["first", "at the end"]
