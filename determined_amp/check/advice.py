@@ -41,12 +41,11 @@ _SCALED = (
     "self.context.backward(scaler.scale(loss))",
     "scaler.scale(loss).backward()",
 )
+_IF_APPLIED = "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
 _APPLIED = (
     "self.amp.wrap_lr_scheduler(scheduler)  # determined_amp: moves on applied steps alone\n"
-    "# or, with step_mode MANUAL_STEP:\nbefore = scaler.get_scale()\nscaler.update()\n"
-    "if scaler.get_scale() >= before:\n    scheduler.step()",
-    "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
-    "    scheduler.step()",
+    f"# or, with step_mode MANUAL_STEP:\n{_IF_APPLIED}    scheduler.step()",
+    f"{_IF_APPLIED}    scheduler.step()",
 )
 
 ADVICE = {
@@ -197,8 +196,9 @@ ADVICE = {
     ),
     "average_on_skipped": Advice(
         "an average of the weights moves on steps that the scaler skips",
-        "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
-        "    average.update(model)",
+        "average = torch.where(self.amp.last_step_applied, moved, average)  # determined_amp\n"
+        f"# or:\n{_IF_APPLIED}    average.update(model)",
+        f"{_IF_APPLIED}    average.update(model)",
     ),
     "overflow_hidden": Advice(
         "an overflow does not reach the scaler, so the step is not skipped",
