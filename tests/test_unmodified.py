@@ -470,6 +470,9 @@ class TestFused:
             weight = nn.Parameter(torch.linspace(-1, 1, 5))
             optimizer = make([weight], fused=fused)
             assert fuse(optimizer)
+            assert optimizer._step_supports_amp_scaling  # otherwise the scaler waits for the device
+            assert not optimizer.defaults["foreach"]
+            assert fuse(optimizer)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
             for factor in (1.0, float("inf"), 2.0):
                 scaler.scale((weight * torch.arange(5.0)).sum() * factor).backward()  # type: ignore[no-untyped-call]
@@ -485,6 +488,7 @@ class TestFused:
             partial(torch.optim.RMSprop),
             partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
             partial(torch.optim.AdamW, foreach=True),
+            partial(torch.optim.AdamW, differentiable=True),
         ],
     )
     def test_others_stay_as_they_are(self, optimizer: Callable[..., Any]) -> None:
