@@ -126,11 +126,10 @@ class Averages:
                 continue
             by_shape.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
         theirs = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
-        things = gc.get_objects()
-        for thing in things:
-            if not _has_memory(thing):
-                continue
-            if _address(thing) in theirs:
+        # An object may claim another class than its type. There are many that are no tensors.
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        for thing in tensors:
+            if not _has_memory(thing) or _address(thing) in theirs:
                 continue
             like = by_shape.get((thing.shape, thing.dtype, thing.device), ())
             near = [weight for weight in like if _similarity(thing, weight) > _NEAR]
@@ -143,12 +142,9 @@ def _innermost() -> Any:
     return stack[-1] if stack else None
 
 
-def _has_memory(thing: Any) -> bool:
-    """Whether it is a tensor of numbers: not a sparse one, or a fake one that the compiler left."""
-    kind = type(thing)  # an object may claim another class
-    if not issubclass(kind, torch.Tensor) or thing.layout is not torch.strided:
-        return False
-    return not is_stand_in(thing)
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it holds numbers, unlike a sparse one, or a fake one that the compiler left."""
+    return tensor.layout is torch.strided and not is_stand_in(tensor)
 
 
 def _similarity(tensor: torch.Tensor, weight: torch.Tensor) -> float:

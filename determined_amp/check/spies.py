@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +47,8 @@ from determined_amp.check.record import (
 
 # Windows of an optimizer, from 0, in which the doctor makes the gradients overflow.
 OVERFLOWS = (5, 8)
+
+_SETS_A_RATE = re.compile(r"""\[["']lr["']\][ \t]*[-+*/]?=[^=]""")
 
 _READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
 
@@ -253,18 +254,13 @@ class Spies:
     def _note_moves(self) -> None:
         """Note which lines of the user's set a rate, and whether one could move each scheduler."""
         files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-        lines = {
-            file: Path(file).read_text(errors="replace").splitlines()
-            for file in sorted(files)
-            if file.endswith(".py") and is_users(file) and Path(file).is_file()
-        }
+        theirs = (file for file in sorted(files) if file.endswith(".py") and is_users(file))
+        sources = {file: "".join(linecache.getlines(file)) for file in theirs}
         self.record.rates_set_at = [
-            where_in(file, number)
-            for file, texts in lines.items()
-            for number, text in enumerate(texts, 1)
-            if re.search(r"""\[["']lr["']\]\s*[-+*/]?=[^=]""", text)
+            where_in(file, source.count("\n", 0, found.start()) + 1)
+            for file, source in sources.items()
+            for found in _SETS_A_RATE.finditer(source)
         ]
-        source = "\n".join(text for texts in lines.values() for text in texts)
         for scheduler, known in zip(self.schedulers, self.record.schedulers, strict=True):
             where = known["where"]
             line = linecache.getline(where.file, where.line) if where else ""
@@ -273,7 +269,8 @@ class Spies:
                 if isinstance(holder, dict):
                     names += [str(key) for key, value in holder.items() if value is scheduler]
             name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
-            known["never_named"] = re.search(rf"(?:{name})\b[\w.\[\]]*\.step\(", source) is None
+            moves = re.compile(rf"(?:{name})\b[\w.\[\]]*\.step\(")
+            known["never_named"] = not any(map(moves.search, sources.values()))
 
     # The spies: what is watched, and by what. Each is called with the original and its arguments.
 
@@ -708,10 +705,12 @@ def _names_of(
     a value of any kind may have one.
     """
     wanted = set(map(id, functions))
+    spaces = ((module, getattr(module, "__dict__", {})) for module in list(sys.modules.values()))
     return [
         (module, name, value)
-        for module in list(sys.modules.values())
-        for name, value in list(getattr(module, "__dict__", {}).items())
+        for module, space in spaces
+        if not wanted.isdisjoint(map(id, list(space.values())))
+        for name, value in list(space.items())
         if id(value) in wanted
     ]
 
