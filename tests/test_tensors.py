@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from determined_amp.amp import tensors
 
@@ -33,6 +35,7 @@ def sparse(*values: float) -> torch.Tensor:
         (torch.tensor([1.0, -3.0]), 3.0, False, True, True),
         (torch.tensor([1.0, -INF], requires_grad=True), INF, False, False, True),
         (torch.tensor([NAN, 1.0]), NAN, True, False, True),
+        (torch.tensor(-2.0), 2.0, False, True, True),
         (torch.empty(0, 3), 0.0, False, True, False),
         (sparse(5.0, -2.0), 5.0, False, True, False),
         (sparse(NAN, 2.0), NAN, True, False, False),
@@ -65,7 +68,7 @@ def test_stand_in_is_a_tensor_that_another_class_computes_for() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
     assert tensors.is_stand_in(fake)
-    for real in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), "no tensor"):
+    for real in (torch.ones(2), nn.Parameter(torch.ones(2)), "no tensor"):
         assert not tensors.is_stand_in(real)
 
 
@@ -87,7 +90,7 @@ def test_closure_of_a_step_is_seen_however_it_is_passed(
 
 
 def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
-    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(2))
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
     assert list(map(id, tensors.parameters_of(optimizer))) == [id(first), id(second)]
     assert not tensors.any_gradient(optimizer)
@@ -97,3 +100,25 @@ def test_optimizer_has_a_gradient_if_any_group_has_one() -> None:
         first.grad = of_first
         (dense,) = tensors.gradients_of([first, second])
         assert dense is second.grad
+
+
+class Wrapped(DistributedDataParallel):
+    """Needs no ranks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_parameters_of_several_models_have_names_of_their_own_and_come_once() -> None:
+    one, two = nn.Linear(1, 1, bias=False), nn.Linear(2, 2, bias=False)
+    apart = nn.Parameter(torch.ones(1))
+    models = [Wrapped(one), two]
+    assert dict(tensors.named_parameters(models[:1])) == {"weight": one.weight}
+    assert dict(tensors.named_parameters(models)) == {
+        "model 0: weight": one.weight,
+        "model 1: weight": two.weight,
+    }
+    optimizer = torch.optim.SGD([one.weight, apart], lr=1.0)
+    seen = tensors.parameters_in(models, [optimizer])
+    assert list(map(id, seen)) == list(map(id, (one.weight, two.weight, apart)))
