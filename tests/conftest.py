@@ -60,7 +60,7 @@ def _seeded() -> None:
     """The same random numbers whichever tests ran before; one thread sums in one order."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also writes down the call stack
     torch.set_num_threads(1)
 
 
