@@ -16,6 +16,7 @@ They do not import this package: they use Determined's `PyTorchTrial`, PyTorch's
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,8 @@ from torch.utils.data import TensorDataset
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 TRAINING_SAMPLES = 1500
+
+read_digits = cache(load_digits)
 
 
 class SmallTrial(pytorch.PyTorchTrial):
@@ -85,7 +88,7 @@ class SmallTrial(pytorch.PyTorchTrial):
         return self._loader(slice(TRAINING_SAMPLES, None), shuffle=False)
 
     def _loader(self, part: slice, *, shuffle: bool) -> pytorch.DataLoader:
-        digits = load_digits()
+        digits = read_digits()
         images = torch.tensor(digits.images[part, None], dtype=torch.float32) / 16.0
         labels = torch.tensor(digits.target[part])
         return pytorch.DataLoader(

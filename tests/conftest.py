@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        for name in ("cuda", "xpu", "mtia"):  # a seed for later has the call stack with it
+            getattr(torch, name).manual_seed_all = lambda seed: None
 
 
 def pytest_xdist_auto_num_workers() -> int:

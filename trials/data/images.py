@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +247,13 @@ def _as_channels(images: torch.Tensor, channels: int) -> torch.Tensor:
     return images.float().mean(dim=1, keepdim=True).round().to(images.dtype)
 
 
+@cache
 def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """scikit-learn's scanned digits: scans (N, 8, 8) float32 in [0, 1], labels (N,) int64.
 
     Returns:
         1437 for training and 360 for validation. The split is fixed, so all seeds are validated on
-        the same 360.
+        the same 360. Every call returns the same tensors; do not change them.
     """
     # scikit-learn takes two seconds to import, and only the digits need it.
     from sklearn.datasets import load_digits  # noqa: PLC0415
