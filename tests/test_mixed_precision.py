@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
-from determined_amp.amp.replay import undisturbed
+from determined_amp.amp.replay import NewestBatch, undisturbed
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
-from determined_amp.trial.newest_batch import NewestBatch
 from tests import training
 from tests.harness import Context, fit
 from tests.trials import FP16_SECTION as FP16
@@ -313,7 +311,7 @@ finally:
 """
 
 
-def test_newest_batch_is_copied_once_a_trial_has_changed_one() -> None:
+def test_newest_batch_is_copied_once_a_training_has_changed_one() -> None:
     changes = iter([False, False, True, False, True])
     trained = []
 
@@ -323,13 +321,12 @@ def test_newest_batch_is_copied_once_a_trial_has_changed_one() -> None:
             batch[0].zero_()
         return batch_idx
 
-    trial: Any = SimpleNamespace(train_batch=train_batch, get_batch_length=lambda batch: 3)
-    newest: Any = NewestBatch(trial)
+    newest: Any = NewestBatch(train_batch)
     assert [newest.batch] == [None]  # before the first
     shared = []
     for index in range(4):
         batch = [torch.ones(3)]
-        assert newest.train(batch, 7, index) == index
+        assert newest.train(batch, epoch_idx=7, batch_idx=index) == index
         shared.append(newest.batch[0] is batch[0])
     assert shared == [False, True, True, False]
     newest.train_again()

@@ -104,6 +104,7 @@ class AmpCore:
             slots=slots,
             replay=self._replay,
         )
+        self._overwrites_losses = settings.compile.replays_graphs
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._hooks: dict[Optimizer, RemovableHandle] = {}
@@ -201,8 +202,8 @@ class AmpCore:
     def _count(
         self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
     ) -> dict[str, float]:
-        if loss is not None and self.settings.compile.replays_graphs:
-            loss = loss.detach().clone()  # kept until the report
+        if loss is not None and self._overwrites_losses:
+            loss = loss.detach().clone()  # it is kept until the report
         return self.metrics.add(loss, samples, again=again)
 
     # Everything else that a training can ask for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,6 +40,41 @@ def own_copy(batch: Any, *, shared: bool = False) -> Any:
         return copy.deepcopy(batch, known)
     except Exception:  # copying runs code of the batch's own, which can raise anything
         return batch
+
+
+class NewestBatch:
+    """Trains batches, and keeps the newest one so that it can be trained again.
+
+    A training may take its batch apart and change tensors in place. Tensors are costly to copy, so
+    those of later batches are copied only if it has changed a tensor before.
+
+    Args:
+        train: Called with `batch=` and its indices by name.
+
+    Attributes:
+        batch: The newest batch as the training got it; None before the first.
+    """
+
+    def __init__(self, train: Callable[..., Any]) -> None:
+        self.batch: Any = None
+        self._train = train
+        self._indices: dict[str, int] = {}
+        self._changes_batches: bool | None = None  # not known before the first one
+
+    def train(self, batch: Any, **indices: int) -> Any:
+        """Train a batch, and return what the training returns."""
+        self.batch = own_copy(batch, shared=self._changes_batches is False)
+        self._indices = indices
+        tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+        result = self._train(batch=batch, **indices)
+        has_changed = versions != [tensor._version for tensor in tensors]
+        self._changes_batches = has_changed or bool(self._changes_batches)
+        return result
+
+    def train_again(self) -> None:
+        """Train a copy of the newest batch with the same indices."""
+        self._train(batch=own_copy(self.batch), **self._indices)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
+from determined_amp.amp.replay import NewestBatch
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.errors import ending_the_program
@@ -38,7 +39,6 @@ from determined_amp.trial.determined_0_38 import (
     what_steps,
 )
 from determined_amp.trial.guard import TrialGuard
-from determined_amp.trial.newest_batch import NewestBatch
 from determined_amp.trial.reported import ReportedMetrics, timed
 from determined_amp.trial.resumed import CALLBACK, ResumedTraining, scheduled
 
@@ -175,8 +175,8 @@ class MixedPrecision(ResumedTraining):
         batch_idx, counted = current_batch(self._context), self._counted_batch
         self._counted_batch = batch_idx
         again = batch_idx is not None and batch_idx == counted
-        if samples is None and self._newest is not None:
-            samples = self._newest.length
+        if samples is None and self._trial is not None and self._newest is not None:
+            samples = int(self._trial.get_batch_length(self._newest.batch))
         return self._count(loss, samples, again=again)
 
     def callbacks(self, trial: pytorch.PyTorchTrial) -> dict[str, pytorch.PyTorchCallback]:
@@ -322,7 +322,7 @@ class MixedPrecision(ResumedTraining):
 
     def _watch(self, trial: pytorch.PyTorchTrial) -> None:
         """Keep the newest batch for the guard, and audit the first one."""
-        self._newest = NewestBatch(trial)
+        self._newest = NewestBatch(trial.train_batch)
         self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
         if self._audit_metrics is not None:
             has_tf32 = DeviceSupport.of(self.device).tf32
@@ -331,7 +331,7 @@ class MixedPrecision(ResumedTraining):
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._newest is not None
-        result = self._newest.train(batch, epoch_idx, batch_idx)
+        result = self._newest.train(batch, epoch_idx=epoch_idx, batch_idx=batch_idx)
         if not self.is_replaying:
             self.scaler.check_end()
         if isinstance(result, torch.Tensor) or (isinstance(result, dict) and "loss" in result):
