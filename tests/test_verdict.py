@@ -34,6 +34,7 @@ def found(
     overflows: Callable[[float], bool],
     *,
     loss_is_finite: bool = True,
+    sweep: bool = False,
 ) -> Finding:
     """The finding where float16 overflows at these scales."""
 
@@ -54,7 +55,7 @@ def found(
     for name, result in (("predict", prediction), ("cause_of", "the cause"), ("_help", True)):
         monkeypatch.setattr(verdict, name, answers(result))
     monkeypatch.setattr(verdict, "observe", observe)
-    return find(CONTEXT, BATCHES)
+    return find(CONTEXT, BATCHES, sweep=sweep)
 
 
 class TestFind:
@@ -71,6 +72,29 @@ class TestFind:
         assert finding.first_overflow_log2 == 13
         assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
         assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
+
+    @pytest.mark.parametrize(
+        ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
+    )
+    def test_sweep_measures_every_shown_scale_once_and_the_choice_last(
+        self, top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From four powers of two below the window to four above it, in 24 rows and a few more."""
+        prediction = prediction_of({"a": {3: 1}})
+        finding = found(monkeypatch, prediction, lambda scale: scale > top, sweep=True)
+        measured = [int(seen.scale_log2) for seen in finding.verified]
+        assert measured[-1] == finding.choice_log2
+        rows, shown = {*range(first, last + 1, step)}, finding.shown_scales()
+        assert sorted(measured) == [scale for scale in shown if scale <= 127]
+        assert rows | {16, -27, top} < {*shown}
+        assert (shown[0], shown[-1]) == (min(rows), max(rows))
+        inside = [scale in finding for scale in (-28, -27, top, top + 1)]
+        assert inside == [False, True, True, False]
+        predicted = [shares.scale_log2 for shares in finding.predicted]
+        assert (predicted[0], predicted[-1]) == (first, max(48, last))
+        assert predicted == [*range(predicted[0], predicted[-1] + 1)]
+        assert finding.at(-1000) is finding.predicted[0]
+        assert finding.at(1000) is finding.predicted[-1]
 
     @pytest.mark.parametrize(("faintest", "choice"), [(-36, 12), (-35, 11)])
     def test_finder_chooses_the_largest_where_no_other_is_safe(
