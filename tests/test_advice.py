@@ -20,6 +20,7 @@ from determined_amp.experiment.yaml_text import yaml_lines
 from determined_amp.finder.advice import (
     FinderRun,
     FoundScale,
+    growth_advice,
     lines_to_paste,
     run_now,
     sentences,
@@ -331,3 +332,34 @@ def test_run_of_today_names_device_and_torch() -> None:
     )
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     assert run == FinderRun("x", "cpu", torch.__version__, today, 3, 192, 2.0, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "low", "says"),
+    [
+        (100, 12, "2^13 is 1 bit above what flushes gradients to 0, which may shrink: growth_i"),
+        (1999, 11, "which may shrink: growth_interval: 199 lets it follow them"),
+        (9, 11, "in 9 steps the scale never grows with growth_interval 2000, and 2^13 is 2 bits a"),
+        (9, 11, "growth_interval: 1 lets it follow them"),
+        (2000, 11, None),  # then it grows
+        (None, 11, None),
+        (100, 10, None),  # far enough from what is flushed
+    ],
+)
+def test_scale_that_never_grows_may_need_another_interval(
+    steps: int | None, low: int, says: str | None
+) -> None:
+    finding = dataclasses.replace(FINDING, low_log2=low)
+    answer = FoundScale(finding, dataclasses.replace(RUN, steps=steps))
+    assert says is None or says in "".join(growth_advice(answer))
+    assert bool([*growth_advice(answer)]) is (says is not None)
+    hopeless = dataclasses.replace(answer, finding=HOPELESS.finding)
+    assert not [*growth_advice(hopeless)]
+
+
+def test_precision_without_a_scale_is_one_that_the_trial_bears() -> None:
+    assert yaml_changes(BF16)["precision"] == "amp_bf16"
+    only_float16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13, recorded_log2=0)
+    assert yaml_changes(only_float16)["precision"] == "fp32"
+    of_a_stranger = dataclasses.replace(only_float16, run=of_run(is_ours=False).run)
+    assert lines_to_paste(of_a_stranger) == "float32, without autocast and GradScaler"
