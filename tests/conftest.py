@@ -39,10 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        for name in ("cuda", "xpu", "mtia"):  # a seed for later has the call stack with it
-            getattr(torch, name).manual_seed_all = lambda seed: None
+        for device in ("cuda", "xpu", "mtia"):  # a seed for later has the call stack with it
+            if hasattr(torch, device):  # torch 2.3 has no mtia
+                getattr(torch, device).manual_seed_all = lambda seed: None
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than the cores this container has, since some tests wait; each imports torch."""
     return min(8, int(joblib.cpu_count()) + 1)

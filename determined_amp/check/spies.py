@@ -256,11 +256,12 @@ class Spies:
         files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
         theirs = (file for file in sorted(files) if file.endswith(".py") and is_users(file))
         sources = {file: "".join(linecache.getlines(file)) for file in theirs}
-        self.record.rates_set_at = [
-            where_in(file, source.count("\n", 0, found.start()) + 1)
+        lines = {
+            (file, source.count("\n", 0, found.start()) + 1): None
             for file, source in sources.items()
             for found in _SETS_A_RATE.finditer(source)
-        ]
+        }
+        self.record.rates_set_at = [where_in(*line) for line in lines]
         for scheduler, known in zip(self.schedulers, self.record.schedulers, strict=True):
             where = known["where"]
             line = linecache.getline(where.file, where.line) if where else ""
