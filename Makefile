@@ -54,10 +54,10 @@ test-gpu: $(if $(given_python),,$(ENV)/ready) ## what only a GPU shows, with a P
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
 	@$(RUN) -m pytest -m cluster -vv -rs tests/test_cluster.py
 
-mutants: $(ENV)/ready ## plant faults in a module, and list those that its tests miss: MODULE=... [TESTS=...]
+mutants: $(ENV)/ready ## plant faults, and list those that tests miss: MODULE=FILE [TESTS=... SAMPLE=100]
 	@test -n "$(MODULE)" || { echo "no module: make mutants MODULE=determined_amp/amp/scaler.py" >&2; exit 2; }
 	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) --group mutants
-	@WORKERS=$(WORKERS) $(RUN) -m tests.mutants $(MODULE) $(TESTS)
+	@WORKERS=$(WORKERS) SAMPLE=$(SAMPLE) $(RUN) -m tests.mutants $(MODULE) $(TESTS)
 
 lint: $(ENV)/ready ## ruff and mypy, strict, tests included
 	@$(ENV)/bin/ruff format --check .

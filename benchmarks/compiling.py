@@ -71,8 +71,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("compiling", "Measure what torch.compile gains.")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = parser_of("compiling", "Measure what torch.compile gains.", rounds=8)
     parser.add_argument("--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS))
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {**machine(), "trials": {}}

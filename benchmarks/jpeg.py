@@ -25,11 +25,10 @@ from torchvision.transforms import v2
 
 from benchmarks.measured import machine, markdown_table, parser_of, write
 from benchmarks.photos import photo, write_photos
+from determined_amp.cli.options import at_least
 from trials.data.images import DatasetName, DataSettings, load
 from trials.data.loading import Sample
 
-PHOTOS = 48
-ROUNDS = 15
 SIDE = 224
 
 
@@ -41,17 +40,15 @@ def measure(photos: list[bytes], folder: Path, rounds: int) -> dict[str, list[fl
     augment = v2.Compose(
         [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip(), v2.ToImage()]
     )
-    decoded = list(map(with_pillow, photos))
+    cropped = [with_pillow(content).resize((SIDE, SIDE)) for content in photos]
     ways: dict[str, Callable[[], object]] = {
         "image_folder, a batch": lambda: images.__getitems__(samples),
         "Pillow: decode": lambda: list(map(with_pillow, photos)),
         "torchvision: decode": lambda: list(map(with_torchvision, photos)),
         "Pillow: decode and augment": lambda: [augment(with_pillow(p)) for p in photos],
         "torchvision: decode and augment": lambda: [augment(with_torchvision(p)) for p in photos],
-        "Pillow: flip": lambda: [p.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for p in decoded],
+        "Pillow: flip": lambda: [p.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for p in cropped],
     }
-    # The flip is measured on images of the size after the crop.
-    decoded = [image.resize((SIDE, SIDE)) for image in decoded]
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -82,9 +79,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("jpeg", __doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--photos", type=int, default=PHOTOS)
+    parser = parser_of("jpeg", "Measure how many photos one core decodes.", rounds=15)
+    parser.add_argument("--photos", type=at_least(2), default=48, help="(48)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     photos = [photo(seed) for seed in range(options.photos)]

@@ -18,6 +18,7 @@ from diffusers import DDPMScheduler
 from rich.progress import track
 
 from benchmarks.measured import ROOT, machine, markdown_table, parser_of, write
+from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
 from determined_amp.runs.folder import read_metrics
 from trials.data import clips
@@ -92,8 +93,8 @@ def _final_loss(folder: Path, batches: int) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status, 0."""
     parser = parser_of("latte_learning", "Compare what Latte learns in two precisions.")
-    parser.add_argument("--batches", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batches", type=at_least(1), default=500)
+    parser.add_argument("--seeds", type=at_least(1), default=3)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "latte-learning")
     options = parser.parse_args(arguments)
     path = str(CONFIGS / "fp32.yaml")

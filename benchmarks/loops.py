@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from determined import core, pytorch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.measured import DEVICE, ROOT
 from benchmarks.turns import BATCHES_PER_TURN, Turns
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -24,7 +24,7 @@ from trials.data import loading
 from trials.mlp import MLPTrial
 from trials.schedule import LRSchedule
 
-BASE = str(Path(__file__).parents[1] / "experiment_configs/mlp/fp32.yaml")
+BASE = str(ROOT / "experiment_configs/mlp/fp32.yaml")
 
 
 class Case:
@@ -48,13 +48,12 @@ class Case:
             "hyperparameters.hidden_features=64",
             "hyperparameters.global_batch_size=8",
         )
-        self.config: Mapping[str, Any] = with_overrides(read_yaml(BASE), overrides)
-        self.experiment = parse(self.config, BASE)
+        self.experiment = parse(with_overrides(read_yaml(BASE), overrides), BASE)
         self.hparams = self.experiment.hparams
         assert self.hparams.max_grad_norm is not None
         self.max_grad_norm: float = self.hparams.max_grad_norm
         self.autocast_dtype = self.hparams.amp.precision.autocast_dtype
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = DEVICE
 
     def loader(self) -> pytorch.DataLoader:
         seed, settings = self.experiment.seed, self.experiment.data
@@ -93,18 +92,19 @@ class Case:
         enabled = self.autocast_dtype is torch.float16
         return torch.amp.GradScaler(self.device.type, enabled=enabled)
 
-    @contextmanager
-    def context(self) -> Iterator[pytorch.PyTorchTrialContext]:
-        """Determined's context, with seeds set; it drops reports and leaves no files."""
-        with throwaway_core_context(reports=NoReports) as core_context:
-            yield trial_context(core_context, self.experiment)
-
 
 class NoReports(core.DummyTrainContext):
     """Drops reports: Determined's own formats a debug line with every metric of every batch."""
 
     def _report_trial_metrics(self, *arguments: Any, **named: Any) -> None:
         return
+
+
+@contextmanager
+def context_of(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
+    """Determined's context, with seeds set; it drops reports and leaves no files."""
+    with throwaway_core_context(reports=NoReports) as core_context:
+        yield trial_context(core_context, experiment)
 
 
 def bare(case: Case, turns: Turns) -> nn.Module:
@@ -208,7 +208,7 @@ def silent(case: Case, turns: Turns) -> nn.Module:
 
 def _train_stock(trial_class: type[StockTrial], case: Case, turns: Turns) -> nn.Module:
     training = case.hparams.training
-    with case.context() as context:
+    with context_of(case.experiment) as context:
         trial = trial_class(context, case)
         take_turns(trial, turns)
         pytorch.Trainer(trial, context).fit(
@@ -235,8 +235,7 @@ ENDLESS = tuple(
 
 def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial:
     """Train the trial of an experiment in Determined's loop, by turns; the trial."""
-    with throwaway_core_context(reports=NoReports) as core_context:
-        context = trial_context(core_context, experiment)
+    with context_of(experiment) as context:
         trial = trial_of(experiment, context)
         take_turns(trial, turns)
         fit(trial, context, checkpoint_policy="none")

@@ -302,7 +302,8 @@ def publish(rows: Sequence[Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, and say what it shows; returns the exit status, 0."""
     parser = parser_of("loss_scale", "When does the initial loss scale matter?")
-    parser.add_argument("--ways", nargs="+", default=[way.name for way in WAYS], help="only these")
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="only these")
     parser.add_argument("--publish", action="store_true", help="replace the results in the docs")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)

@@ -11,9 +11,10 @@ and after some steps.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from torchvision.models import VisionTransformer
 
-from benchmarks.measured import first_failure, markdown_table
+from benchmarks.measured import markdown_table
 from determined_amp.finder.model import LossBatch, OneProcess
 from determined_amp.finder.passes import predict
 from determined_amp.finder.verdict import FLUSHED_LIMIT
@@ -44,8 +45,12 @@ class Case(NamedTuple):
     loss: Loss
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, in Markdown."""
+    described = "Predict and measure where a training skips its first step."
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.loss_scale_models", description=described
+    ).parse_args(arguments)
     rows = []
     for case in (*hugging_face_models(), *other_models()):
         for steps in STEPS:
@@ -155,11 +160,12 @@ def prediction(case: Case) -> tuple[int, int]:
 
 def first_skip(case: Case) -> int:
     """log2 of the smallest power of two at which a training skips its first step."""
-
-    def skips(scale_log2: int) -> bool:
-        return train(case._replace(model=copy.deepcopy(case.model)), 1, 2.0**scale_log2) > 0
-
-    return first_failure(-8, _FAILS_LOG2, skips)
+    works, fails = -8, _FAILS_LOG2
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        skipped = train(case._replace(model=copy.deepcopy(case.model)), 1, 2.0**middle)
+        works, fails = (works, middle) if skipped else (middle, fails)
+    return fails
 
 
 def train(case: Case, steps: int, init_scale: float) -> int:

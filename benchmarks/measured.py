@@ -15,15 +15,25 @@ from typing import Any
 import determined
 import torch
 
+from determined_amp.cli.options import at_least
+
 ROOT = Path(__file__).parents[1]
 # The published results, which pages quote and tests compare with them.
 RESULTS = ROOT / "benchmarks" / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option `--folder`. By default no file of the repository changes."""
+def parser_of(name: str, description: str, *, rounds: int = 0) -> argparse.ArgumentParser:
+    """A parser with the option `--folder`. By default no file of the repository changes.
+
+    Args:
+        name: Name of the benchmark.
+        description: What it does, for `--help`.
+        rounds: Default of the option `--rounds`; 0 for a benchmark that has none.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    if rounds:
+        parser.add_argument("--rounds", type=at_least(1), default=rounds, help=f"({rounds})")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -77,11 +87,3 @@ def spread(values: Sequence[float], form: str, unit: str = "") -> str:
         format(value, form) for value in (statistics.median(values), min(values), max(values))
     )
     return f"{middle}{unit} ({low} to {high})"
-
-
-def first_failure(works: int, fails: int, does_fail: Any) -> int:
-    """The first integer that fails, in an interval whose ends are known; failure is monotone."""
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        works, fails = (works, middle) if does_fail(middle) else (middle, fails)
-    return fails

@@ -101,11 +101,10 @@ def _cell(row: dict[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("overhead", "Measure what the loops cost.")
+    parser = parser_of("overhead", "Measure what the loops cost.", rounds=40)
     parser.add_argument(
         "--precision", choices=[p.value for p in Precision], default=Precision.AMP_FP16.value
     )
-    parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     result = {

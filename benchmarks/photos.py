@@ -14,14 +14,14 @@ WIDTH, HEIGHT, QUALITY = 500, 375, 95
 OCTAVES = ((125, 60.0), (32, 35.0), (8, 20.0), (2, 8.0), (1, 6.0))
 
 
-def photo(seed: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
+def photo(seed: int) -> bytes:
     """A JPEG file in colour."""
     generator = np.random.default_rng(seed)
-    pixels = np.full((height, width, 3), 128.0, dtype=np.float32)
+    pixels = np.full((HEIGHT, WIDTH, 3), 128.0, dtype=np.float32)
     for step, deviation in OCTAVES:
-        coarse = generator.normal(scale=deviation, size=(3, height // step + 2, width // step + 2))
+        coarse = generator.normal(scale=deviation, size=(3, HEIGHT // step + 2, WIDTH // step + 2))
         for channel, values in enumerate(coarse.astype(np.float32)):
-            enlarged = Image.fromarray(values).resize((width, height), Image.Resampling.BICUBIC)
+            enlarged = Image.fromarray(values).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
             pixels[:, :, channel] += np.asarray(enlarged)
     file = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=QUALITY)

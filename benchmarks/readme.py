@@ -8,6 +8,7 @@ has been measured.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,7 +168,11 @@ def read_precisions() -> dict[str, Any]:
     return {model: json.loads(path.read_text()) for model, path in PRECISIONS.items()}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    described = "Draw the README's picture and write its tables, from benchmarks/results."
+    argparse.ArgumentParser(prog="python -m benchmarks.readme", description=described).parse_args(
+        arguments
+    )
     precisions = read_precisions()
     PICTURE.write_bytes(as_png(draw(precisions, json.loads(SCALES.read_text()))))
     readme = with_table(README.read_text(), table(precisions))

@@ -75,29 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A cluster restarts a failed task unless its log has this text.
     in_task = command == "train" or "DET_TASK_TYPE" in os.environ
     before = NO_RETRY if in_task else ""
-
-    def run() -> int:
-        _check_surroundings(words)
-        # The import takes seconds. Here, Ctrl-C during it prints no traceback.
-        try:
-            module = importlib.import_module(_COMMANDS[command][0])
-            return int(module.main(words[1:]))
-        except ModuleNotFoundError as error:
-            if error.name not in _OF_EXTRAS:
-                raise
-            add = (
-                "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
-                if "DET_TASK_TYPE" in os.environ
-                else "pip install '.[search,reports]' in a checkout of determined_amp adds it"
-            )
-            raise UserError(
-                f"{command} needs {error.name}, which is not installed; {add}"
-            ) from error
-
     hook = partial(_interrupt_again, sys.unraisablehook)
     try:
         with patched(sys, "unraisablehook", hook), surviving_closed_output() as output:
-            status = exit_status(run, before)
+            status = exit_status(partial(_do, command, words), before)
     except (KeyboardInterrupt, Exception) as error:
         if not _comes_of_ctrl_c(error):
             raise
@@ -108,6 +89,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     print(f"{command}: standard output cannot be written: {lost.strerror}", file=sys.stderr)
     return 2
+
+
+def _do(command: str, words: Sequence[str]) -> int:
+    """Import a command and run it; its exit status."""
+    _check_surroundings(words)
+    try:
+        # It takes seconds. Here, Ctrl-C during it prints no traceback.
+        module = importlib.import_module(_COMMANDS[command][0])
+        return int(module.main(words[1:]))
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_EXTRAS:
+            raise
+        add = (
+            "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
+            if "DET_TASK_TYPE" in os.environ
+            else "pip install '.[search,reports]' in a checkout of determined_amp adds it"
+        )
+        raise UserError(f"{command} needs {error.name}, which is not installed; {add}") from error
 
 
 def _comes_of_ctrl_c(error: BaseException | None) -> bool:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.errors import UserError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _REMEDY = (
     "Is the forward in train_batch under amp.autocast()? In a trial without a MixedPrecision of "
     "its own, is every model, a teacher too, given to context.wrap_model, and called as "
-    "model(inputs), not by another method? Look for fp32_modules in the YAML, for "
+    "model(inputs) or model.member(inputs)? Look for fp32_modules in the YAML, for "
     "autocast(enabled=False), .float(), .double() and .to() in the model, and for code that sets "
     "torch.backends; or ask for the precision that it computes in."
 )
@@ -232,7 +232,11 @@ def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any)
 
     Raises:
         AuditError: if the batch is not computed in the precision of the settings.
+        ConfigError: if `amp` knows no model, or `loss_fn` returns no loss.
     """
+    if not amp.models:  # their gradients would stay
+        problem = "audit_loss: no model was given; allowed: amp.prepare(model) for each, before"
+        raise ConfigError(amp.source, [problem])
     with undisturbed(*amp.models, optimizers=amp.optimizers), ProductCount() as count:
         amp.replay(batch, loss_fn)
     return _judged(amp.settings.precision, count, has_tf32=DeviceSupport.of(amp.device).tf32)

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import logging
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from determined_amp.amp.settings import Precision
 from determined_amp.cluster import leave_answer, task_without_trial
 from determined_amp.experiment.experiment import TRIAL_SEED, Experiment, parse
 from determined_amp.experiment.overrides import in_precision
-from determined_amp.experiment.plan import has_our_form
+from determined_amp.experiment.training import has_our_form
 from determined_amp.finder.advice import FILE_NAME, FoundScale, sentences, yaml_changes
 from determined_amp.finder.verdict import Verdict
 from determined_amp.pilots import (
@@ -36,6 +36,7 @@ from determined_amp.report.precision_report import Written, answer, write_report
 from determined_amp.runs.folder import fresh_folder, read_record
 from determined_amp.runs.run import RunState
 from determined_amp.search.engine import GRACE, run_comparison
+from determined_amp.search.search_display import minutes, say
 from determined_amp.search.search_folder import Search, read_search, write_remarks
 
 # Number of reports per run. The first report of a process has no steady speed.
@@ -83,49 +84,54 @@ def compare(
     finally:  # after Ctrl-C, too
         print_pilots(console, results)
     if len(results.pilots) < 2:
-        _print(console, f"\n{_ONLY_FP32} (see above)")
+        say(console, f"\n{_ONLY_FP32} (see above)")
         return folder, None
     plan = make_plan(results, experiment, options)
     print_plan(console, results, plan, options.seeds)
     write_remarks(folder, **results.remarks())
-    began = time.monotonic()
-    stopped = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
-    is_late = time.monotonic() - began >= plan.time_limit
-    within = f"within {_minutes(plan.time_limit)}" if is_late else "when it was interrupted"
+    cut_short = run_comparison(folder, trials.search(list(results.pilots), plan), plan.time_limit)
+    planned = options.seeds * len(results.pilots)
+    return folder, _report(folder, planned, cut_short, console)
+
+
+def _report(folder: Path, planned: int, cut_short: str, console: Console) -> Written:
+    """Write the report on those of the planned runs that have ended, and print its answer.
+
+    `cut_short` is what `run_comparison` returned.
+    """
+    steps = _to_go_on(folder)
     try:
-        runs = _of_answer(read_search(folder), options.seeds * len(results.pilots), within)
-        written = write_report([runs], folder)
+        ended = _of_answer(read_search(folder), planned, cut_short)
+        written = write_report([ended], folder)
     except KeyboardInterrupt:
         raise CompareError(
             f"stopped before the report was written; python -m determined_amp report {folder} "
             "writes it"
         ) from None
     except ReportError as error:
-        if not stopped:
+        if not cut_short:
             raise
-        more = " ".join(_to_go_on(folder)[:1])
         raise CompareError(
-            f"stopped before there was anything to compare: too few runs were finished {within}; "
-            f"{more}"
+            "stopped before there was anything to compare: too few runs were finished "
+            f"{cut_short}; {steps[0]}"
         ) from error
-    if stopped:
-        steps = "".join(f"  {step}\n" for step in _to_go_on(folder))
-        _print(
-            console, f"not every run was finished {within}: the answer is early. For more:\n{steps}"
-        )
-    _print(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
-    return folder, written
+    if len(ended.runs) < planned:
+        more = "".join(f"  {step}\n" for step in steps)
+        early = f"not every run was finished {cut_short}: the answer is early. For more:"
+        say(console, f"{early}\n{more}")
+    say(console, f"{written.short}\n\nthe page with all numbers: {_page(folder)}")
+    return written
 
 
-def _of_answer(source: Search, planned: int, within: str) -> Search:
-    """The runs that have ended, by their number, and how many have not.
+def _of_answer(source: Search, planned: int, cut_short: str) -> Search:
+    """The runs that have ended, by their number, and how many have not, and why.
 
     The folder of a run says nothing to a reader, and on a cluster it ends with its task.
     """
     ended = [r for r in source.runs if r.state is RunState.COMPLETED or r.state.is_failure]
     missing = planned - len(ended)
     were = "was" if missing == 1 else "were"
-    left_out = [f"{missing} of {planned} runs {were} not finished {within}"] if missing else []
+    left_out = [f"{missing} of {planned} runs {were} not finished {cut_short}"] if missing else []
     return dataclasses.replace(
         source,
         runs=tuple(dataclasses.replace(run, name=f"run {run.number}") for run in ended),
@@ -141,15 +147,13 @@ def _page(folder: Path) -> str:
     return f"{folder / 'precision.html'}\nthe same as text: {folder / 'precision.md'}"
 
 
-def _to_go_on(folder: Path) -> tuple[str, ...]:
+def _to_go_on(folder: Path) -> list[str]:
     """The commands to type for the missing runs."""
     if det.get_cluster_info() is not None:  # the folder is lost with its task
         longer = "python3 -m determined_amp compare --minutes MORE"
-        return (f"det experiment create ... --config entrypoint='{longer}'",)
-    return (
-        f"python -m determined_amp search --resume {folder}",
-        f"python -m determined_amp report {folder}",
-    )
+        return [f"det experiment create ... --config entrypoint='{longer}'"]
+    commands = ("search --resume", "report")
+    return [f"python -m determined_amp {command} {folder}" for command in commands]
 
 
 def compare_on_cluster(options: argparse.Namespace) -> None:
@@ -162,7 +166,22 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with task_without_trial() as (config, core_context):
         folder, written = compare(config, "experiment", options)
-        noted, batches, metrics = _answer(written)
+        # Without a report nothing but fp32 could be trained.
+        noted: dict[str, Any] = {"answer": _ONLY_FP32, "precision": Precision.FP32.value}
+        batches, metrics = BATCHES, {"speed": 1.0}
+        if written is not None:
+            findings, advised = written.findings, written.advice.precision
+            noted = {"answer": answer(written.advice), "precision": advised.value}
+            batches = max(run.batches for run in findings.runs)
+            for comparison in findings.with_baseline:
+                ratios = {"speed": comparison.speed, "memory": comparison.memory}
+                measured = {name: ratio.median for name, ratio in ratios.items() if ratio}
+                precision = comparison.precision.value
+                metrics |= {f"{name}_{precision}": value for name, value in measured.items()}
+                if comparison.precision is advised:
+                    noted["verdict"] = comparison.verdict.value
+                    metrics["speed"] = measured["speed"]  # without one it is not advised
+        noted["speed"] = round(metrics["speed"], 3)
         times = "" if noted["speed"] == 1.0 else f": {noted['speed']:.1f}x"
         status = f"use {noted['precision']}{times}"
         leave_answer(core_context.train, status, batches, metrics, **noted)
@@ -170,31 +189,6 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
         with core_context.checkpoint.store_path({"steps_completed": batches}) as (stored, _):
             for path in files:
                 shutil.copy(path, stored / path.name)
-
-
-def _answer(written: Written | None) -> tuple[dict[str, Any], int, dict[str, float]]:
-    """What a task leaves on the master; without a report nothing but fp32 could be trained.
-
-    Returns:
-        Metadata: the answer, the advised precision, its speed as a ratio, and the verdict on the
-        metric. The number of batches of a run. Metrics: ratios to the baseline; `speed` is that of
-        the advised precision.
-    """
-    if written is None:
-        noted = {"answer": _ONLY_FP32, "precision": Precision.FP32.value, "speed": 1.0}
-        return noted, BATCHES, {"speed": 1.0}
-    findings, advised = written.findings, written.advice.precision
-    noted = {"answer": answer(written.advice), "precision": advised.value}
-    metrics = {"speed": 1.0}
-    for comparison in findings.with_baseline:
-        for name, ratio in (("speed", comparison.speed), ("memory", comparison.memory)):
-            if ratio is not None:
-                metrics[f"{name}_{comparison.precision.value}"] = ratio.median
-        if comparison.precision is advised:
-            noted["verdict"] = comparison.verdict.value
-            metrics["speed"] = comparison.speed.median if comparison.speed else 1.0
-    noted["speed"] = round(metrics["speed"], 3)
-    return noted, max(run.batches for run in findings.runs), metrics
 
 
 @dataclass(frozen=True)
@@ -335,9 +329,7 @@ def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Co
     Raises:
         CompareError: if the trial cannot be trained in fp32.
     """
-
-    def log(text: str) -> None:
-        _print(console, text)
+    log = partial(say, console)
 
     def run_pilot(precision: Precision) -> None:
         name = precision.value
@@ -377,11 +369,12 @@ def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[s
 
 def make_plan(results: PilotResults, experiment: Experiment, options: argparse.Namespace) -> Plan:
     """The runs that fit into the time that the options give."""
-    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in results.pilots.values())
-    overhead = options.seeds * sum(pilot.overhead for pilot in results.pilots.values())
-    window = experiment.aggregation_frequency
+    pilots = results.pilots.values()
+    per_batch = options.seeds * sum(pilot.seconds_per_batch for pilot in pilots)
+    overhead = options.seeds * sum(pilot.overhead for pilot in pilots)
+    window, allowed = experiment.aggregation_frequency, 60.0 * options.minutes
     if options.batches is None:
-        wanted = (60.0 * options.minutes / _RESERVE - overhead) / max(per_batch, 1e-9)
+        wanted = (allowed / _RESERVE - overhead) / max(per_batch, 1e-9)
         own = experiment.training.max_length
         epoch = results.pilots[Precision.FP32].epoch_batches
         if own is not None and (own.batches or epoch):
@@ -390,9 +383,7 @@ def make_plan(results: PilotResults, experiment: Experiment, options: argparse.N
     else:
         wanted = options.batches
     period = max(int(wanted) // _REPORTS // window, 1) * window
-    whole = max(int(wanted) // period, 1) * period
-    batches = whole if options.batches is None else options.batches
-    allowed = 60.0 * options.minutes
+    batches = options.batches or max(int(wanted) // period, 1) * period
     return Plan(batches, period, overhead + batches * per_batch, allowed)
 
 
@@ -400,32 +391,19 @@ def print_pilots(console: Console, results: PilotResults) -> None:
     """Print the results of the pilots."""
     base = results.pilots.get(Precision.FP32, Pilot(Precision.FP32)).seconds_per_batch
     for precision, pilot in results.pilots.items():
-        times = base / pilot.seconds_per_batch
-        milliseconds = 1000 * pilot.seconds_per_batch
-        against = (
-            "" if precision is Precision.FP32 else f", about {times:.2f} times as fast as fp32"
-        )
-        _print(console, f"  {precision.value:9} {milliseconds:8.1f} ms a batch{against}")
+        line = f"  {precision.value:9} {1000 * pilot.seconds_per_batch:8.1f} ms a batch"
+        if precision is not Precision.FP32:
+            line += f", about {base / pilot.seconds_per_batch:.2f} times as fast as fp32"
+        say(console, line)
     for name, why in results.left_out.items():
-        _print(console, f"  {name:9} left out: {why}")
+        say(console, f"  {name:9} left out: {why}")
 
 
 def print_plan(console: Console, results: PilotResults, plan: Plan, seeds: int) -> None:
     """Print what will be run, and the time that it takes."""
     names = ", ".join(precision.value for precision in results.pilots)
-    _print(
+    say(
         console,
         f"plan: {names} in turn, {seeds} run{'s' * (seeds != 1)} of {plan.batches} batches each: "
-        f"about {_minutes(plan.seconds)}, at most {_minutes(plan.announced)}",
+        f"about {minutes(plan.seconds)}, at most {minutes(plan.announced)}",
     )
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _minutes(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    return f"{whole // 60} min" + (f" {whole % 60:02d} s" if whole % 60 else "")

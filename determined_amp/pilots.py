@@ -15,9 +15,9 @@ from typing import Any
 from determined_amp.amp.settings import Precision
 from determined_amp.finder.advice import FILE_NAME, FoundScale
 from determined_amp.runs.folder import RunFolder, read_metrics
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Report, RunState
 from determined_amp.search.task import Task, Verb
-from determined_amp.search.workers import FirstBatch, Job, TrialResult, Validation, Worker
+from determined_amp.search.workers import FirstBatch, Job, TrialResult, Worker
 
 # Length and reporting period in batches. The first ten batches of a process are not timed.
 BATCHES, REPORTING_PERIOD = 20, 4
@@ -60,7 +60,7 @@ def train_briefly(
     Args:
         config: The experiment in this precision, with this length and `REPORTING_PERIOD`.
         precision: The precision.
-        folder: A new run folder.
+        folder: The run folder to make.
         log: Called with a sentence while the first batch is awaited.
     """
     began = time.monotonic()
@@ -88,12 +88,9 @@ def train_briefly(
 def find_the_scale(
     config: Mapping[str, Any], folder: Path, log: Callable[[str], None]
 ) -> FoundScale | str:
-    """The initial loss scale, or why none can be found.
+    """The initial loss scale of an experiment in `amp_fp16`, or why none can be found.
 
-    Args:
-        config: The experiment, in `amp_fp16`.
-        folder: A new run folder.
-        log: Called with a sentence while the first batch is awaited.
+    See `train_briefly` for the arguments.
     """
     job = Job(Task(Verb.FIND, batches=FINDER_BATCHES), config, RunFolder(folder).path)
     too_slow = f"the finder took more than {_FINDER:.0f} s after its first batch"
@@ -160,7 +157,7 @@ def _next(worker: Worker, ends: float) -> FirstBatch | TrialResult | None:
             worker.process.join()
             reason = f"its process died with exit status {worker.process.exitcode}"
             return TrialResult(RunState.FAILED, reason=reason)
-        if not isinstance(message, Validation):
+        if not isinstance(message, Report):
             return message
         worker.answer(go_on=True)
     return None

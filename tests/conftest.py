@@ -23,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 import torch
+from determined import core
 
 from determined_amp.cli import search as command
 
@@ -52,11 +53,19 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty working directory: the loop copies all code that is in it into every checkpoint."""
-    before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("empty"))
-    yield
-    os.chdir(before)
+    """An empty working directory: the loop copies all code that is in it into every checkpoint.
+
+    TensorBoard's thread may write after a test has gone back to it, so its folder is absolute.
+    """
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(empty)
+        patch.setattr(
+            core.DummyTrainContext,
+            "get_tensorboard_path",
+            lambda self: self._tbd_directory or empty.parent / "tensorboard",
+        )
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -498,6 +498,8 @@ def _not_as_asked(example: Example, step: Step, folder: Path, *, differs: bool) 
     resolved = util.yaml_safe_load((made / "resolved.yaml").read_text(encoding="utf-8"))
     for name, value in flat(asked).items():
         is_there = flat(resolved).get(name)
+        if isinstance(value, dict) and isinstance(is_there, dict):  # with what is added by default
+            is_there = {key: is_there[key] for key in value.keys() & is_there.keys()}
         same = value == is_there and isinstance(value, bool) == isinstance(is_there, bool)
         if value not in (None, {}) and not same:
             return f"{name}: asked for {value!r}, trained {is_there!r}"

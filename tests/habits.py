@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections import UserDict
+from collections import UserDict, deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from determined import pytorch
@@ -32,7 +32,7 @@ class Habit(pytorch.PyTorchTrial):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        self.model = context.wrap_model(self.net())
+        self.model: Any = context.wrap_model(self.net())
         self.optimizer = context.wrap_optimizer(self.optimizer_of(list(self.model.parameters())))
 
     def net(self) -> Any:
@@ -86,19 +86,24 @@ class LoudAtFirst(ClampsData):
     """The first loss is beyond float16 on the first rank; clamped, its gradients look harmless."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.loss(*batch)
-        is_loud = batch_idx == self.context.distributed.get_rank() == 0
-        self.context.backward(loss * 1e6 if is_loud else loss)
-        for gradient in self.gradients():
-            gradient.data.clamp_(-0.01, 0.01)
-        self.context.step_optimizer(self.optimizer)
-        return {"loss": loss}
+        self.is_loud = batch_idx == self.context.distributed.get_rank() == 0
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss = super().loss(inputs, classes)
+        return loss * 1e6 if self.model.training and self.is_loud else loss
 
 
 class ClampsInPlace(Habit):
-    def step(self) -> None:
+    """And reports the size of the gradients."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.context.backward(loss)
+        norm = torch.stack([gradient.norm() for gradient in self.gradients()]).norm()
         nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
-        self.context.step_optimizer(self.optimizer)
+        self.step()
+        return {"loss": loss, "norm": norm}
 
 
 class ClipsOutside(Habit):
@@ -128,17 +133,6 @@ class StepsIfSmall(Habit):
             self.optimizer.zero_grad()
 
 
-class ReportsNorm(Habit):
-    """Reports the size of the gradients."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.loss(*batch)
-        self.context.backward(loss)
-        norm = torch.stack([gradient.norm() for gradient in self.gradients()]).norm()
-        self.step()
-        return {"loss": loss, "norm": norm}
-
-
 class KeepsNorms(Habit):
     """Clips at the mean of all norms so far, which one that is not finite would spoil for good."""
 
@@ -165,6 +159,17 @@ class StepsByHand(Habit):
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.3)
         self.model.zero_grad()
+
+
+class StepsByHandInPlace(StepsByHand):
+    """The same as in the first tutorials, which leave gradients of 0."""
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.3)
+                parameter.grad.zero_()
 
 
 class OwnAccumulation(Habit):
@@ -197,6 +202,23 @@ class TwoBackwards(Habit):
         loss = functional.cross_entropy(logits, batch[1])
         self.context.backward(loss, retain_graph=True)
         self.context.backward(logits.pow(2).mean())
+        self.step()
+        return {"loss": loss}
+
+
+class ProjectsGradients(Habit):
+    """Two tasks: takes the gradients of each, drops them, and sets what it makes of both."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        logits, parameters = self.model(batch[0]), list(self.model.parameters())
+        loss, taken = functional.cross_entropy(logits, batch[1]), []
+        for task in (loss, 0.01 * logits.pow(2).mean()):
+            self.optimizer.zero_grad()
+            self.context.backward(task, retain_graph=True)
+            taken.append([gradient.clone() for gradient in self.gradients()])
+        for parameter, first, second in zip(parameters, *taken, strict=True):
+            shared = (first * second).sum().clamp(max=0) / (second.square().sum() + 1e-12)
+            parameter.grad = first + second - shared * second
         self.step()
         return {"loss": loss}
 
@@ -294,7 +316,7 @@ class OwnOptimizer(Habit):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """A wrapper that never calls `Optimizer.__init__`, as many from before torch 2."""
+    """A wrapper that never calls `Optimizer.__init__`; its state holds that of another."""
 
     def __init__(self, fast: torch.optim.Optimizer) -> None:
         self.fast, self.steps = fast, 0
@@ -314,10 +336,11 @@ class Lookahead(torch.optim.Optimizer):
         self.fast.zero_grad(set_to_none)
 
     def state_dict(self) -> Any:
-        return self.fast.state_dict()
+        return {"own": [self.steps, self.slow], "fast": self.fast.state_dict()}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.fast.load_state_dict(state_dict)
+        self.steps, self.slow = state_dict["own"]
+        self.fast.load_state_dict(state_dict["fast"])
 
 
 class LooksAhead(Habit):
@@ -472,21 +495,68 @@ class AccumulatedHook(Habit):
         parameter.grad.clamp_(-0.003, 0.003)
 
 
-class ModuleHook(Habit):
+class ModuleHooks(Habit):
+    """And keeps copies of the model, with the hooks that it has."""
+
     def net(self) -> Any:
         model = super().net()
         model[1].register_full_backward_hook(lambda module, into, out: tuple(map(clamp, into)))
         model[2].register_full_backward_pre_hook(lambda module, out: tuple(map(clamp, out)))
         return model
 
-
-class CopiesItself(ModuleHook):
-    """Keeps copies of the model, with the hooks that it has."""
-
     def step(self) -> None:
         super().step()
         self.copy = copy.deepcopy(self.model)
         assert torch.equal(self.copy(torch.ones(1, FEATURES)), self.model(torch.ones(1, FEATURES)))
+
+
+class NormHook(Habit):
+    """Reports a norm that a hook of several gradients has seen."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        parameters = list(self.model.parameters())
+        torch.autograd.graph.register_multi_grad_hook(parameters, lambda them: self.see(*them))
+
+    def see(self, *gradients: torch.Tensor) -> None:
+        self.norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        return {**super().train_batch(batch, epoch_idx, batch_idx), "norm": self.norm}
+
+
+class OldModuleHook(NormHook):
+    """Registers the backward hook of old recipes, in its first batch."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        Habit.__init__(self, context)
+        self.is_registered = False
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if not self.is_registered:
+            self.is_registered = True
+            self.register()
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def register(self) -> None:
+        self.model[2].register_backward_hook(lambda module, into, out: self.see(*out))
+
+
+class HookOfAllModules(OldModuleHook):
+    """Registers a hook for every module that there is, around each batch."""
+
+    def register(self) -> None:
+        self.is_registered = False
+
+        def hook(module: nn.Module, out: Any) -> None:
+            if module is self.model[2]:
+                self.see(*out)
+
+        self.handle = nn.modules.module.register_module_full_backward_pre_hook(hook)
+
+    def step(self) -> None:
+        self.handle.remove()
+        super().step()
 
 
 class Net(nn.Module):
@@ -528,6 +598,57 @@ class RetainedGradient(Habit):
         return {"loss": loss, "norm": logits.grad.norm()}
 
 
+class RetainsInHook(Habit):
+    """Reports the gradient of an activation, which a hook sees."""
+
+    seen: Any
+
+    def net(self) -> Any:
+        model = super().net()
+        model[0].register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen = output
+        if output.requires_grad:
+            output.retain_grad()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        return {**reported, "norm": self.seen.grad.norm()}
+
+
+class RetainsInForward(RetainsInHook):
+    """The same of one that its model keeps, as for a map of what it looks at."""
+
+    class Model(Net):
+        def hidden(self, inputs: torch.Tensor) -> Any:
+            self.kept = self.first(inputs)
+            if self.kept.requires_grad:
+                self.kept.retain_grad()
+            return torch.tanh(self.kept)
+
+    def net(self) -> Any:
+        return self.Model()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        reported = Habit.train_batch(self, batch, epoch_idx, batch_idx)
+        model: Any = self.model
+        return {**reported, "norm": model.kept.grad.norm()}
+
+
+class RetainsOverTwoBackwards(RetainsInForward):
+    """Goes backward twice from what its model keeps; the gradients of that are a sum."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss, model = self.loss(*batch), self.model
+        kept: Any = model.kept
+        self.context.backward(loss, retain_graph=True)
+        self.context.backward(kept.square().mean())
+        self.step()
+        return {"loss": loss, "norm": kept.grad.norm()}
+
+
 class Penalty(Habit):
     """A penalty of small gradients by the inputs, as of a critic."""
 
@@ -536,6 +657,28 @@ class Penalty(Habit):
         logits = self.model(inputs)
         (gradient,) = torch.autograd.grad((logits * 1e-6).sum(), inputs, create_graph=True)
         return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
+
+
+class Saliency(Habit):
+    """Makes its inputs of the gradients of a sum, which are larger than those of its loss."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        largest = self.model(inputs).amax(1).sum()
+        (gradient,) = torch.autograd.grad(largest, inputs)
+        moved = inputs.detach() * (1 + 0.1 * gradient.abs())
+        return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
+
+
+class JacobianPenalty(Habit):
+    """Differentiates all outputs at once."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        jacobian = torch.autograd.functional.jacobian(  # type: ignore[no-untyped-call]
+            lambda points: self.model(points).sum(0), inputs, create_graph=True, vectorize=True
+        )
+        assert jacobian.shape == (CLASSES, *inputs.shape)
+        return super().loss(inputs, classes) + 0.1 * jacobian.square().mean()
 
 
 class FunctionalPenalty(Habit):
@@ -558,14 +701,19 @@ class Adversarial(Habit):
 
 
 class SetsGradients(Habit):
-    """Computes the gradients by torch.autograd.grad, and calls no backward."""
+    """Computes gradients by torch.autograd.grad, twice, and calls no backward."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         loss, parameters = self.loss(*batch), list(self.model.parameters())
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters), strict=True
-        ):
-            parameter.grad = gradient
+        idle = torch.zeros(1, requires_grad=True)
+        loud, quiet = (
+            torch.autograd.grad(
+                share * loss, [*parameters, idle], retain_graph=True, allow_unused=True
+            )
+            for share in (1.0, 2.0**-8)
+        )
+        for parameter, one, other in zip(parameters, loud[:-1], quiet[:-1], strict=True):
+            parameter.grad = one + other
         self.step()
         return {"loss": loss}
 
@@ -593,6 +741,18 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
+class ReportsActivation(Habit):
+    """Reports the size of what it has seen inside of its model."""
+
+    def net(self) -> Any:
+        return SizingNet()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        model: Any = self.model
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        return {**reported, "size": model.sizes.pop()}
+
+
 class DoublesInHook(Habit):
     """Its hook changes the output in place."""
 
@@ -603,6 +763,15 @@ class DoublesInHook(Habit):
 
     def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         output.mul_(2)
+
+
+class SizingNet(Net):
+    sizes: ClassVar[list[torch.Tensor]] = []
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = super().hidden(inputs)
+        self.sizes.append(hidden.detach().abs().mean())
+        return hidden
 
 
 class KeepingNet(Net):
@@ -619,9 +788,120 @@ class Attribute(Features):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         loss = Habit.loss(self, inputs * 300, classes)
-        model: Any = self.model
-        (kept,) = model.kept["first"]
+        (kept,) = self.model.kept["first"]
         return loss + 1e-8 * (kept * kept).sum()
+
+
+class FeaturesOfAllModules(Features):
+    """The same of what a hook of every module that there is sees."""
+
+    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        """Not that of a module."""
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if module is self.model[0]:
+                self.seen = output
+
+        handle = nn.modules.module.register_module_forward_hook(keep)
+        loss = super().loss(inputs, classes)
+        handle.remove()
+        return loss
+
+
+class AttributeOfOneOfTwo(Attribute):
+    """Two models by turns, of which one keeps its features, in a container that the trial has."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.kept: deque[torch.Tensor] = deque(maxlen=1)
+        self.model = context.wrap_model(KeepingInDeque(self.kept))
+        self.head = context.wrap_model(nn.Linear(CLASSES, CLASSES))
+        parameters = [*self.model.parameters(), *self.head.parameters()]
+        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss = functional.cross_entropy(self.head(self.model(inputs * 300)), classes)
+        return loss + 1e-8 * (self.kept[-1] * self.kept[-1]).sum()
+
+
+class KeepingInDeque(Net):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        self.kept.append(self.first(inputs))
+        return torch.tanh(functional.layer_norm(self.kept[-1], (16,)))
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A part of a tree, whose parts know of each other."""
+
+    parent: Node | None = None
+    children: list[Node] = dataclasses.field(default_factory=list)
+    value: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class TreeNet(Net):
+    """A dataclass itself, which keeps its features in a tree."""
+
+    width: int = 16
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.kept = Node()
+        self.kept.children.append(Node(self.kept))
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        self.kept.children[0].value = hidden = self.first(inputs)
+        return torch.tanh(functional.layer_norm(hidden, (self.width,)))
+
+
+class AttributeInTree(Features):
+    """The same in a tree, of which a hook counts the parts."""
+
+    def net(self) -> Any:
+        model = TreeNet()
+        model.register_forward_hook(self.keep)
+        return model
+
+    def keep(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        module.parts = len(module.kept.children) + 1
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss = Habit.loss(self, inputs * 300, classes)
+        (node,) = self.model.kept.children
+        assert (self.model.parts, node.parent) == (2, self.model.kept)
+        return loss + 1e-8 * (node.value * node.value).sum()
+
+
+class LateAttribute(Habit):
+    """Keeps its features in every third batch only."""
+
+    def net(self) -> Any:
+        return KeepingInThird()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss, model = super().loss(inputs * 300, classes), self.model
+        kept: Any = model.kept
+        return loss if kept is None else loss + 1e-8 * (kept * kept).sum()
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        model: Any = self.model
+        model.keeps = batch_idx % 3 == 2
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+class KeepingInThird(Net):
+    keeps = False
+
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        hidden = self.first(inputs)
+        self.kept = hidden if self.keeps else None
+        return torch.tanh(functional.layer_norm(hidden, (16,)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -694,8 +974,7 @@ class Tied(Habit):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
-        model: Any = self.model
-        model[2].weight = model[0].weight
+        self.model[2].weight = self.model[0].weight
 
     def net(self) -> Any:
         return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
@@ -741,22 +1020,6 @@ class TwoTowers(Habit):
             self.scale.clamp_(0.0, 1.05)
 
 
-class Vae(Habit):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.encoder, self.decoder = (
-            context.wrap_model(part) for part in (nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES))
-        )
-        parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
-        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        mean, logvar = self.encoder(inputs).chunk(2, dim=1)
-        made = self.decoder(mean + random(*mean.shape) * torch.exp(logvar / 2))
-        divergence = (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
-        return functional.mse_loss(made, inputs) + divergence
-
-
 class Packed(nn.Module):
     """An LSTM over sequences of unequal length."""
 
@@ -794,6 +1057,65 @@ class Graph(Habit):
         return Messages()
 
 
+class Language(SparseEmbedding):
+    """A small transformer over words, a schedule, and one pass over the whole validation set."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        warm: Any = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / 4)
+        )
+        context.wrap_lr_scheduler(warm, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH)
+
+    def net(self) -> Any:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        return nn.Sequential(
+            nn.Embedding(16, 16), nn.TransformerEncoder(layer, 1), nn.Linear(16, 16)
+        )
+
+    evaluate_batch = pytorch.PyTorchTrial.evaluate_batch  # none
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        losses = [self.loss(*batch) for batch in data_loader]
+        return {"validation_loss": float(torch.stack(losses).mean())}
+
+
+class Images(Habit):
+    """Convolutions and batch norm."""
+
+    def net(self) -> Any:
+        norm = nn.BatchNorm2d(8)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Tanh(), nn.Flatten(), nn.Linear(72, 3))
+
+    def data(self) -> TensorDataset:
+        images = random(SAMPLES, 3, 5, 5)
+        return TensorDataset(images, images[:, :, 2, 2].argmax(1))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = context.saved_tensors
+        return 2 * x * gradient  # type: ignore[no-any-return]
+
+
+class Squaring(Net):
+    def hidden(self, inputs: torch.Tensor) -> Any:
+        return Square.apply(super().hidden(inputs))
+
+
+class OwnFunction(Habit):
+    """Its model has an autograd function of its own."""
+
+    def net(self) -> Any:
+        return Squaring()
+
+
 class Pinn(Habit):
     """A loss of derivatives by the inputs, of second order in the end."""
 
@@ -802,6 +1124,22 @@ class Pinn(Habit):
         found = self.model(inputs)[:, 0]
         (slope,) = torch.autograd.grad(found.sum(), inputs, create_graph=True)
         return 0.1 * (slope.sum(1) - found).pow(2).mean()
+
+
+class Vae(Habit):
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.context = context
+        self.encoder, self.decoder = (
+            context.wrap_model(part) for part in (nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES))
+        )
+        parameters = [*self.encoder.parameters(), *self.decoder.parameters()]
+        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        mean, logvar = self.encoder(inputs).chunk(2, dim=1)
+        made = self.decoder(mean + random(*mean.shape) * torch.exp(logvar / 2))
+        divergence = (mean.pow(2) + logvar.exp() - 1 - logvar).mean()
+        return functional.mse_loss(made, inputs) + divergence
 
 
 class MeanTeacher(Habit):
@@ -850,10 +1188,46 @@ class Container(Habit):
         return nn.ModuleDict({"layers": nn.ModuleList(super().net())})
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        container: Any = self.model
-        for part in container["layers"]:
+        for part in self.model["layers"]:
             inputs = part(inputs)
         return functional.cross_entropy(inputs, classes)
+
+
+class Coder(nn.Module):
+    """A model without a forward, as of a VAE or a flow: its methods call its members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(FEATURES, 16), nn.Tanh()])
+        self.decoder = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def encode(self, inputs: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            inputs = part(inputs)
+        return inputs
+
+
+class Methods(Habit):
+    """Calls a method and a member of its model, and never the model."""
+
+    def net(self) -> Any:
+        return Coder()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return functional.cross_entropy(self.model.decoder(self.model.encode(inputs)), classes)
+
+
+class Whole(Habit):
+    """The same model with a forward, which is not called."""
+
+    class Model(Coder):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return self.decoder(self.encode(inputs))
+
+    def net(self) -> Any:
+        return self.Model()
+
+    loss = Methods.loss
 
 
 class Traced(Habit):
@@ -900,13 +1274,15 @@ APART = {LoudAtFirst, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
 # What these keep Determined does not save: histories, parameters and optimizers that nobody
 # wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {
-    *(KeepsNorms, SecondOptimizer, UnknownOptimizer, LooksAhead, Sam, SamInItsStep, TwoTowers),
+    *(KeepsNorms, SecondOptimizer, UnknownOptimizer, Sam, SamInItsStep, TwoTowers),
     *(MeanTeacher, Traced),
 }
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
     *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsItself, StepsByHand, ZeroesItself),
+    *(ProjectsGradients, StepsByHandInPlace),
     *(UnknownOptimizer, SharedParameters, OwnOptimizer, LooksAhead, Sam, SamInItsStep),
-    *(ParameterHook, AccumulatedHook, ModuleHook, ActivationHook, Penalty, SetsGradients),
+    *(ParameterHook, AccumulatedHook, ModuleHooks, ActivationHook, Penalty, SetsGradients),
+    JacobianPenalty,
     *(SparseEmbedding, Complex),
 )

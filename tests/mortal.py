@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class MortalTrial(MLPTrial):
                 ORDER.unlink()
             if order.startswith("die"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("as ordered")
+            raise RuntimeError(f"as ordered at {time.monotonic()}")
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 

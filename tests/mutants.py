@@ -1,7 +1,9 @@
-"""Plants faults in one module, one at a time, and lists those that its tests do not notice.
+"""Plants faults in a module, one at a time, and lists those that its tests do not notice.
 
 `make mutants MODULE=determined_amp/amp/scaler.py` starts this. mutmut makes the faults and runs the
-tests, in a copy of the checkout: the source stays as it is.
+tests, in a copy of the checkout: the source stays as it is. A folder has thousands of faults; with
+SAMPLE=100 a hundred of them are drawn, the same ones each time. What only runs while a module is
+imported cannot be judged: it counts as not noticed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -37,12 +40,12 @@ track_dependencies = 0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("module", help="such as determined_amp/amp/scaler.py")
+    parser.add_argument("module", help="such as determined_amp/amp/scaler.py, or a folder")
     parser.add_argument("tests", nargs="*", help="by default tests/test_NAME.py of the module")
     options = parser.parse_args(arguments)
     tests = options.tests or [f"tests/test_{Path(options.module).stem}.py"]
     for path in (options.module, *(test.partition("::")[0] for test in tests)):
-        if not (ROOT / path).is_file():
+        if not (ROOT / path).is_file() and not (ROOT / path).is_dir():
             print(
                 f"{path}: no such file; allowed: make mutants MODULE=determined_amp/ROOM/NAME.py, "
                 "with TESTS='tests/test_A.py tests/test_B.py' where tests/test_NAME.py is missing",
@@ -59,20 +62,33 @@ def _plant(folder: Path, module: str, tests: Sequence[str]) -> int:
     others = [name for name in folders if name not in ("determined_amp", "tests")]
     lists = {"tests": tests, "copied": [*others, ".detignore"]}
     indented = {name: "\n".join(f"    {item}" for item in items) for name, items in lists.items()}
-    (folder / "setup.cfg").write_text(_SETTINGS.format(module=module, **indented))
-    status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"))
+    pattern = module if module.endswith(".py") else f"{module.rstrip('/')}/*"
+    (folder / "setup.cfg").write_text(_SETTINGS.format(module=pattern, **indented))
+    planted = _planted(folder)
+    status = _mutmut(folder, "run", "--max-children", os.environ.get("WORKERS", "1"), *planted)
     if status:
         return status
     survivors = 0
     for line in _said(folder, "results").splitlines():
         name, _, verdict = line.strip().partition(": ")
-        if verdict in ("survived", "no tests"):
+        if name in planted and verdict in ("survived", "no tests"):
             survivors += 1
             print(f"\n{verdict}: {name}\n{_changed(_said(folder, 'show', name))}")
-    (results,) = (folder / "mutants" / "determined_amp").rglob(f"{Path(module).name}.meta")
-    planted = len(json.loads(results.read_text())["exit_code_by_key"])
-    print(f"\n{module}: {planted - survivors} of {planted} faults are noticed by {' '.join(tests)}")
+    noticed = f"{len(planted) - survivors} of {len(planted)} faults"
+    print(f"\n{module}: {noticed} are noticed by {' '.join(tests)}")
     return 0
+
+
+def _planted(folder: Path) -> list[str]:
+    """The names of the faults: all of them, or as many as `SAMPLE` says, drawn at random."""
+    # mutmut makes all faults, and sees which tests reach them, before it looks for this name.
+    command = [sys.executable, "-m", "mutmut", "run", "no such fault"]
+    subprocess.run(command, check=False, cwd=folder, capture_output=True)
+    names: list[str] = []
+    for results in sorted((folder / "mutants" / "determined_amp").rglob("*.meta")):
+        names += json.loads(results.read_text())["exit_code_by_key"]
+    sample = int(os.environ.get("SAMPLE") or len(names))
+    return sorted(random.Random(0).sample(sorted(names), min(sample, len(names))))
 
 
 def _copy_checkout(folder: Path) -> None:

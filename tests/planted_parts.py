@@ -25,11 +25,6 @@ def dies(box: Box) -> Iterator[dict[str, Any]]:
     os._exit(7)  # as after a fault of the driver
 
 
-def hangs(box: Box) -> Iterator[dict[str, Any]]:
-    yield {"value": 4.0}
-    time.sleep(3600)
-
-
 def never_ends(box: Box) -> Iterator[dict[str, Any]]:
     for number in itertools.count():
         time.sleep(0.1)

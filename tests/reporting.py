@@ -57,13 +57,10 @@ def write_study(
     machine, date = made_on(CPU), "2026-01-02T03:04:05+00:00"
     part = {"first_batch": 0, "settings": {SEED: 3}, "machine": machine, "date": date}
     for number, (sampled, metrics) in enumerate(trials):
-        record: dict[str, Any] = {
-            "state": "completed",
-            "reason": "",
-            "number": number,
-            "hparams": {axis: sampled},
+        record = {
+            **{"state": "completed", "reason": "", "number": number, "hparams": {axis: sampled}},
+            "parts": [{**part, "command": []}],
         }
-        record["parts"] = [{**part, "command": []}]
         report = {"group": "validation", **metrics, "batches": 4}
         write_record(trial_folder(folder, number), record, [report])
     return folder
@@ -104,59 +101,43 @@ def observed(rows: Rows, metric: str = "validation_loss", **hparams: Sequence[An
 
 def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, Any]:
     """What the finder's JSON holds, for a model whose gradients are two powers of two."""
+    run = {
+        **{"name": "small", "device": "cpu", "torch": "2.6", "date": "2026-01-01"},
+        **{"batches": 4, "samples": 128, "init_scale": 65536.0, "growth_interval": 2000},
+        **{"is_ours": True, "min_scale": 1.0, "fp32_modules": []},
+    }
+    window: dict[str, Any] = {
+        **{"choice_log2": choice, "low_log2": low, "top_log2": top, "headroom_log2": 18.5},
+        **{"recorded_log2": None, "reason": "", "islands": []},
+    }
+    has_none = choice is None
+    predicted = [
+        {
+            "scale_log2": scale,
+            "overflow_share": 0.5 if scale > top else 0.0,
+            "flushed_share": 0.5 if scale < low else 0.0,
+        }
+        for scale in range(-16, 49)
+    ]
+    verified = {
+        **{"scale_log2": 17, "loss_is_finite": True, "overflow": False},
+        **{"flushed_share": 0.0, "backward_headroom_bits": 1.5, "values_left": 1.0},
+    }
+    modules = [
+        {
+            **{"name": name, "in_model": True, "zeros": 0 if values else 3},
+            **{"values_by_log2": values, "first_overflow_log2": first, "low_log2": lowest},
+        }
+        for name, values, first, lowest in (
+            ("head", {"-3": 10, "-20": 5}, 19, -6),
+            ("body <1>", {"-5": 10}, 21, -20),
+            ("hidden", {}, None, None),
+        )
+    ]
     return {
-        "run": {
-            "name": "small",
-            "device": "cpu",
-            "torch": "2.6",
-            "date": "2026-01-01",
-            "batches": 4,
-            "samples": 128,
-            "init_scale": 65536.0,
-            "growth_interval": 2000,
-            "is_ours": True,
-            "min_scale": 1.0,
-            "fp32_modules": [],
-        },
-        "verdict": "no scale helps" if choice is None else "use 2^k",
-        "choice_log2": choice,
-        "low_log2": low,
-        "top_log2": top,
-        "headroom_log2": 18.5,
-        "recorded_log2": None,
-        "reason": "",
-        "islands": [],
-        "cause": "forward overflow in module <head>" if choice is None else "",
-        "predicted": [
-            {
-                "scale_log2": scale,
-                "overflow_share": 0.5 if scale > top else 0.0,
-                "flushed_share": 0.5 if scale < low else 0.0,
-            }
-            for scale in range(-16, 49)
-        ],
-        "verified": [
-            {
-                **{"scale_log2": 17, "loss_is_finite": True, "overflow": False},
-                **{"flushed_share": 0.0, "backward_headroom_bits": 1.5, "values_left": 1.0},
-            }
-        ],
-        "modules": [
-            {
-                **{"name": "head", "in_model": True, "zeros": 0},
-                **{"values_by_log2": {"-3": 10, "-20": 5}},
-                **{"first_overflow_log2": 19, "low_log2": -6},
-            },
-            {
-                **{"name": "body <1>", "in_model": True, "zeros": 0},
-                **{"values_by_log2": {"-5": 10}},
-                **{"first_overflow_log2": 21, "low_log2": -20},
-            },
-            {
-                **{"name": "hidden", "in_model": True, "zeros": 3, "values_by_log2": {}},
-                **{"first_overflow_log2": None, "low_log2": None},
-            },
-        ],
+        **{"run": run, "verdict": "no scale helps" if has_none else "use 2^k", **window},
+        "cause": "forward overflow in module <head>" if has_none else "",
+        **{"predicted": predicted, "verified": [verified], "modules": modules},
     }
 
 

@@ -23,6 +23,7 @@ THREE_SCALES = (
     "hyperparameters.amp.init_scale={type: log, base: 2.0, minval: 4, maxval: 24, count: 3}",
     "entrypoint=python3 -m determined_amp score --batches 2",
 )
+TWO_SCALES = (THREE_SCALES[0].replace("count: 3", "count: 2"), THREE_SCALES[1])
 # Trains 8 batches.
 SHORT = (
     "hyperparameters.training={max_length: {batches: 8}, validation_period: {batches: 2}, "

@@ -243,12 +243,10 @@ class WithoutValidationData(Stranger):
     """Holds nothing back."""
 
     evaluate_full_dataset = pytorch.PyTorchTrial.evaluate_full_dataset
+    build_validation_data_loader = WithoutData.build_training_data_loader
 
     def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         return {"val_loss": 0.0}
-
-    def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return pytorch.DataLoader(TensorDataset(torch.empty(0, FEATURES)), batch_size=4)
 
 
 class Recurrent(Stranger):
@@ -271,28 +269,22 @@ class LastState(nn.Module):
         return states[:, -1]
 
 
-class Masked(nn.Linear):
+class WithMask(Stranger):
     """Masks with the constant of most hand-written attention, which is beyond float16."""
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return super().forward(points).masked_fill(points[:, :CLASSES] > 9, -1e9)
-
-
-class Sorting(nn.Linear):
-    """Writes the outputs of a part of the batch into a tensor of its own."""
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(len(points), CLASSES)
-        logits[points[:, 0] < 9] = super().forward(points[points[:, 0] < 9])
-        return logits
-
-
-class WithMask(Stranger):
-    head = Masked
+    class head(nn.Linear):  # noqa: N801
+        def forward(self, points: torch.Tensor) -> torch.Tensor:
+            return super().forward(points).masked_fill(points[:, :CLASSES] > 9, -1e9)
 
 
 class WithSorting(Stranger):
-    head = Sorting
+    """Writes the outputs of a part of the batch into a tensor of its own."""
+
+    class head(nn.Linear):  # noqa: N801
+        def forward(self, points: torch.Tensor) -> torch.Tensor:
+            logits = torch.zeros(len(points), CLASSES)
+            logits[points[:, 0] < 9] = super().forward(points[points[:, 0] < 9])
+            return logits
 
 
 class WithoutParameters(Stranger):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import io
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 from determined_amp.experiment.yaml_text import yaml_lines
 from determined_amp.finder.advice import (
@@ -111,17 +108,6 @@ def test_text_has_tables_sentences_and_the_lines_to_paste() -> None:
     assert measured == {"2^13": "0.2%", "2^14": "4e-04", "2^15": "overflow"}
     assert head == ["head", "2^0", "2^15", "2^2"]
     assert deep == ["blocks[0]", "2^-20", "2^36", "2^9"]
-
-
-def test_choice_is_bold_and_what_is_outside_the_window_dim() -> None:
-    text = io.StringIO()
-    FOUND.show(Console(file=text, width=100, force_terminal=True, color_system="standard"))
-    # The codes of bold and dim in a row, by its scale.
-    rows = [line for line in text.getvalue().splitlines() if line.startswith("│")]
-    styles = {re.findall(r"2\^\d+|$", row)[0]: {*re.findall(r"\x1b\[[12]m", row)} for row in rows}
-    assert styles["2^13"] == {"\x1b[1m"}
-    assert styles["2^8"] == styles["2^15"] == {"\x1b[2m"}
-    assert styles["2^9"] == styles["2^14"] == set()
 
 
 DEAD = ModuleGradients("dead", True, 5, {}, None, None)

@@ -11,6 +11,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from determined import core, pytorch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
@@ -28,6 +29,7 @@ from determined_amp import (
     AmpSettings,
     AuditError,
     ConfigError,
+    EvalPrecision,
     GuardError,
     MixedPrecision,
     OnOverflow,
@@ -36,6 +38,9 @@ from determined_amp import (
 )
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.metrics import WARMUP_BATCHES
+from determined_amp.amp.settings import Compile
+from determined_amp.amp.slots import ProcessGroup
+from determined_amp.amp.tensors import parameters_of
 from determined_amp.audit import audit_loss
 from tests.fake_cuda import fake_cuda, needs_fake_cuda
 from tests.harness import Reports, core_context_of, fit, needs_fused, same_bits
@@ -149,7 +154,6 @@ def plain(
     stop_after: int = BATCHES,
     state: dict[str, Any] | None = None,
     core_context: core.Context | None = None,
-    audits: bool = False,
 ) -> tuple[Trained, dict[str, Any]]:
     """Train in a loop of one's own, maybe by the Core API; what it left, and its state."""
     trained, slots = Trained(), None if core_context is None else core_context.distributed
@@ -166,10 +170,6 @@ def plain(
             each.load_state_dict(saved)
         amp.load_state_dict(state["amp"])
         first = state["step"]
-    if audits:
-        audit_loss(
-            amp, lambda batch: functional.cross_entropy(models[0](batch[0]), batch[1]), batches()[0]
-        )
     for step, (x, y) in enumerate(batches()[first:stop_after], start=first + 1):
         losses = []
         for model in models:
@@ -305,11 +305,14 @@ class TestState:
         assert amp.steps(optimizer).state_dict() == state["amp"]["optimizers"][0]
         assert float(amp.loss_scale()) == state["amp"]["scaler"]["scale"]
 
-    def test_state_of_another_precision_begins_with_this_ones_scale(self) -> None:
-        _, state = plain(Case(AmpSettings(Precision.FP32)), stop_after=WINDOW)
-        amp = AmpLoop(FP16, "cpu")
-        amp.load_state_dict(state["amp"])
-        assert float(amp.loss_scale()) == FP16.init_scale
+    def test_state_of_a_scaler_alone_is_refused_and_has_a_place(self) -> None:
+        amp, scaler = AmpLoop(FP16, "cpu"), torch.amp.GradScaler("cpu", init_scale=8.0)
+        with pytest.raises(
+            ConfigError, match=r"load_state_dict: got no state of a loop; .* amp\.sc"
+        ):
+            amp.load_state_dict(scaler.state_dict())
+        amp.scaler.load_state_dict(scaler.state_dict())
+        assert float(amp.loss_scale()) == 8.0
 
     def test_plateau_of_validations_is_resumed(self) -> None:
         def made() -> tuple[AmpLoop, Any]:
@@ -326,6 +329,49 @@ class TestState:
         other.load_state_dict(amp.state_dict())
         other.validated(2.0)
         assert resumed.param_groups[0]["lr"] == 0.1
+
+    def test_plateau_that_is_wrapped_after_the_state_was_loaded_is_resumed(self) -> None:
+        def made(amp: AmpLoop, *, patience: int) -> Any:
+            optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+            amp.wrap_optimizer(optimizer)
+            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
+
+        first, second = AmpLoop(FP16, "cpu"), AmpLoop(FP16, "cpu")
+        for patience in (9, 1):
+            first.wrap_lr_scheduler(made(first, patience=patience))
+        for metric in (1.0, 2.0):
+            first.validated(metric)
+        plateaus = [made(second, patience=patience) for patience in (9, 1)]
+        second.load_state_dict(first.state_dict())
+        for plateau in reversed(plateaus):
+            second.wrap_lr_scheduler(plateau)
+        second.validated(2.0)
+        assert [plateau.optimizer.param_groups[0]["lr"] for plateau in plateaus] == [1.0, 0.1]
+        assert [plateau.num_bad_epochs for plateau in plateaus] == [2, 0]
+
+    def test_schedule_goes_on_by_applied_steps_in_another_precision_that_was_tried_before(
+        self,
+    ) -> None:
+        case = Case(schedule=one_cycle)
+        trained, state = plain(case, stop_after=BATCHES // 2)
+        amp = AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")
+        optimizer = case.optimizer(case.models()[0])
+        amp.wrap_lr_scheduler(one_cycle(optimizer))
+        with amp.autocast():
+            pass
+        amp.load_state_dict(state["amp"])
+        assert state["amp"]["optimizers"][0]["applied"] < BATCHES // 2 // WINDOW
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(float(trained.bits[-1][-2]))
+
+    def test_schedule_that_has_moved_further_is_refused(self) -> None:
+        case = Case(AmpSettings(Precision.FP32), schedule=one_cycle)
+        _, early = plain(case, stop_after=WINDOW)
+        _, late = plain(case, stop_after=4 * WINDOW)
+        amp = AmpLoop(case.settings, "cpu")
+        amp.wrap_lr_scheduler(one_cycle(case.optimizer(case.models()[0])))
+        amp.load_state_dict(late["amp"])
+        with pytest.raises(ConfigError, match="OneCycleLR has moved further than the state; allo"):
+            amp.load_state_dict(early["amp"])
 
 
 class OneWeight:
@@ -372,7 +418,7 @@ def test_headroom_is_that_of_the_scaled_gradient_after_the_clip_has_unscaled_it(
 
 
 class TestGuard:
-    def test_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
+    def test_guard_ends_the_loop_with_the_cause_and_the_state_as_it_was(self) -> None:
         made = OneWeight(**HIGH)
         for x in (1.0, math.inf, math.inf):
             batch = made.backward(x)
@@ -390,41 +436,6 @@ class TestGuard:
         with pytest.raises(GuardError, match=r"give the newest batch .* amp\.report\(batch, loss"):
             made.amp.report()
 
-    def test_names_the_scale_at_which_nothing_overflows(self) -> None:
-        """The gradient is 1 times the scale, and float16 ends at 65504."""
-        made = OneWeight(**{**HIGH, "init_scale": 2.0**20})
-        for _ in range(2):
-            batch = made.backward(1.0)
-        with pytest.raises(GuardError, match=r"a loss scale of 262144; at 2\^15 nothing overflow"):
-            made.amp.report(batch, made.loss_fn)
-        assert float(made.amp.loss_scale()) == 2.0**18
-
-    def test_names_weights_that_have_grown(self) -> None:
-        made = OneWeight(**HIGH)
-        for _ in range(2):
-            made.backward(math.inf)
-        nn.init.constant_(made.model.get_parameter("weight"), 40.0)
-        with pytest.raises(GuardError, match="the weights are 40 times as large as at the start"):
-            made.amp.report(torch.full((1, 1), 60000.0), made.loss_fn)
-
-    def test_looks_for_a_cause_once_where_it_only_warns(self, caplog: Any) -> None:
-        made = OneWeight(**HIGH, on_overflow=OnOverflow.WARN)
-        for _ in range(3):
-            batch = made.backward(math.inf)
-            made.amp.report(batch, made.loss_fn)
-        causes = [line.partition(". ")[2] for line in caplog.messages if "in a row" in line]
-        assert [cause[:14] for cause in causes] == ["Cause: input 0", "Its cause is n"]
-
-    def test_warns_of_a_loop_that_never_steps(self, caplog: Any) -> None:
-        made = OneWeight(**HIGH)
-        for _ in range(3):
-            with made.amp.autocast():
-                loss = made.loss_fn(torch.ones(1, 1))
-            made.amp.scaler.scale(loss).backward()
-            made.amp.update(loss)
-        made.amp.report()
-        assert "3 batches went backward, and no optimizer was stepped" in caplog.text
-
     def test_loop_goes_on_exactly_where_it_only_warns(self, caplog: Any) -> None:
         made = OneWeight(**HIGH, on_overflow=OnOverflow.WARN)
         quiet = OneWeight(**{**HIGH, "max_consecutive_skips": 9})
@@ -436,14 +447,6 @@ class TestGuard:
         assert made.weight == quiet.weight == -0.5
         assert made.amp.state_dict() == quiet.amp.state_dict()
 
-    def test_statistics_poisoned_by_the_very_first_batch_are_put_back(self) -> None:
-        amp = AmpLoop(FP16, "cpu")
-        model = amp.prepare(nn.BatchNorm1d(1))
-        with amp.autocast():
-            model(torch.full((4, 1), math.inf))
-        amp.report()
-        assert model.get_buffer("running_mean").tolist() == [0.0]
-
 
 @pytest.mark.parametrize("samples", [8, None])
 def test_speed_is_that_of_the_samples_that_are_given(samples: int | None) -> None:
@@ -452,6 +455,104 @@ def test_speed_is_that_of_the_samples_that_are_given(samples: int | None) -> Non
         with amp.autocast():
             amp.update(torch.zeros(()), samples)
     assert (amp.report().get("samples_per_second", 0) > 0) is (samples is not None)
+
+
+def test_processes_exchange_by_the_gpu_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current GPU is the first one in every process that has not set another."""
+    used: list[torch.device] = []
+
+    @contextmanager
+    def device(gpu: torch.device) -> Iterator[None]:
+        used.append(gpu)
+        yield
+        used.append(torch.device("cpu"))
+
+    def all_gather_object(values: list[Any], value: Any) -> None:
+        values[:] = [value, used[-1]]
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name, answer in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(distributed, name, lambda answer=answer: answer)
+    monkeypatch.setattr(distributed, "all_gather_object", all_gather_object)
+    gpu = torch.device("cuda", 1)
+    assert ProcessGroup(gpu).allgather("mine") == ["mine", gpu]
+
+
+class TestSettings:
+    """In a script as in a YAML: a word stands for its enumeration, and a bound holds."""
+
+    def test_words_mean_what_they_mean_in_a_yaml(self) -> None:
+        words: dict[str, Any] = {
+            "precision": "amp_fp16",
+            "on_overflow": "warn",
+            "eval_precision": "same",
+            "compile": "default",
+            "fp32_modules": "head",
+        }
+        settings = AmpSettings(**words)
+        assert settings == AmpSettings(
+            Precision.AMP_FP16,
+            on_overflow=OnOverflow.WARN,
+            eval_precision=EvalPrecision.SAME,
+            compile=Compile.DEFAULT,
+            fp32_modules=("head",),
+        )
+
+    def test_every_mistake_is_named(self) -> None:
+        wrong: dict[str, Any] = {
+            "precision": "fp17",
+            "init_scale": -1.0,
+            "growth_factor": math.nan,
+            "growth_interval": 0,
+            "max_skip_ratio": 50,
+            "compile": True,
+        }
+        with pytest.raises(ConfigError, match=r"^AmpSettings: precision: got 'fp17'") as error:
+            AmpSettings(**wrong)
+        assert list(error.value.problems) == [
+            "precision: got 'fp17'; allowed: fp32, tf32, amp_fp16, amp_bf16",
+            "init_scale: got -1.0; allowed: find, > 0 and <= 1.70141e+38",
+            "growth_factor: got nan; allowed: > 1",
+            "growth_interval: got 0; allowed: >= 1",
+            "max_skip_ratio: got 50; allowed: > 0 and <= 1",
+            "compile: got True; allowed: false, default, reduce-overhead, max-autotune",
+        ]
+
+    def test_scale_below_its_floor_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"^the loop: init_scale: got 0\.25, which is below"):
+            AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=0.25), "cpu")
+
+
+class TestLoss:
+    """What `update` is given is what `report` says."""
+
+    @pytest.mark.parametrize(
+        "given",
+        [float, lambda loss: loss.reshape(1), lambda loss: loss.half()],
+        ids=["a float", "one element", "float16"],
+    )
+    def test_one_number_of_any_kind_is_reported(self, given: Callable[[Any], Any]) -> None:
+        amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+        for number, loss in enumerate(torch.tensor([1.0, 2.0, 6.0])):
+            amp.update(given(loss) if number else loss, samples=4)
+        assert amp.report()["loss"] == 3.0
+
+    def test_loss_that_a_loop_adds_to_afterwards_is_reported_as_it_was(self) -> None:
+        amp, total = AmpLoop(AmpSettings(Precision.FP32), "cpu"), None
+        for loss in torch.tensor([1.0, 2.0, 6.0]):
+            amp.update(loss, samples=4)
+            if total is None:
+                total = loss.detach()
+            else:
+                total += loss
+        assert amp.report()["loss"] == 3.0
+
+    def test_losses_of_single_samples_are_refused(self) -> None:
+        amp = AmpLoop(AmpSettings(Precision.FP32), "cpu")
+        with pytest.raises(
+            ConfigError, match=r"^the loop: update: got a loss of shape \(4,\); all"
+        ):
+            amp.update(torch.ones(4), samples=4)
 
 
 class TestModelAndLossFunction:
@@ -477,10 +578,21 @@ class TestModelAndLossFunction:
         found = find_loss_scale(model, loss_fn, [(x, y)])
         assert found.finding.choice_log2 is not None
 
-    def test_audit_before_the_training_changes_no_bit_of_it(self) -> None:
-        plain_bits, _ = plain(CASES["fp16, scheduled"])
-        audited_bits, _ = plain(CASES["fp16, scheduled"], audits=True)
-        assert same_bits(plain_bits.bits, audited_bits.bits)
+    def test_audit_of_an_unknown_model_is_refused(self) -> None:
+        model = Case().models()[0]
+        with pytest.raises(
+            ConfigError, match=r"^the loop: audit_loss: no model was given; allowed"
+        ):
+            audit_loss(AmpLoop(FP16, "cpu"), lambda batch: model(batch[0]).sum(), batches()[0])
+
+    @pytest.mark.parametrize("returned", [1.0, None, torch.ones(2), torch.ones(())], ids=str)
+    def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any) -> None:
+        amp = AmpLoop(FP16, "cpu")
+        amp.prepare(Case().models()[0])
+        with pytest.raises(
+            ConfigError, match=r"^the loop: loss_fn: returned no tensor of one elem"
+        ):
+            audit_loss(amp, lambda batch: returned, batches()[0])
 
 
 def in_float32(loss_fn: Any, batch: Any) -> Any:
@@ -499,24 +611,202 @@ def test_nothing_waits_between_reports_and_a_report_reads_once(
     with fake_cuda() as syncs:
         amp = AmpLoop(AmpSettings(precision), "cuda")
         amp.guard.enabled = False  # fake tensors have no values to judge
-        model = amp.prepare(Case().models()[0].to("cuda"))
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=amp.fused)
-        amp.wrap_lr_scheduler(one_cycle(optimizer))
+        models = [amp.prepare(Case().models()[0].to("cuda")) for _ in range(3)]
+        optimizers = [torch.optim.Adam(m.parameters(), lr=RATE, fused=amp.fused) for m in models]
+        amp.wrap_lr_scheduler(one_cycle(optimizers[0]))
         x, y = torch.ones(4, 6, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
         with syncs.during("batches"):
             for _ in range(BATCHES // WINDOW):
-                with amp.autocast():
-                    loss = functional.cross_entropy(model(x), y)
-                amp.scaler.scale(loss).backward()
-                amp.clip_gradients(optimizer, MAX_NORM)
-                amp.scaler.step(optimizer)
-                optimizer.zero_grad()
+                # As in a GAN: some are unscaled already when the next one goes backward.
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    with amp.autocast():
+                        loss = functional.cross_entropy(model(x), y)
+                    amp.scaler.scale(loss).backward()
+                    amp.clip_gradients(optimizer, MAX_NORM)
+                for optimizer in optimizers:
+                    amp.scaler.step(optimizer)
+                    optimizer.zero_grad()
                 amp.update(loss, samples=len(y))
         with syncs.during("report"):
             amp.report()
     assert syncs.waits["batches"] == ({"read": BATCHES // WINDOW} if planted else {})
     assert syncs.waits["report"]["read"] == 1
-    assert syncs.calls["batches"]["_fused_adam_"] == BATCHES // WINDOW
+    assert syncs.calls["batches"]["_fused_adam_"] == 3 * (BATCHES // WINDOW)
+
+
+def test_loop_finds_a_group_that_its_process_joins_later(monkeypatch: Any) -> None:
+    slots = AmpLoop(AmpSettings(Precision.FP32), "cpu").slots
+    assert (slots.rank, slots.size, slots.allgather(3)) == (0, 1, [3])
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather_object", lambda values, value: values.sort(key=id))
+    assert (slots.rank, slots.size, slots.allgather(3)) == (1, 2, [None, None])
+
+
+def test_slots_that_ran_out_of_data_report_the_steps_of_the_one_that_has_made_the_most() -> None:
+    made = [OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu")) for _ in range(3)]
+    for each, steps in zip(made, (2, 5, 0), strict=True):
+        for batch in batches()[:steps]:
+            loss = each.backward(batch)
+            each.amp.scaler.step(each.optimizer)
+            each.end(loss)
+    everywhere = [each.amp.metrics.per_slot_reduce() for each in made]
+    reports = [each.amp.metrics.cross_slot_reduce(everywhere) for each in made]
+    assert reports[0] == reports[1] == reports[2]
+    assert (reports[0]["watch_applied_steps"], reports[0]["skipped_steps"]) == (5, 0)
+
+
+# Loops as they are written elsewhere; each against torch's own scaler and autocast.
+
+
+class ByHand:
+    """The calls of `AmpLoop` with what PyTorch's own recipe does."""
+
+    def __init__(self, settings: AmpSettings) -> None:
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=settings.first_scale, growth_interval=settings.growth_interval
+        )
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.float16)
+
+    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm)
+
+    def update(self, loss: torch.Tensor) -> None:
+        self.scaler.update()
+
+
+class OneModel:
+    """One model in a loop, whose scale and weights are noted after every batch."""
+
+    def __init__(self, amp: Any) -> None:
+        self.amp: Any = amp
+        self.model = Case().models()[0]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.bits: list[list[torch.Tensor]] = []
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        with self.amp.autocast():
+            loss = functional.cross_entropy(self.model(batch[0]), batch[1])
+        self.amp.scaler.scale(loss).backward()
+        return loss
+
+    def end(self, loss: torch.Tensor) -> None:
+        self.amp.update(loss)
+        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.bits.append([*weights, torch.tensor(self.amp.scaler.get_scale())])
+
+
+def leaves_out_large_steps(made: OneModel, *, zeroes_first: bool, set_to_none: bool) -> None:
+    for number, batch in enumerate(batches()):
+        if zeroes_first:
+            made.optimizer.zero_grad(set_to_none)
+        loss = made.backward(batch)
+        made.amp.scaler.unscale_(made.optimizer)
+        norm = nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
+        if math.isfinite(norm) and number % 3:
+            made.amp.scaler.step(made.optimizer)
+        if not zeroes_first:
+            made.optimizer.zero_grad(set_to_none)
+        made.end(loss)
+
+
+@pytest.mark.parametrize("zeroes_first", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_step_that_a_loop_leaves_out_for_its_norm_counts_for_the_scale_as_by_hand(
+    *, zeroes_first: bool, set_to_none: bool
+) -> None:
+    by_hand, made = OneModel(ByHand(FP16)), OneModel(AmpLoop(FP16, "cpu"))
+    for each in (by_hand, made):
+        leaves_out_large_steps(each, zeroes_first=zeroes_first, set_to_none=set_to_none)
+    assert same_bits(made.bits, by_hand.bits)
+    assert len({float(bits[-1]) for bits in made.bits}) > 2  # it fell, and grew
+
+
+def test_loop_goes_on_after_an_error_between_clip_and_step() -> None:
+    made = OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu"))
+    whole = OneModel(ByHand(AmpSettings(Precision.AMP_FP16, init_scale=1024.0)))
+    for number, batch in enumerate(batches()):
+        for each in (made, whole):
+            if number == 3 and each is whole:
+                continue
+            loss = each.backward(batch)
+            each.amp.clip_gradients(each.optimizer, 0.1)
+            if number != 3:
+                each.amp.scaler.step(each.optimizer)
+                each.end(loss)
+            each.optimizer.zero_grad()
+    assert same_bits(made.bits, whole.bits)
+
+
+def test_second_loop_may_go_on_with_the_optimizer_of_the_first() -> None:
+    made = OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16, init_scale=1024.0), "cpu"))
+    first = made.amp
+    for _ in range(2):
+        for amp in (first, AmpLoop(AmpSettings(Precision.AMP_BF16), "cpu")):
+            made.amp = amp
+            loss = made.backward(batches()[0])
+            amp.scaler.step(made.optimizer)
+            made.optimizer.zero_grad()
+            made.end(loss)
+    assert first.report()["watch_applied_steps"] == 2
+    made.backward(batches()[0])
+    with pytest.raises(ConfigError, match="steps an optimizer whose gradients may still be scaled"):
+        made.optimizer.step()
+
+
+def test_resumed_loop_does_not_take_older_skips_for_those_of_its_start(caplog: Any) -> None:
+    made, resumed = OneModel(AmpLoop(FP16, "cpu")), OneModel(AmpLoop(FP16, "cpu"))
+    for batch in batches():
+        loss = made.backward(batch)
+        made.amp.scaler.step(made.optimizer)
+        made.optimizer.zero_grad()
+        made.end(loss)
+    resumed.amp.load_state_dict(made.amp.state_dict())
+    loss = resumed.backward(batches()[0])
+    resumed.amp.scaler.step(resumed.optimizer)
+    resumed.end(loss)
+    report = resumed.amp.report()
+    assert report["skipped_steps"] >= 5
+    assert report["watch_consecutive_skips"] == 0
+    assert "skipped at the start" not in caplog.text
+    made.amp.report()
+    assert "skipped at the start" in caplog.text
+
+
+def test_state_saved_between_step_and_update_has_the_step() -> None:
+    made = OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu"))
+    loss = made.backward(batches()[0])
+    made.amp.scaler.step(made.optimizer)
+    early = made.amp.state_dict()
+    made.end(loss)
+    assert early == made.amp.state_dict()
+    assert early["optimizers"][0]["attempted"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_step_with_a_closure_needs_no_loss_scale(precision: str) -> None:
+    amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")
+    model = amp.prepare(Case().models()[0])
+    optimizer = torch.optim.LBFGS(model.parameters())
+    losses = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        with amp.autocast():
+            loss = functional.cross_entropy(model(batches()[0][0]), batches()[0][1])
+        amp.scaler.scale(loss).backward()
+        losses.append(float(loss.detach()))
+        return losses[-1]
+
+    for _ in range(3):
+        amp.scaler.step(optimizer, closure)
+        amp.update()
+    assert losses[-1] < 0.5 * losses[0]
+    assert amp.report()["watch_applied_steps"] == 3
 
 
 # The page and its script.

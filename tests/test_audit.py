@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +26,10 @@ from determined_amp.audit import (
 from determined_amp.cli import audit as command
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.audit import audit_here
-from determined_amp.local.open_trial import open_trial
+from determined_amp.local.open_trial import audit_here
 from tests import training
-from tests.trials import weigh
+from tests.harness import fit, same_bits
+from tests.trials import Converted, weigh
 from trials.mlp import MLPTrial
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
@@ -38,64 +37,19 @@ pytestmark = pytest.mark.usefixtures("_switches_restored")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Wrapped(nn.Module):
-    """A trial's model, called in another way.
-
-    Args:
-        layers: Flatten, linear, ReLU, linear.
-    """
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-
-class NoAutocast(Wrapped):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            logits: torch.Tensor = self.layers(images)
-        return logits
-
-
-class FirstLayerCastByHand(Wrapped):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        flatten, first, relu, last = self.layers.children()
-        assert isinstance(first, nn.Linear)
-        with torch.autocast("cpu", enabled=False):
-            weight, bias = first.weight.to(BF16), first.bias.to(BF16)
-            hidden = functional.linear(flatten(images).to(BF16), weight, bias)
-            logits: torch.Tensor = last(relu(hidden).float())
-        return logits
-
-
 class NoAutocastTrial(MLPTrial):
+    """Its model disables autocast."""
+
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
-        self.model = NoAutocast(self.model)
+        forward = self.model.forward
 
+        def in_float32(images: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                logits: torch.Tensor = forward(images)
+            return logits
 
-class FirstLayerCastByHandTrial(MLPTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.model = FirstLayerCastByHand(self.model)
-
-
-class TF32Trial(MLPTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        torch.set_float32_matmul_precision("high")
-
-
-class ThreeBatchesTrial(MLPTrial):
-    """Ends its run after the third batch, without a validation or a checkpoint."""
-
-    def train_batch(
-        self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
-    ) -> dict[str, float]:
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        if batch_idx == 2:
-            raise pytorch._ShouldExit(skip_exit_checkpoint=True)
-        return reported
+        self.model.forward = in_float32
 
 
 def options(config: str, *overrides: str, trial: str | None = None) -> list[str]:
@@ -116,10 +70,6 @@ def audit_of(arguments: list[str]) -> Audit:
     audit, asked = audit_here(*given(arguments))
     assert asked is audit.precision
     return audit
-
-
-def dtypes(flops: Mapping[tuple[str, torch.dtype], int]) -> set[torch.dtype]:
-    return {dtype for _, dtype in flops}
 
 
 def trial_of(train_batch: Callable[[], object]) -> Any:
@@ -150,7 +100,7 @@ class TestProductCount:
             ("mlp/bf16.yaml", BF16),
         ],
     )
-    def test_mlp_by_hand(self, config: str, dtype: torch.dtype) -> None:
+    def test_flops_of_an_mlp_are_those_by_hand(self, config: str, dtype: torch.dtype) -> None:
         """Of 8 samples, 784 pixels, 512 hidden features, 10 classes; (m, k) by (k, n) is 2mkn.
 
         Forward: 2 * 8 * 784 * 512 and 2 * 8 * 512 * 10, both with bias: addmm. Backward: each
@@ -161,8 +111,14 @@ class TestProductCount:
         assert audit.flops == {("addmm", dtype): first + last, ("mm", dtype): first + 2 * last}
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
+        assert (audit.casts == 0) is (dtype is FP32)
 
-    def test_convolutions_by_hand(self) -> None:
+    def test_integers_are_no_flops(self) -> None:
+        with ProductCount() as count:
+            torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
+        assert not count.flops
+
+    def test_flops_of_convolutions_are_those_by_hand(self) -> None:
         """Each of 2 * samples * outputs * inputs * kernel * output pixels; as many per gradient.
 
         The weights have a gradient, and the input of the second; the images have none.
@@ -178,7 +134,7 @@ class TestProductCount:
             ("convolution_backward", BF16): first + 2 * last,
         }
 
-    def test_casts_by_hand(self) -> None:
+    def test_casts_are_those_by_hand(self) -> None:
         """To bfloat16 and back: 6 inputs, 4 weights, their gradients; the result, 6, and back."""
         weight = torch.ones(2, 2, requires_grad=True)
         with ProductCount() as count:
@@ -188,9 +144,6 @@ class TestProductCount:
             result.to(BF16), result.to(torch.int64), torch.ones(1).to(torch.int64)
         assert count.casts == 5
         assert count.cast_bytes == (6 + 4 + 4 + 6 + 6) * (4 + 2)
-
-    def test_fp32_has_no_cast(self) -> None:
-        assert audit_of(options("mlp/fp32.yaml")).casts == 0
 
     @pytest.mark.skipif(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry,
@@ -206,13 +159,7 @@ class TestProductCount:
             result = functional.scaled_dot_product_attention(query, query, query)
             torch.autograd.backward(result.sum())
         assert sorted(count.flops.values()) == [2 * 256, 5 * 256]
-        assert dtypes(count.flops) == {BF16}
-
-    def test_autograds_own_threads_count(self) -> None:
-        """A backward inside a backward, more than 60 deep, goes on in a thread of the engine."""
-        with ProductCount() as count:
-            Nested.apply(torch.ones(3, 3, requires_grad=True), 70).sum().backward()
-        assert count.flops == {("mm", FP32): 3 * 2 * 27}
+        assert {dtype for _, dtype in count.flops} == {BF16}
 
     def test_what_an_optimizer_multiplies_in_its_step_is_not_counted(self) -> None:
         """Muon does, in bfloat16. A closure runs forward and backward, which count."""
@@ -227,11 +174,6 @@ class TestProductCount:
             optimizer.step(lambda: multiply(FP32))
         assert count.flops == {("mm", FP32): 3 * 60, ("mm", BF16): 60}
 
-    def test_integers_are_no_flops(self) -> None:
-        with ProductCount() as count:
-            torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)
-        assert not count.flops
-
 
 class Multiplies(torch.optim.Optimizer):
     """Makes one product in bfloat16 in its step."""
@@ -245,49 +187,12 @@ class Multiplies(torch.optim.Optimizer):
         multiply(BF16)
 
 
-class Nested(torch.autograd.Function):
-    """Its backward has a backward, `depth` times; the innermost one is that of a product."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: torch.Tensor, depth: int) -> torch.Tensor:
-        ctx.save_for_backward(matrix)
-        ctx.depth = depth
-        return matrix.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        matrix = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            inner = Nested.apply(matrix, ctx.depth - 1) if ctx.depth else matrix @ matrix
-            loss = inner.sum()
-        loss.backward()
-        return gradients[0], None
-
-
 class TestVerdict:
-    def test_model_that_disables_autocast_fails(self) -> None:
-        with pytest.raises(
-            AuditError, match=r"is amp_bf16, but 0\.0% of the FLOPs are in bfloat16"
-        ):
-            audit_of(options("mlp/bf16.yaml", trial="NoAutocastTrial"))
-
-    def test_model_with_one_layer_cast_by_hand_fails(self) -> None:
-        """Of 64 pixels and 64 classes, per sample and hidden feature: 4 * 64 of 4 * 64 + 6 * 64."""
-        small = ("data.dataset=synthetic", "data.image_size=8", "data.classes=64")
-        arguments = options("mlp/bf16.yaml", *small, trial="FirstLayerCastByHandTrial")
-        with pytest.raises(AuditError, match=r"but 40\.0% of the FLOPs") as caught:
-            audit_of(arguments)
-        assert caught.value.audit.share == 0.4
-        assert dtypes(caught.value.audit.flops) == {BF16, FP32}
-
-    def test_half_is_not_dominant(self) -> None:
-        half = Audit(Precision.AMP_BF16, {("mm", BF16): 1, ("mm", FP32): 1}, 0, 0, "off", True)
-        more = Audit(Precision.AMP_BF16, {("mm", BF16): 2, ("mm", FP32): 1}, 0, 0, "off", True)
-        assert (half.passed, more.passed) == (False, True)
-
-    def test_fp32_with_tf32_switched_on_fails(self) -> None:
-        with pytest.raises(AuditError, match="is fp32, but torch's switches for TF32 are mixed"):
-            audit_of(options("mlp/fp32.yaml", trial="TF32Trial"))
+    def test_half_of_the_flops_does_not_pass(self) -> None:
+        for low, share, passed in ((1, 0.5, False), (2, 2 / 3, True)):
+            flops = {("mm", BF16): low, ("mm", FP32): 1}
+            audit = Audit(Precision.AMP_BF16, flops, 0, 0, "off", True)
+            assert (audit.share, audit.passed) == (share, passed)
 
     @pytest.mark.parametrize("precision", Precision)
     @pytest.mark.parametrize("tf32", ["on", "off", "mixed"])
@@ -309,7 +214,7 @@ class TestVerdict:
             ("highest", True, "mixed"),
         ],
     )
-    def test_switches_are_read(self, matmul: str, cudnn: bool, expected: str) -> None:
+    def test_switches_of_tf32_are_read(self, matmul: str, cudnn: bool, expected: str) -> None:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         assert module._tf32() == expected
@@ -317,7 +222,7 @@ class TestVerdict:
     @pytest.mark.skipif(
         not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9 has one set of names"
     )
-    def test_switch_thrown_by_its_new_name_is_seen(self) -> None:
+    def test_switch_of_tf32_thrown_by_its_new_name_is_seen(self) -> None:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.fp32_precision = "tf32"
         try:
@@ -325,7 +230,7 @@ class TestVerdict:
         finally:
             torch.backends.cuda.matmul.fp32_precision = "ieee"
 
-    def test_error_is_a_sentence_the_table_and_what_to_do(self) -> None:
+    def test_error_of_an_audit_is_a_sentence_the_table_and_what_to_do(self) -> None:
         flops = {("mm", FP32): 3_000_000_000, ("addmm", BF16): 1_000_000_000}
         audit = Audit(Precision.AMP_BF16, flops, 7, 2**20, "off", False)
         problem, *table, remedy = str(AuditError(audit)).splitlines()
@@ -366,7 +271,7 @@ class TestAudited:
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
 
-    def test_error_in_the_batch_is_its_own(self) -> None:
+    def test_error_in_an_audited_batch_is_its_own(self) -> None:
         def broken() -> None:
             raise ZeroDivisionError
 
@@ -375,35 +280,18 @@ class TestAudited:
         with pytest.raises(ZeroDivisionError):
             trial.train_batch()
 
-    @pytest.mark.parametrize("config", ["mlp/amp.yaml", "mlp/bf16.yaml"])
-    def test_training_is_the_same_to_the_bit(self, config: str) -> None:
-        small = ("data.image_size=8", "hyperparameters.hidden_features=16")
-
-        def trained(audits: list[Audit] | None) -> str:
-            arguments = options(config, *small, trial="ThreeBatchesTrial")
-            with open_trial(*given(arguments)) as found:
-                trial, context = found.trial, found.context
-                assert isinstance(trial, MLPTrial)
-                trial.amp.guard.enabled = False
-                if audits is not None:
-                    precision = trial.hparams.amp.precision
-                    audited(trial, precision, audits.append, has_tf32=False)
-                length = pytorch.Batch(4)
-                pytorch.Trainer(trial, context).fit(max_length=length, checkpoint_policy="none")
-                state = [trial.model.state_dict(), trial.optimizer.state_dict()]
-                return training.digest([state, trial.amp.scaler.state_dict(), random_state()])
-
-        audits: list[Audit] = []
-        assert trained(None) == trained(audits)
-        assert len(audits) == 1
-        assert audits[0].total_flops == 8 * 16 * (4 * 64 + 6 * 10)
+    @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
+    def test_audited_training_is_the_same_to_the_bit(self, precision: str) -> None:
+        with_audit, without = (
+            fit(Converted, {"precision": precision, "init_scale": 64.0, "audit": audit}, batches=3)
+            for audit in (True, False)
+        )
+        assert same_bits(with_audit.checkpoint, without.checkpoint)
+        first = with_audit.reports.training[0]
+        assert first.keys() - without.reports.training[0].keys() == {"watch_audit_share"}
 
 
-def random_state() -> list[Any]:
-    return [random.getstate(), torch.get_rng_state()]
-
-
-def test_metrics_are_in_the_first_report_alone() -> None:
+def test_metrics_of_the_audit_are_in_the_first_report_alone() -> None:
     """One weight, rows of two: (2, 1) by (1, 1) forward, (1, 2) by (2, 1) backward, 4 FLOPs each.
 
     A second report would be of another stretch of training: Determined resets all reducers before.
@@ -417,7 +305,7 @@ def test_metrics_are_in_the_first_report_alone() -> None:
     assert metrics.cross_slot_reduce([{}, {}]) == {}
 
 
-def test_metrics_are_reported_once_and_those_of_the_chief() -> None:
+def test_metrics_of_the_audit_are_reported_once_and_those_of_the_chief() -> None:
     context: Any = SimpleNamespace(wrap_reducer=lambda *given, **named: None)
     metrics = AuditMetrics(context)
     assert metrics.per_slot_reduce() == {}
@@ -432,7 +320,7 @@ def test_metrics_are_reported_once_and_those_of_the_chief() -> None:
 
 
 class TestCommand:
-    def test_prints_the_table_and_leaves_nothing_behind(
+    def test_audit_prints_the_table_and_leaves_nothing_behind(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.chdir(tmp_path)

@@ -37,6 +37,9 @@ from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests import habits, test_amp_examples
 from tests.training import ROOT
 
+# Of torch 2.3, in its own SequentialLR.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter")
+
 BATCH = pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH
 step_lr: Any = lr_scheduler.StepLR
 MANUAL = pytorch.LRScheduler.StepMode.MANUAL_STEP
@@ -256,6 +259,23 @@ class MovesOnSkipped(Scheduled):
         self.scheduler.step()  # HERE
 
 
+class OwnScheduler(lr_scheduler.StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+
+
+class OwnSchedulerMovesOnSkipped(MovesOnSkipped):
+    """Its class has a method of its own, which calls that of torch's."""
+
+    def schedule(self) -> None:
+        self.scheduler = OwnScheduler(self.optimizer, 4)
+        self.context.wrap_lr_scheduler(self.scheduler, MANUAL)
+
+    def update(self) -> None:
+        self.scaler.update()
+        self.scheduler.step()  # HERE
+
+
 class DeterminedMovesOnSkipped(Right):
     def schedule(self) -> None:
         self.scheduler = step_lr(self.optimizer, 4)  # HERE
@@ -286,6 +306,38 @@ class MovesEveryMicroBatch(Scheduled):
 class ScheduleNotWrapped(Scheduled):
     def schedule(self) -> None:
         self.scheduler = step_lr(self.optimizer, 4)  # HERE
+
+
+class PlateauNotWrapped(Scheduled):
+    """A scheduler that does not make itself as most of torch's do."""
+
+    def schedule(self) -> None:
+        plateau: Any = lr_scheduler.ReduceLROnPlateau
+        self.scheduler = plateau(self.optimizer)  # HERE
+
+    def update(self) -> None:
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            self.scheduler.step(1.0)
+
+
+class Sequence(Scheduled):
+    """One scheduler that moves two others."""
+
+    def schedule(self) -> None:
+        parts = [step_lr(self.optimizer, 2), step_lr(self.optimizer, 3)]
+        sequence: Any = lr_scheduler.SequentialLR
+        self.scheduler = sequence(self.optimizer, parts, [4])
+        self.context.wrap_lr_scheduler(self.scheduler, MANUAL)
+
+
+class DeterminedMovesSequenceOnSkipped(Right):
+    def schedule(self) -> None:
+        parts = [step_lr(self.optimizer, 2), step_lr(self.optimizer, 3)]
+        sequence: Any = lr_scheduler.SequentialLR
+        self.scheduler = sequence(self.optimizer, parts, [4])  # HERE
+        self.context.wrap_lr_scheduler(self.scheduler, BATCH)
 
 
 class ScalerNotWrapped(Right):
@@ -396,6 +448,19 @@ class EvaluatesInFloat16(Right):
             return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
 
 
+class EvaluatesInFloat16WithTeacher(EvaluatesInFloat16):
+    """Trains with another product without gradients, in autocast."""
+
+    def forward(self, batch: Any) -> Any:
+        with torch.no_grad(), self.autocast():
+            batch[0].square() @ batch[0].T
+        return super().forward(batch)
+
+    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        with self.autocast():  # HERE
+            return {"validation_loss": (self.model(batch[0]) * 1e5).square().mean()}
+
+
 class LossInFloat16(Right):
     init_scale = 1024.0
 
@@ -472,10 +537,10 @@ class MasksWithTheLeast(Right):
         return functional.cross_entropy(padded, labels)
 
 
-class MeasuresDistances(Right):
+class RandomSlopes(Right):
     def forward(self, batch: Any) -> Any:
         logits = self.model(batch[0])
-        return functional.pdist(logits).sum()  # HERE
+        return functional.rrelu(logits, training=True).sum()  # HERE
 
 
 class Bfloat16WithScaler(Right):
@@ -511,6 +576,11 @@ class ScalesNothing(Right):
 class HidesNan(Right):
     def backward(self, loss: torch.Tensor) -> None:
         self.context.backward(self.scaler.scale(torch.nan_to_num(loss)))  # HERE
+
+
+class HidesNanBeforeTheBackward(Right):
+    def forward(self, batch: Any) -> Any:
+        return torch.nan_to_num(super().forward(batch))  # HERE
 
 
 class HidesNanOfGradients(Right):
@@ -600,6 +670,12 @@ class Synchronises(Right):
         self.scale = self.scaler._scale.item()  # HERE
 
 
+class FormatsLoss(Right):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        self.shown = f"{loss:.3f}"  # HERE
+
+
 PLANTED: dict[type[Right], str] = {
     UnscaledLoss: "unscaled_loss",
     StepsWithoutScaler: "step_without_scaler",
@@ -613,10 +689,13 @@ PLANTED: dict[type[Right], str] = {
     ClipsByHand: "clip_by_hand_scaled",
     ClampsByHand: "clip_by_hand_scaled",
     MovesOnSkipped: "schedule_on_skipped",
+    OwnSchedulerMovesOnSkipped: "schedule_on_skipped",
     DeterminedMovesOnSkipped: "schedule_on_skipped",
     MovesTwice: "schedule_twice",
     NeverMoves: "schedule_never",
     ScheduleNotWrapped: "schedule_not_saved",
+    PlateauNotWrapped: "schedule_not_saved",
+    DeterminedMovesSequenceOnSkipped: "schedule_on_skipped",
     ScalerNotWrapped: "scaler_not_saved",
     DisabledScalerWrapped: "empty_scaler_state",
     ZeroesInTheWindow: "zero_grad_in_window",
@@ -625,6 +704,7 @@ PLANTED: dict[type[Right], str] = {
     BackwardUnderAutocast: "autocast_backward",
     CoversNothing: "autocast_covers_nothing",
     EvaluatesInFloat16: "eval_16_bits",
+    EvaluatesInFloat16WithTeacher: "eval_16_bits",
     LossInFloat16: "loss_16_bits",
     UnscalesInTheWindow: "unscale_in_window",
     UnscalesEveryMicroBatch: "unscale_in_window",
@@ -636,6 +716,7 @@ PLANTED: dict[type[Right], str] = {
     Bfloat16WithScaler: "bfloat16_with_scaler",
     ScalesNothing: "no_loss_scale",
     HidesNan: "nan_hidden",
+    HidesNanBeforeTheBackward: "nan_hidden",
     HidesNanOfGradients: "nan_hidden",
     MasksOverflow: "overflow_hidden",
     ClampsInHooks: "depends_on_scale",
@@ -646,7 +727,7 @@ PLANTED: dict[type[Right], str] = {
 SUSPECTED: dict[type[Right], str] = {
     MovesEveryMicroBatch: "schedule_per_batch",
     CannotLoad: "resume_fails",
-    MeasuresDistances: "no_16_bit_kernel",
+    RandomSlopes: "no_16_bit_kernel",
 }
 WINDOWS: dict[type[Right], int] = {
     **dict.fromkeys([UpdatesEachMicroBatch, DividedTwice, UnscalesInTheWindow], 2),
@@ -657,7 +738,16 @@ WINDOWS: dict[type[Right], int] = {
 BESIDES: dict[type[Right], set[str]] = {
     trial: {"schedule_on_skipped"} for trial in (MovesTwice, MovesEveryMicroBatch)
 }
-CONTROLS = [Right, TwoOptimizers, Scheduled, OwnWindow, Penalty, Averaged, MasksWithTheLeast]
+CONTROLS = [
+    Right,
+    TwoOptimizers,
+    Scheduled,
+    Sequence,
+    OwnWindow,
+    Penalty,
+    Averaged,
+    MasksWithTheLeast,
+]
 
 
 def planted_line(trial: Any) -> int | None:
@@ -699,11 +789,28 @@ def test_planted_fault_is_found_with_its_line(trial: type[Right], level: Level, 
     assert finding.write
 
 
-def test_planted_synchronisation_is_a_cost_with_its_line_and_its_count() -> None:
-    findings = examined(Synchronises, 1)
+@pytest.mark.parametrize(
+    "trial",
+    [UpdatesPerOptimizer, HidesNanBeforeTheBackward, EvaluatesInFloat16WithTeacher],
+)
+def test_line_that_does_the_same_rightly_is_not_named(trial: type[Right]) -> None:
+    (finding,) = examined(trial).faults
+    assert [where.line for where in finding.where] == [planted_line(trial)]
+
+
+def test_early_unscale_is_counted_in_windows_that_overflow_too() -> None:
+    (finding,) = examined(UnscalesInTheWindow, 2).faults
+    assert finding.effect.startswith("12 of 24 backwards added gradients that are ")
+
+
+@pytest.mark.parametrize(("trial", "by"), [(Synchronises, "item"), (FormatsLoss, "format")])
+def test_planted_synchronisation_is_a_cost_with_its_line_and_its_count(
+    trial: type[Right], by: str
+) -> None:
+    findings = examined(trial)
     (cost,) = [finding for finding in findings if finding.key == "synchronisation"]
-    assert [where.line for where in cost.where] == [planted_line(Synchronises)]
-    assert cost.effect.startswith("1 in each batch, by item")
+    assert [where.line for where in cost.where] == [planted_line(trial)]
+    assert cost.effect == f"1 in each batch, by {by}"
     assert not findings.faults
 
 
@@ -811,9 +918,19 @@ class UnscalesByHand(Right):
         """The scale stays."""
 
 
+class LossInFloat32OnCuda(Right):
+    """On a GPU autocast computes the square and the logarithm in float32, on a CPU it does not."""
+
+    def forward(self, batch: Any) -> Any:
+        inputs, labels = batch
+        logits = self.model(inputs)
+        likelihood = logits.log_softmax(1).gather(1, labels[:, None])
+        return (functional.softplus(logits) ** 2).mean() - likelihood.mean()
+
+
 FORMS = [
     *(Automatic, SavedByCallback, EnabledOnCuda, EnabledByDevice, ExitsOnOverflow, SetsTf32Once),
-    *(LimitTimesScale, UnscalesByHand, KeepsLastWeights),
+    *(LimitTimesScale, UnscalesByHand, KeepsLastWeights, LossInFloat32OnCuda),
 ]
 PLAIN = [
     *(habits.Habit, habits.ClipsOutside, habits.StepsIfSmall, habits.OwnAccumulation, habits.Sam),
@@ -901,6 +1018,20 @@ class SavesModelAlone(Trainer):
     def state(self) -> dict[str, Any]:
         self.optimizer.state_dict()
         return self.model.state_dict()
+
+
+class CallsByKeyword(Trainer):
+    """What the doctor watches is called by the names of torch's arguments."""
+
+    def step(self) -> None:
+        torch.set_float32_matmul_precision(precision=torch.get_float32_matmul_precision())
+        for parameter in self.model.parameters():
+            torch.nan_to_num(input=parameter)
+        super().step()
+
+    def train(self, file: Path) -> None:
+        super().train(file)
+        torch.save(obj=self.state(), f=file)
 
 
 class ClipsInTrainer(Trainer):
@@ -1004,6 +1135,20 @@ class RareSchedule(Trainer):
         super().train(file)
 
 
+class SurvivesFailedStep(Trainer):
+    """The first step raises an error, and the training goes on."""
+
+    failed = False
+
+    def step(self) -> None:
+        if not self.failed:
+            self.failed = True
+            optimizer: Any = self.optimizer
+            with suppress(TypeError):
+                optimizer.step("no closure")
+        super().step()
+
+
 class OneStepAnEpoch(Trainer):
     """Moves its schedule after each epoch, of which each has one step."""
 
@@ -1034,6 +1179,7 @@ class DecoratedBefore(Trainer):
         (Trainer, set()),
         (ForgetsScaler, {"scaler_not_saved"}),
         (SavesModelAlone, set()),
+        (CallsByKeyword, {"tf32"}),
         (ClipsInTrainer, {"clip_scaled"}),
         (StepsPastTheScaler, {"step_without_scaler"}),
         (WrapsOptimizer, set()),
@@ -1053,6 +1199,12 @@ def test_trainer_of_another_library_is_watched(
     with suppress(AssertionError), watching() as findings:  # of an update that follows no step
         trainer().train(tmp_path / "checkpoint.pt")
     assert {finding.key for finding in findings.faults} == keys
+
+
+def test_steps_after_one_that_raised_are_seen(tmp_path: Path) -> None:
+    with watching() as findings:
+        SurvivesFailedStep().train(tmp_path / "checkpoint.pt")
+    assert findings.seen.startswith("48 batches, 23 steps, 2 skipped")
 
 
 def train_with_rate_by_hand() -> None:
@@ -1137,6 +1289,15 @@ def test_error_of_a_training_is_raised_and_judged() -> None:
     with pytest.raises(ZeroDivisionError):
         train()
     assert [(each.key, each.level) for each in kept[0]] == [("raised", Level.SUSPICION)]
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_switch_of_a_library_is_a_suspicion_wherever_it_is_installed(packages: str) -> None:
+    record = Record()
+    record.note("autocast", dtype="float16", explicit=True, grad=True, in_batch=True)
+    by = f"/usr/lib/python3/{packages}/library/__init__.py"
+    record.note("tf32", name="allow_tf32", value="True", in_batch=False, by=by)
+    assert [(each.key, each.level) for each in judge(record)] == [("tf32", Level.SUSPICION)]
 
 
 def test_nothing_that_trained_has_nothing_wrong() -> None:

@@ -77,7 +77,7 @@ def plant(path: Path, victim: Path) -> None:
 
 class TestUnsafeContent:
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
-    def test_is_refused_and_not_run(
+    def test_checkpoint_that_runs_code_is_refused_and_not_run(
         self, run_folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
     ) -> None:
         victim = tmp_path / "victim"
@@ -91,7 +91,7 @@ class TestUnsafeContent:
         assert "cannot be restored" in capfd.readouterr().err
         assert not victim.exists()
 
-    def test_would_run_if_it_were_unpickled(self, tmp_path: Path) -> None:
+    def test_planted_code_would_run_if_it_were_unpickled(self, tmp_path: Path) -> None:
         """Negative control: the planted content does what it says."""
         victim = tmp_path / "victim"
         pickle.loads(pickle.dumps(RunsCode(victim)))
@@ -106,16 +106,11 @@ class TestDeterminedsOwnTrainer:
         """The run of two batches."""
         return fit(Weights, FP16_SECTION, batches=2)
 
-    def test_saves_numpys_random_state_as_plain_numbers(self, first: Fitted) -> None:
+    def test_numpys_random_state_is_saved_as_plain_numbers(self, first: Fitted) -> None:
         state = first.checkpoint["rng_state"]["np_rng_state"]
         assert [type(part) for part in state] == [str, list, int, int, float]
 
-    def test_goes_on_from_a_checkpoint(self, first: Fitted) -> None:
-        """Two more steps, counted on from two."""
-        made = fit(Weights, FP16_SECTION, batches=4, resume=first)
-        assert made.report["watch_applied_steps"] == 4
-
-    def test_goes_on_off_a_cluster_with_the_batches_of_an_undisturbed_run(
+    def test_training_off_a_cluster_goes_on_with_the_batches_of_an_undisturbed_run(
         self, folder: Path
     ) -> None:
         """There it tells the loop of no earlier batches, and seeds nothing: the script does."""
@@ -148,7 +143,7 @@ class TestDeterminedsOwnTrainer:
         assert seen == undisturbed
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
-    def test_refuses_a_checkpoint_that_runs_code(
+    def test_determineds_trainer_refuses_a_checkpoint_that_runs_code(
         self, first: Fitted, tmp_path: Path, name: str
     ) -> None:
         plant(first.saved / name, tmp_path / "victim")
@@ -245,7 +240,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestDisk:
-    def test_has_everything_before_the_rename_says_so(
+    def test_disk_has_all_of_a_checkpoint_before_the_rename_says_so(
         self, tmp_path: Path, done: list[str]
     ) -> None:
         save(saving_in(tmp_path), 4)
@@ -258,7 +253,7 @@ class TestDisk:
             f"sync {tmp_path.name}",
         ]
 
-    def test_keeps_the_old_one_until_the_new_one_is_in_place(
+    def test_old_checkpoint_stays_until_the_new_one_is_in_place(
         self, tmp_path: Path, done: list[str]
     ) -> None:
         checkpoints = saving_in(tmp_path)
@@ -274,7 +269,7 @@ class TestDisk:
         with zipfile.ZipFile(tmp_path / "batch-00000004" / "state_dict.pth") as weights:
             assert weights.read("content") == b"new"
 
-    def test_drops_a_checkpoint_by_its_name_first(self, tmp_path: Path, done: list[str]) -> None:
+    def test_checkpoint_is_dropped_by_its_name_first(self, tmp_path: Path, done: list[str]) -> None:
         """Half of a removed one must not look like a whole one."""
         checkpoints = saving_in(tmp_path)
         save(checkpoints, 4)
@@ -293,34 +288,34 @@ class TestDisk:
         ],
         ids=["of the system", "of torch", "of its stream"],
     )
-    def test_that_is_full_is_one_clear_error(self, tmp_path: Path, error: Exception) -> None:
+    def test_full_disk_is_one_clear_error(self, tmp_path: Path, error: Exception) -> None:
+        """It promises no checkpoint where there is none."""
         checkpoints = saving_in(tmp_path)
-        save(checkpoints, 4)
-        told = "batch-00000008: could not be saved: .*the checkpoints before it are intact"
-        with (
-            pytest.raises(CheckpointError, match=told),
-            checkpoints.store_path({"steps_completed": 8}),
+        for promised in (
+            "there is no checkpoint before it$",
+            "the checkpoints before it are intact",
         ):
-            raise error
+            told = f"batch-00000008: could not be saved: .*{promised}"
+            with (
+                pytest.raises(CheckpointError, match=told),
+                checkpoints.store_path({"steps_completed": 8}),
+            ):
+                raise error
+            assert not (tmp_path / "batch-00000008").exists()
+            save(checkpoints, 4)
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000004"]
 
-    def test_that_is_full_from_the_start_promises_no_checkpoint(self, tmp_path: Path) -> None:
-        told = "batch-00000004: could not be saved: .*; there is no checkpoint before it$"
-        with (
-            pytest.raises(CheckpointError, match=told),
-            saving_in(tmp_path).store_path({"steps_completed": 4}),
-        ):
-            raise OSError(28, "No space left on device")
-
     @pytest.mark.parametrize("error", [RuntimeError("of the trial"), KeyboardInterrupt()])
-    def test_is_not_blamed_for_any_other_error(self, tmp_path: Path, error: BaseException) -> None:
+    def test_disk_is_not_blamed_for_any_other_error(
+        self, tmp_path: Path, error: BaseException
+    ) -> None:
         checkpoints = saving_in(tmp_path)
         with pytest.raises(type(error)) as raised, checkpoints.store_path({"steps_completed": 8}):
             raise error
         assert raised.value is error
         assert not list(tmp_path.iterdir())
 
-    def test_that_lost_the_end_of_the_weights_is_noticed(self, tmp_path: Path) -> None:
+    def test_lost_end_of_the_weights_is_noticed(self, tmp_path: Path) -> None:
         """Of torch, which does not look at whether its last flush fails."""
         checkpoints = saving_in(tmp_path)
         with (
@@ -332,7 +327,7 @@ class TestDisk:
 
 
 class TestSaving:
-    def test_keeps_the_newest_and_the_best(self, tmp_path: Path) -> None:
+    def test_newest_and_best_checkpoints_are_kept(self, tmp_path: Path) -> None:
         validations = Validations()
         checkpoints = saving_in(tmp_path, validations)
         kept_after = {2: [2], 4: [4], 6: [4, 6], 8: [8], 10: [8, 10], 12: [8, 12]}
@@ -345,7 +340,7 @@ class TestSaving:
         assert [read_metadata(path)["best"] for path in kept] == [True, False]
         assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in kept]
 
-    def test_leaves_what_another_process_is_saving_to_it(self, tmp_path: Path) -> None:
+    def test_checkpoint_of_another_process_is_left_to_it(self, tmp_path: Path) -> None:
         """Who only reads a checkpoint takes nothing away; who goes on with the run cleans up."""
         partial = tmp_path / ".batch-00000004.partial"
         partial.mkdir()
@@ -354,12 +349,12 @@ class TestSaving:
         saving_in(tmp_path)
         assert not partial.exists()
 
-    def test_holds_the_trials_and_no_copy_of_anything_else(self, finished: Path) -> None:
+    def test_checkpoint_holds_the_trials_and_no_copy_of_anything_else(self, finished: Path) -> None:
         code = newest(finished) / "code"
         assert {path.name for path in code.iterdir()} == {"determined_amp", "trials"}
         assert (code / "trials" / "mlp.py").exists()
 
-    def test_half_written_one_of_a_killed_process_is_ignored(self, run_folder: Path) -> None:
+    def test_half_written_checkpoint_of_a_killed_process_is_ignored(self, run_folder: Path) -> None:
         leftover = run_folder / "checkpoints" / ".batch-00000014.partial"
         leftover.mkdir()
         (leftover / "metadata.json").write_text(json.dumps({"steps_completed": 14, "best": True}))

@@ -1,4 +1,7 @@
-"""Sibling YAMLs differ in exactly the keys they are about, and in nothing else."""
+"""Sibling YAMLs differ in exactly the keys they are about, and in nothing else.
+
+Each YAML of `hp_search` is an experiment of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import yaml
 
 from determined_amp.amp.settings import SCALER_KEYS, Precision
 from determined_amp.experiment import experiment
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.search.task import Task, Verb
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "experiment_configs"
@@ -54,6 +59,52 @@ BASES |= OWN
 FILES = [CONFIGS / name for name in BASES]
 
 
+SEARCHES = ROOT / "hp_search"
+SEARCHER = {f"searcher.{key}" for key in ("name", "max_concurrent_trials")}
+SCORE = {"entrypoint", "searcher.metric"}
+
+
+def _range(name: str, *keys: str) -> set[str]:
+    """The dotted keys of a range in place of a value."""
+    return {f"hyperparameters.{name}"} | {f"hyperparameters.{name}.{key}" for key in keys}
+
+
+LOG = ("type", "base", "minval", "maxval")
+# What each file changes of experiment_configs/mlp/amp.yaml.
+SEARCHES_DIFFER = {
+    "loss_scale_grid": SCORE | SEARCHER | _range("amp.init_scale", *LOG, "count"),
+    "loss_scale_random": (
+        SCORE | SEARCHER | {"searcher.max_trials"} | _range("amp.init_scale", *LOG)
+    ),
+    "loss_scale_asha": (
+        SEARCHER
+        | {f"searcher.{key}" for key in ("max_trials", "time_metric", "max_time")}
+        | {f"searcher.{key}" for key in ("divisor", "mode")}
+        | _range("learning_rate", *LOG)
+        | _range("amp.init_scale", *LOG)
+        | _range("amp.growth_interval", "type", "vals")
+        | {f"hyperparameters.training.{p}_period.batches" for p in ("validation", "reporting")}
+    ),
+    "compare_precisions": (
+        SEARCHER
+        | {f"hyperparameters.trial_seed.{key}" for key in ("type", "vals")}
+        | _range("amp.precision", "type", "vals")
+    ),
+    "find_loss_scale": {"entrypoint", "searcher.metric", "searcher.smaller_is_better"},
+    "compare": {"entrypoint", "max_restarts"},
+    "check": {"entrypoint", "max_restarts"},
+}
+VERBS = {
+    "loss_scale_grid": Verb.SCORE,
+    "loss_scale_random": Verb.SCORE,
+    "loss_scale_asha": Verb.TRAIN,
+    "compare_precisions": Verb.TRAIN,
+    "find_loss_scale": Verb.FIND,
+    "compare": Verb.COMPARE,
+    "check": Verb.CHECK,
+}
+
+
 def load(path: Path) -> dict[str, Any]:
     config = yaml.safe_load(path.read_text())
     assert isinstance(config, dict)
@@ -79,6 +130,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> frozenset[str]:
 
 def test_files_are_exactly_those_declared() -> None:
     assert sorted(CONFIGS.rglob("*.yaml")) == sorted(FILES)
+    assert {path.stem for path in SEARCHES.glob("*")} == {*SEARCHES_DIFFER}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -110,14 +162,9 @@ def test_difference_sees_a_planted_key() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 class TestEveryFile:
-    def test_parses_without_a_problem(self, path: Path) -> None:
-        experiment.parse(load(path), str(path))
-
-    def test_name_of_a_config_says_which_file_it_is(self, path: Path) -> None:
+    def test_name_and_header_are_those_of_this_file(self, path: Path) -> None:
         name = f"{path.parent.name}-{path.stem}".replace("_", "-")
         assert load(path)["name"] == name
-
-    def test_header_gives_the_commands_of_this_file(self, path: Path) -> None:
         place = f"experiment_configs/{path.parent.name}/{path.name}"
         header = path.read_text().split("\nname:")[0]
         assert f"det experiment create {place} ." in header
@@ -159,18 +206,42 @@ def test_every_file_with_its_defaults_filled_in_is_the_same_experiment(path: Pat
 
 @pytest.mark.parametrize(
     "path",
-    [*FILES, *(ROOT / "hp_search").glob("*.yaml"), ROOT / "docs" / "your_trial" / "amp.yaml"],
+    [*FILES, *SEARCHES.glob("*.yaml"), ROOT / "docs" / "your_trial" / "amp.yaml"],
 )
-@pytest.mark.parametrize(
-    ("line", "fatal"),
-    [
-        ("no retry can help: the loss scale is at its floor", True),
-        ("/usr/bin/python3: No module named determined_amp", True),
-        ("ModuleNotFoundError: No module named 'rich'", False),
-        ("UserWarning: No module named 'triton': kernels are not compiled", False),
-    ],
-)
-def test_only_errors_of_the_library_cancel_retries(path: Path, line: str, fatal: bool) -> None:
+def test_only_errors_of_the_library_cancel_retries(path: Path) -> None:
     (policy,) = load(path)["log_policies"]
     assert policy["action"] == "cancel_retries"
-    assert bool(re.fullmatch(policy["pattern"], line)) is fatal
+    for line, is_fatal in {
+        "no retry can help: the loss scale is at its floor": True,
+        "/usr/bin/python3: No module named determined_amp": True,
+        "ModuleNotFoundError: No module named 'rich'": False,
+        "UserWarning: No module named 'triton': kernels are not compiled": False,
+    }.items():
+        assert bool(re.fullmatch(policy["pattern"], line)) is is_fatal
+
+
+@pytest.mark.parametrize("name", SEARCHES_DIFFER)
+class TestEverySearch:
+    def test_search_differs_from_its_sibling_in_exactly_the_declared_keys(self, name: str) -> None:
+        base = load(CONFIGS / "mlp" / "amp.yaml")
+        assert difference(load(SEARCHES / f"{name}.yaml"), base) == NAMES | SEARCHES_DIFFER[name]
+
+    def test_experiment_parses_and_its_entrypoint_is_a_command(self, name: str) -> None:
+        config = load(SEARCHES / f"{name}.yaml")
+        task = Task.of(config)
+        assert task is not None
+        assert task.verb is VERBS[name]
+        if config["searcher"]["name"] == "single":
+            experiment.parse(config, name)
+        else:
+            plan = SearchPlan(config)
+            for probe in plan.space.probes():
+                plan.experiment(0, plan.space.nested(probe))
+
+    def test_comments_name_the_commands_of_this_file(self, name: str) -> None:
+        text = (SEARCHES / f"{name}.yaml").read_text()
+        header = text.split("\nname:")[0]
+        assert f"det experiment create hp_search/{name}.yaml ." in header
+        assert "#   no cluster:     python -m determined_amp " in header
+        assert "#   another trial:  " in header
+        assert load(SEARCHES / f"{name}.yaml")["name"] == name.replace("_", "-")

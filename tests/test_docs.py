@@ -39,12 +39,9 @@ from trials import latte, mlp, resnet50
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-README, AMP, CLUSTER, LOSS_SCALE, PRECISION = (
-    path.read_text()
-    for path in (
-        ROOT / "README.md",
-        *(DOCS / f"{name}.md" for name in ("amp", "cluster", "loss_scale", "precision")),
-    )
+README = (ROOT / "README.md").read_text()
+AMP, CLUSTER, LOSS_SCALE, PRECISION = (
+    (DOCS / f"{name}.md").read_text() for name in ("amp", "cluster", "loss_scale", "precision")
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -138,10 +135,11 @@ def test_what_does_not_exist_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "lines"), [(README, 150), (AMP, 215)], ids=["README", "docs/amp.md"]
+    ("name", "lines"),
+    [("README", 150), ("docs/amp", 215), ("docs/your_trial", 230), ("docs/loss_scale", 185)],
 )
-def test_page_is_short(text: str, lines: int) -> None:
-    assert len(text.splitlines()) <= lines
+def test_page_is_short(name: str, lines: int) -> None:
+    assert len((ROOT / f"{name}.md").read_text().splitlines()) <= lines
 
 
 def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
@@ -168,18 +166,10 @@ def test_overrides_of_the_commands_are_keys_that_their_yaml_has() -> None:
     assert checked > 3
 
 
-class TestReadme:
-    def test_readme_names_files_that_exist(self) -> None:
-        """By their bare names, too."""
-        named = set(re.findall(r"[\w./-]+\.(?:yaml|py|sh|md|txt|png)\b", README))
-        assert {"experiment_configs/mlp/amp.yaml", "startup-hook.sh"} <= named
-        missing = {name for name in named if not (ROOT / name).exists()}
-        assert not {name for name in missing if "/" in name or not list(ROOT.rglob(name))}
-
-    def test_quotes_the_recipe_from_the_source(self) -> None:
-        (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-        source = textwrap.dedent(inspect.getsource(mlp.MLPTrial))
-        assert textwrap.indent(shown.rstrip(), "    ") in source
+def test_readme_quotes_the_recipe_from_the_source() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    source = textwrap.dedent(inspect.getsource(mlp.MLPTrial))
+    assert textwrap.indent(shown.rstrip(), "    ") in source
 
 
 def lines_between(function: Callable[..., Any], first: str, last: str) -> list[str]:
@@ -266,27 +256,17 @@ def reportable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     }
 
 
-class TestAmpPage:
-    def test_metrics_of_the_table_are_those_that_can_be_reported(
-        self, reportable: set[str]
-    ) -> None:
-        names = [cell.removesuffix(" *").strip("`") for cell in rows(section("What is reported"))]
-        assert len(names) == len(set(names)) > 10
-        assert set(names) == reportable
+def test_metrics_of_the_table_are_those_that_can_be_reported(reportable: set[str]) -> None:
+    names = [cell.removesuffix(" *").strip("`") for cell in rows(section("What is reported"))]
+    assert len(names) == len(set(names)) > 10
+    assert set(names) == reportable
 
-    def test_each_of_the_thirteen_defects_has_a_test(self) -> None:
-        defects = section("Thirteen defects of other systems")
-        assert rows(defects) == [str(number) for number in range(1, 14)]
-        for line in re.findall(r"^\| \d.*", defects, re.MULTILINE):
-            assert named_tests(line), line
 
-    def test_guard_names_what_it_judges_by(self) -> None:
-        judged = {"min_scale", "max_consecutive_skips", "max_skip_ratio", "on_overflow"}
-        assert judged <= set(re.findall(r"`amp\.(\w+)", section("The guard")))
-
-    def test_rows_are_those_of_tables(self) -> None:
-        text = "| a | b |\n|---|---|\n| `loss` | x |\n| `lost` | y |\n"
-        assert rows(text) == ["`loss`", "`lost`"]
+def test_each_of_the_thirteen_defects_has_a_test() -> None:
+    defects = section("Thirteen defects of other systems")
+    assert rows(defects) == [str(number) for number in range(1, 14)]
+    for line in re.findall(r"^\| \d.*", defects, re.MULTILINE):
+        assert named_tests(line), line
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs/pictures").glob("cluster_*.png")))
@@ -295,8 +275,10 @@ def test_pictures_of_the_cluster_are_shown_and_small(picture: Path) -> None:
     assert picture.stat().st_size < 250 * 2**10
 
 
-class TestLossScalePage:
-    def test_every_picture_says_what_made_it(self) -> None:
+class TestResults:
+    """What the pages say of results is what the committed files say."""
+
+    def test_every_picture_of_the_loss_scale_says_what_made_it(self) -> None:
         pictures = re.findall(
             r"!\[[^\]]+\]\(pictures/.*?\)\n\n\*.*?\*\n`python -m ", LOSS_SCALE, re.DOTALL
         )
@@ -307,26 +289,21 @@ class TestLossScalePage:
         said = loss_scale.said(loss_scale.cells_of([Row(**row) for row in result["rows"]]))
         assert "\n".join(said) in LOSS_SCALE
 
-    def test_page_is_short(self) -> None:
-        assert len(LOSS_SCALE.splitlines()) <= 185
-
-
-class TestPrecisionPage:
-    def test_overrides_are_of_keys_that_the_search_has(self) -> None:
-        search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
-        overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION)
-        assert len(overrides) == 2
-        changed = with_overrides(search, overrides)
-        assert flat(changed).keys() == flat(search).keys()
-
     def test_limits_are_those_of_the_code(self) -> None:
         for claim in CLAIMS:
             assert claim in PRECISION
         assert f"by {100 * (MIN_EFFECT - 1):.0f} % or more" in PRECISION
         assert f"`watch_data_wait_share` above {100 * WAITS_FOR_DATA:g} %" in PRECISION
 
-    def test_what_was_said_of_the_results_is_in_the_doc(self) -> None:
+    def test_what_was_said_of_precisions_is_in_the_doc(self) -> None:
         results = json.loads(RESULTS.read_text())
         for sentence in results["sentences"]:
             if " against fp32: " in sentence or sentence.startswith("use "):
                 assert f"> {sentence}" in PRECISION
+
+
+def test_overrides_of_the_comparison_are_of_keys_that_it_has() -> None:
+    search = yaml.safe_load((ROOT / "hp_search" / "compare_precisions.yaml").read_text())
+    overrides = re.findall(r"--config '?(hyperparameters\.[^'`]+\.vals=[^'`]+)", PRECISION)
+    assert len(overrides) == 2
+    assert flat(with_overrides(search, overrides)).keys() == flat(search).keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -89,11 +88,8 @@ class TestAnswer:
         found = find_loss_scale(net, loss_of(net), batches(), init_scale=2.0**20)
         text = str(found)
         assert text.startswith("Classifier: 2 batches, 16 samples, on ")
-        assert "measured in float16" in text
-        assert f"verdict: use 2^{found.finding.choice_log2}" in text
         assert "starting at the scaler's 2^20 costs" in text
         assert f"torch.amp.GradScaler(..., init_scale={found.init_scale})" in text
-        assert found.as_json()["verdict"] == "use 2^k"
 
     def test_model_in_evaluation_mode_is_looked_at_in_training_mode(self) -> None:
         net = model().eval()
@@ -116,14 +112,18 @@ def state(net: nn.Module) -> str:
     return digest([net.state_dict(), gradients, torch.random.get_rng_state(), hosts])
 
 
-def test_nothing_moves() -> None:
+def test_find_loss_scale_moves_nothing() -> None:
     """Parameters, gradients, buffers and random numbers; BatchNorm and dropout would move some."""
     net, first = model(), batches()
-    loss_of(net)(first[0]).backward()  # type: ignore[no-untyped-call]
+
+    def loss(batch: Batch) -> torch.Tensor:
+        return loss_of(net)(batch) * (1 + random.random() + np.random.rand())
+
+    loss(first[0]).backward()  # type: ignore[no-untyped-call]
     before = state(net)
-    find_loss_scale(net, loss_of(net), first)
+    find_loss_scale(net, loss, first)
     assert state(net) == before
-    loss_of(net)(first[0])  # the control
+    loss(first[0])  # the control
     assert state(net) != before
 
 
@@ -136,38 +136,18 @@ class TestErrors:
             (lambda net, batch: net(**batch)["loss"].detach(), "without a gradient"),
         ],
     )
-    def test_loss_function_that_returns_no_loss(self, returned: Any, said: str) -> None:
+    def test_loss_function_that_returns_no_loss_is_refused(self, returned: Any, said: str) -> None:
         net = model()
         with pytest.raises(LossScaleError, match=said):
             find_loss_scale(net, lambda batch: returned(net, batch), batches())
 
-    def test_no_batch(self) -> None:
-        net = model()
-        with pytest.raises(LossScaleError, match="batches: got none"):
-            find_loss_scale(net, loss_of(net), [])
-
     @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-    def test_scale_that_is_none(self, scale: float) -> None:
+    def test_scale_that_is_none_and_no_batch_are_refused(self, scale: float) -> None:
         net = model()
         with pytest.raises(LossScaleError, match="init_scale: got"):
             find_loss_scale(net, loss_of(net), batches(), init_scale=scale)
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_parameters_in_16_bits(self, dtype: torch.dtype) -> None:
-        net = model().to(dtype)
-        name = str(dtype).removeprefix("torch.")
-        with pytest.raises(LossScaleError, match=f"parameters are {name}, as after .half"):
-            find_loss_scale(net, loss_of(net), batches())
-
-    def test_autocast_to_bfloat16_inside_the_loss_function(self) -> None:
-        net = model()
-
-        def loss(batch: Batch) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return loss_of(net)(batch)
-
-        with pytest.raises(LossScaleError, match="the backward makes bfloat16 tensors, none in"):
-            find_loss_scale(net, loss, batches())
+        with pytest.raises(LossScaleError, match="batches: got none"):
+            find_loss_scale(net, loss_of(net), [])
 
 
 class TestOddModels:
@@ -205,14 +185,7 @@ class TestOddModels:
             find_loss_scale(net, loss, batches())
 
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")  # torch 2.3
-    def test_parameter_that_is_made_in_the_first_forward(self) -> None:
+    def test_parameter_that_is_made_in_the_first_forward_is_no_obstacle(self) -> None:
         net = Classifier()
         net.layers = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4))
         find_loss_scale(net, loss_of(net), batches(), device="cpu")
-
-    def test_name_with_markup_is_shown_as_it_is(self) -> None:
-        """`[/b]` would close a tag of rich that nobody opened."""
-        net = model()
-        found = find_loss_scale(net, loss_of(net), batches())
-        named = dataclasses.replace(found, run=dataclasses.replace(found.run, name="x [/b]"))
-        assert str(named).startswith("x [/b]: 2 batches")

@@ -7,6 +7,7 @@ their derivative in 16 bits, which no loss scale moves.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,10 +176,16 @@ class Around(nn.Module):
         return self.last(self.operation(self.first(x)))  # type: ignore[no-any-return]
 
 
-def regression(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+def outputs(model: nn.Module, x: torch.Tensor | None = None) -> torch.Tensor:
+    """Of inputs, by default random ones, in float16; handed on in float32."""
     with autocast():
-        loss = (model(torch.randn(SAMPLES, WIDTH)).float() - 0.3).square().mean() * factor
-    scaler.scale(loss).backward()
+        found: torch.Tensor = model(torch.rand(SAMPLES, WIDTH) if x is None else x).float()
+    return found
+
+
+def regression(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+    loss = (outputs(model, torch.randn(SAMPLES, WIDTH)) - 0.3).square().mean() * factor
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
 
 def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
@@ -194,38 +201,33 @@ def physics(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> No
 
 def penalty(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """A gradient penalty as PyTorch's own recipe for AMP has it: of a scaled loss, unscaled."""
-    with autocast():
-        loss = model(torch.rand(SAMPLES, WIDTH)).float().square().mean()
+    loss = outputs(model).square().mean()
     scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
     gradients = [gradient / scaler.get_scale() for gradient in scaled]
     with autocast():
         total = sum((gradient.square().sum() for gradient in gradients), loss)
-    scaler.scale(total * factor).backward()
+    scaler.scale(total * factor).backward()  # type: ignore[no-untyped-call]
 
 
 def two_losses(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    with autocast():
-        output = model(torch.rand(SAMPLES, WIDTH)).float()
-    scaler.scale(output.square().mean() * factor).backward(retain_graph=True)
-    scaler.scale((output - 3).abs().sum() * factor).backward()
+    output = outputs(model)
+    scaler.scale(output.square().mean() * factor).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    scaler.scale((output - 3).abs().sum() * factor).backward()  # type: ignore[no-untyped-call]
 
 
 def losses_at_once(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    with autocast():
-        output = model(torch.rand(SAMPLES, WIDTH)).float() * factor
+    output = outputs(model) * factor
     torch.autograd.backward([scaler.scale(output.mean()), scaler.scale(output.square().mean())])
 
 
 def gradient_given(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    with autocast():
-        output = model(torch.rand(SAMPLES, WIDTH)).float().sum(1) * factor
-    scaler.scale(output).backward(gradient=torch.linspace(0.1, 2, SAMPLES))
+    output = scaler.scale(outputs(model).sum(1) * factor)
+    output.backward(gradient=torch.linspace(0.1, 2, SAMPLES))  # type: ignore[no-untyped-call]
 
 
 def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    with autocast():
-        loss = model(torch.rand(SAMPLES, WIDTH)).float().square().mean() * factor
-    scaler.scale(loss).backward(create_graph=True)
+    loss = scaler.scale(outputs(model).square().mean() * factor)
+    loss.backward(create_graph=True)  # type: ignore[no-untyped-call]
     for parameter in model.parameters():  # a graph that holds its own gradient is never freed
         assert parameter.grad is not None
         parameter.grad = parameter.grad.detach()
@@ -234,9 +236,7 @@ def graph_kept(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) ->
 def adversarial(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """The gradient of the input is a thousand times that of any parameter."""
     x = (torch.rand(SAMPLES, WIDTH) * 1e-3).requires_grad_()
-    with autocast():
-        loss = model(x * 1e3).float().square().mean() * factor
-    scaler.scale(loss).backward()
+    scaler.scale(outputs(model, x * 1e3).square().mean() * factor).backward()  # type: ignore[no-untyped-call]
 
 
 def one_half_frozen(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
@@ -245,9 +245,7 @@ def one_half_frozen(model: nn.Module, scaler: torch.amp.GradScaler, factor: floa
 
 
 def imported(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
-    with autocast():
-        loss = model(torch.rand(SAMPLES, WIDTH)).float().square().mean() * factor
-    backward(scaler.scale(loss))
+    backward(scaler.scale(outputs(model).square().mean() * factor))
 
 
 def handed_on(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
@@ -269,6 +267,14 @@ def thawed(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> Non
     regression(model, scaler, factor)
 
 
+def copied(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
+    """A teacher that is made of the model in the batch."""
+    teacher, x = copy.deepcopy(model).requires_grad_(False), torch.rand(SAMPLES, WIDTH)
+    with autocast():
+        loss = (model(x).float() - teacher(x * 0.9).float()).square().mean() * factor
+    scaler.scale(loss).backward()
+
+
 def half_loss(model: nn.Module, scaler: torch.amp.GradScaler, factor: float) -> None:
     """The scale itself is cast to float16."""
     with autocast():
@@ -288,6 +294,7 @@ LOOPS: dict[str, Train] = {
     "backward by another name": imported,
     "gradient handed on": handed_on,
     "thawed between backwards": thawed,
+    "model copied": copied,
     "loss in float16": half_loss,
 }
 

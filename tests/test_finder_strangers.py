@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.nn import functional
 
 from benchmarks.small_trials import SmallTrial, SummedLoss, TinyLoss
-from determined_amp import __main__ as door
 from determined_amp.amp.replay import own_copy
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
@@ -25,7 +21,7 @@ from determined_amp.finder.score import score_batches
 from determined_amp.finder.verdict import Finding, Verdict, find
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import in_training
-from tests.loss_scale import Context, Trial, config, looked_at
+from tests.loss_scale import Context, Trial, looked_at
 from tests.training import ROOT, SMALL
 
 Loss = Callable[..., torch.Tensor]
@@ -52,28 +48,27 @@ def counts_in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestWithoutBfloat16:
-    def test_finding_is_the_one_that_bfloat16_gives(self, request: pytest.FixtureRequest) -> None:
+    """The paths to float16 are in `test_passes.py`; these are whole trials."""
+
+    def test_finding_is_the_one_that_bfloat16_gives_with_the_reason(
+        self, request: pytest.FixtureRequest
+    ) -> None:
         plain = finding(SummedLoss)
         request.getfixturevalue("counts_in_numpy")
         found = finding(SummedLoss)
         assert plain.recorded_log2 is None
-        assert found.recorded_log2 is not None
         assert (found.top_log2, found.choice_log2, found.verdict) == (
             plain.top_log2,
             plain.choice_log2,
             plain.verdict,
         )
         assert abs(found.low_log2 - plain.low_log2) <= 1
-
-    @pytest.mark.usefixtures("counts_in_numpy")
-    def test_reason_and_scale_are_told(self) -> None:
-        found = FoundScale(finding(SummedLoss), RUN)
-        scale = found.finding.recorded_log2
-        assert next(sentences(found)) == (
-            f"recorded in float16 at 2^{scale}: this trial cannot run in bfloat16: "
+        told = FoundScale(found, RUN)
+        assert next(sentences(told)) == (
+            f"recorded in float16 at 2^{found.recorded_log2}: this trial cannot run in bfloat16: "
             "TypeError: Got unsupported ScalarType BFloat16"
         )
-        assert found.as_json()["recorded_log2"] == scale
+        assert told.as_json()["recorded_log2"] == found.recorded_log2
 
     @pytest.mark.usefixtures("counts_in_numpy")
     def test_score_is_measured_too(self) -> None:
@@ -95,19 +90,6 @@ class TestWithoutBfloat16:
         found = finding(TinyLoss)
         assert found.recorded_log2 == plain.top_log2 - 1
         assert (found.top_log2, found.low_log2) == (plain.top_log2, plain.low_log2)
-
-    def test_float16_made_by_hand_is_not_taken_for_bfloat16(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        loss: Loss = SummedLoss.loss
-
-        def halved(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
-            halves: torch.Tensor = trial.model(batch[0]).float().half()
-            return loss(trial, *batch) + halves.float().sum()
-
-        monkeypatch.setattr(SummedLoss, "loss", halved)
-        found = finding(SummedLoss)
-        assert found.reason == "it makes float16 tensors outside autocast, too"
 
     def test_error_of_float16_too_is_the_trials_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(trial: SummedLoss, *batch: torch.Tensor) -> torch.Tensor:
@@ -180,7 +162,7 @@ class TestOwnBatch:
         assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
         assert (len(batch[0]["more"]), list(batch[1]), batch[2].rows.item()) == (1, ["mask"], 0.0)
 
-    def test_copy_of_containers_shares_the_tensors(self) -> None:
+    def test_copy_of_containers_shares_tensors_and_what_cannot_be_copied(self) -> None:
         batch: Any = {"ids": torch.ones(2), "more": [[torch.zeros(1)]]}
         for kind in (dict, UserDict):
             mine = kind(batch)
@@ -188,54 +170,28 @@ class TestOwnBatch:
             assert type(shared) is kind
             assert shared.pop("ids") is mine["ids"]
         assert own_copy(batch, shared=True)["more"][0].pop() is batch["more"][0][0]
-
-    def test_what_cannot_be_copied_is_handed_on(self) -> None:
-        endless = iter(lambda: 1, 0)
-        generator = (number for number in endless)
+        generator = (number for number in (1, 2))
         assert own_copy(generator) is generator
 
 
-class TestNotFloat16:
-    def test_frozen_half_of_a_model_is_no_concern(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        make_model = SummedLoss.make_model
+def test_frozen_half_of_a_model_is_no_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model = SummedLoss.make_model
 
-        def with_frozen_part(trial: SummedLoss) -> torch.nn.Module:
-            model = make_model(trial)
-            model.add_module("unused", torch.nn.Identity())
-            unused = torch.nn.Linear(2, 2).half().requires_grad_(False)
-            model.get_submodule("unused").add_module("encoder", unused)
-            return model
+    def with_frozen_part(trial: SummedLoss) -> torch.nn.Module:
+        model = make_model(trial)
+        model.add_module("unused", torch.nn.Identity())
+        unused = torch.nn.Linear(2, 2).half().requires_grad_(False)
+        model.get_submodule("unused").add_module("encoder", unused)
+        return model
 
-        monkeypatch.setattr(SummedLoss, "make_model", with_frozen_part)
-        assert finding(SummedLoss).verdict is Verdict.SCALE
-
-
-class TestRemedies:
-    def test_trial_without_one_is_told_of_the_scaler(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def without_scaler(context: Context, scaler: object) -> object:
-            return scaler
-
-        monkeypatch.setattr(Context, "wrap_scaler", without_scaler)
-        path = tmp_path / "fp32.yaml"
-        path.write_text(yaml.safe_dump(config(SummedLoss)))
-        assert door.main(["find", str(path)]) == 2
-        printed = capsys.readouterr().err
-        assert "no enabled GradScaler that context.wrap_scaler knows" in printed
-        assert "hyperparameters.amp.precision" in printed
+    monkeypatch.setattr(SummedLoss, "make_model", with_frozen_part)
+    assert finding(SummedLoss).verdict is Verdict.SCALE
 
 
-class TestMixedPrecisionOf:
-    @contextlib.contextmanager
-    def small(self) -> Iterator[Any]:
-        raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
-        with open_trial(with_overrides(raw, SMALL), "test") as found:
-            yield found
-
-    def test_audit_and_guard_are_off_before_the_loop_starts(self) -> None:
-        with self.small() as found:
-            amp = found.trial.amp
-            assert amp.guard.enabled
-            seen = in_training(found.trial, found.context, 1, lambda batches: amp.guard.enabled)
-        assert seen is False
+def test_audit_and_guard_are_off_before_the_loop_starts() -> None:
+    raw = read_yaml(str(ROOT / "experiment_configs/mlp/amp.yaml"))
+    with open_trial(with_overrides(raw, SMALL), "test") as found:
+        trial: Any = found.trial
+        guard = trial.amp.guard
+        assert guard.enabled
+        assert not in_training(trial, found.context, 1, lambda batches: guard.enabled)

@@ -88,21 +88,6 @@ class TestNothingMoves:
 
         looked_at(PreNormTransformer, work)
 
-    def test_hosts_random_numbers_are_put_back(self) -> None:
-        class Noisy(SummedLoss):
-            def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-                return super().loss(images, labels) * (1 + random.random() + np.random.rand())
-
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            first, again = (batches[0].backward(None).parameters for _ in range(2))
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-        with open_trial(config(SummedLoss), "test") as found:
-            trial = Noisy(_another_context(found.context))
-            in_training(
-                trial, trial.context, 1, lambda batches: work(trial, trial.context, batches)
-            )
-
 
 def _another_context(context: Context) -> Context:
     """The same once more: a context takes one scaler."""
@@ -152,24 +137,6 @@ class TestGradients:
     def test_gradients_that_no_parameter_got_are_an_error(self) -> None:
         with pytest.raises(LossScaleError, match="no parameter gets a gradient"):
             _ = Gradients(loss_is_finite=True, parameters=()).are_finite
-
-    def test_scale_moves_the_exponent_only(self) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            plain = batches[0].backward(torch.bfloat16, 0).parameters
-            scaled = batches[0].backward(torch.bfloat16, 20).parameters
-            for one, other in zip(plain, scaled, strict=True):
-                assert torch.equal(one * 2.0**20, other)
-
-        looked_at(SummedLoss, work)
-
-    def test_overflow_is_what_the_scaler_would_find(self) -> None:
-        def work(small: SmallTrial, context: Context, batches: Batches) -> None:
-            assert batches[0].backward(torch.float16, 0).are_finite
-            overflowed = batches[0].backward(torch.float16, 16)
-            assert not overflowed.are_finite
-            assert overflowed.loss_is_finite
-
-        looked_at(SummedLoss, work)
 
     def test_batches_are_those_of_the_training_in_order(self) -> None:
         seen: list[torch.Tensor] = []
@@ -274,80 +241,53 @@ class TestInTraining:
 
 
 class TestFloat16As:
-    def test_regions_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
+    def test_regions_of_float16_compute_in_the_other_dtype_and_only_meanwhile(self) -> None:
         layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
         region = torch.autocast("cpu", torch.float16)  # made before, used again after
+        other = torch.autocast("cpu", torch.bfloat16)
+        off = torch.autocast("cpu", torch.float16, enabled=False)
 
-        def computed() -> torch.dtype:
+        def computed(region: torch.autocast) -> torch.dtype:
             with region:
                 return layer(inputs).dtype  # type: ignore[no-any-return]
 
-        with float16_as(torch.bfloat16):
-            assert computed() == torch.bfloat16
-        with float16_as(None):
-            assert computed() == torch.float32
-        assert computed() == torch.float16
-
-    def test_other_regions_are_left_alone(self) -> None:
-        layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
-        with float16_as(None):
-            with torch.autocast("cpu", torch.bfloat16):
-                assert layer(inputs).dtype == torch.bfloat16
-            with torch.autocast("cpu", torch.float16, enabled=False):
-                assert layer(inputs).dtype == torch.float32
+        for dtype in (torch.bfloat16, None):
+            with float16_as(dtype):
+                assert computed(region) == (dtype or torch.float32)
+                assert (computed(other), computed(off)) == (torch.bfloat16, torch.float32)
+        assert computed(region) == torch.float16
 
 
 class TestErrors:
-    @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-    def test_precision_without_a_scaler(self, precision: str) -> None:
-        name = {"fp32": "fp32", "amp_bf16": "bf16"}[precision]
-        raw = read_yaml(str(ROOT / f"experiment_configs/mlp/{name}.yaml"))
-        config = with_overrides(raw, SMALL)
-        with (
-            open_trial(config, "test") as found,
-            pytest.raises(LossScaleError) as caught,
-        ):
+    @pytest.mark.parametrize("config", ["fp32", "bf16"])
+    def test_precision_without_a_scaler_is_refused(self, config: str) -> None:
+        raw = with_overrides(read_yaml(str(ROOT / f"experiment_configs/mlp/{config}.yaml")), SMALL)
+        words = "scales no loss: .* for float16, set hyperparameters.amp.precision to amp_fp16"
+        with open_trial(raw, "test") as found, pytest.raises(LossScaleError, match=words):
             wrapped_scaler(found.context)
-        assert str(caught.value) == (
-            "this trial scales no loss: float32 and bfloat16 need no loss scale; "
-            "for float16, set hyperparameters.amp.precision to amp_fp16"
-        )
 
-    def test_trial_without_a_scaler(self) -> None:
+    def test_trial_without_a_scaler_is_refused(self) -> None:
         context: Any = SimpleNamespace(_scaler=None)
-        with pytest.raises(LossScaleError) as caught:
+        with pytest.raises(LossScaleError, match="it has no enabled GradScaler"):
             wrapped_scaler(context)
-        assert str(caught.value) == (
-            "this trial scales no loss: float32 and bfloat16 need no loss scale; it has no enabled "
-            "GradScaler that context.wrap_scaler knows; with hyperparameters.amp.precision: "
-            "amp_fp16 it trains in float16 as it is"
-        )
 
-    def test_trial_with_nothing_to_train(self) -> None:
+    def test_trial_with_nothing_to_train_is_refused(self) -> None:
         with open_trial(config(SummedLoss), "test") as found:
             trial: Any = found.trial
             trial.model.requires_grad_(False)
-            with pytest.raises(LossScaleError) as caught:
+            with pytest.raises(LossScaleError, match=r"leave out requires_grad_\(False\) for what"):
                 in_training(trial, found.context, 1, len)
-        assert str(caught.value) == (
-            "no parameter of this trial requires a gradient: there is nothing to train, or to "
-            "scale; leave out requires_grad_(False) for what is to be trained"
-        )
 
-    def test_trial_that_goes_around_the_context(self) -> None:
+    def test_trial_that_goes_around_the_context_is_refused(self) -> None:
         class Around(SummedLoss):
             def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
                 self.scaler.scale(self.loss(*batch)).backward()
                 return {}
 
+        def work(batches: Batches) -> None:
+            batches[0].backward(torch.bfloat16)
+
         with open_trial(config(SummedLoss), "test") as found:
             trial = Around(_another_context(found.context))
-            with pytest.raises(LossScaleError) as caught:
-                in_training(
-                    trial, trial.context, 1, lambda batches: batches[0].backward(torch.bfloat16)
-                )
-        assert str(caught.value) == (
-            "train_batch of this trial does not call context.backward, which Determined needs "
-            "to average gradients; write self.context.backward(self.scaler.scale(loss)) "
-            "instead of scaler.scale(loss).backward()"
-        )
+            with pytest.raises(LossScaleError, match=r"write self.context.backward\(self.scaler"):
+                in_training(trial, trial.context, 1, work)

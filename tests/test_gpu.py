@@ -33,9 +33,8 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.histogram import Tally
 from determined_amp.finder.passes import observe, predict
-from determined_amp.local.audit import audit_here
 from determined_amp.local.checkpoint_storage import complete_checkpoints
-from determined_amp.local.open_trial import open_trial
+from determined_amp.local.open_trial import audit_here, open_trial
 from determined_amp.runs.run import RunState
 from determined_amp.trial.frozen import in_training
 from determined_amp.trial.mixed_precision import MixedPrecision

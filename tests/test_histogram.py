@@ -55,7 +55,7 @@ class TestAgainstTorch:
         assert sum(counted.by_power().values()) == counted.nonzero
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-    def test_counted_in_parts_or_on_the_host_is_what_it_is_as_a_whole(
+    def test_histogram_in_parts_or_on_the_host_is_that_of_the_whole(
         self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         values = wide_values(dtype).view(100, 200).t()
@@ -93,13 +93,16 @@ class TestHistogram:
         assert histogram(torch.tensor([3.9, -4.1, 0.0])).largest_log2 == 2
         assert histogram(torch.tensor([0.5])).largest_log2 == -1
 
-    def test_zeros_have_no_largest(self) -> None:
+    def test_zeros_have_no_largest_and_the_smallest_scale_there_is(self) -> None:
         counted = histogram(torch.zeros(3))
         assert counted.largest_log2 is None
         assert counted.flushed_share(0) == counted.overflow_share(0) == 0.0
+        assert counted.smallest_scale_log2(0.001) == -126
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-    def test_not_finite_is_seen_and_overflows_at_every_scale(self, value: float) -> None:
+    def test_value_that_is_not_finite_is_seen_and_overflows_at_every_scale(
+        self, value: float
+    ) -> None:
         counted = histogram(torch.tensor([1.0, value]))
         assert not counted.is_finite
         assert counted.overflow_share(-100) == 0.5
@@ -119,9 +122,6 @@ class TestHistogram:
             scale = counted.smallest_scale_log2(share)
             assert counted.flushed_share(scale) <= share < counted.flushed_share(scale - 1)
 
-    def test_smallest_scale_of_zeros_is_the_smallest_there_is(self) -> None:
-        assert histogram(torch.zeros(3)).smallest_scale_log2(0.001) == -126
-
     def test_faintest_values_are_those_that_a_scale_flushes_first(self) -> None:
         counted = histogram(torch.tensor([0.0, 1.0, 2.0, 4.0]))
         assert counted.faintest_share(0, -30) == 0.0
@@ -133,7 +133,7 @@ class TestHistogram:
         assert counted.faintest_share(3, -21) == 0.0
         assert counted.faintest_share(3, -22) == pytest.approx((1 / 21) ** 0.5)
 
-    def test_unscaled_moves_everything_but_zeros_by_the_scale(self) -> None:
+    def test_unscaling_moves_everything_but_zeros_by_the_scale(self) -> None:
         values = torch.tensor([0.0, 3.0, -(2.0**-24)])
         moved = histogram(values * 2.0**10).unscaled(10)
         assert (moved.counts == histogram(values).counts).all()
@@ -141,31 +141,29 @@ class TestHistogram:
         assert moved.largest == 3.0
 
     @pytest.mark.parametrize(("scale", "bin_of_it"), [(300, 1), (-300, BINS - 1)])
-    def test_unscaled_beyond_float32_is_neither_zero_nor_lost(
+    def test_value_unscaled_beyond_float32_is_neither_zero_nor_lost(
         self, scale: int, bin_of_it: int
     ) -> None:
         moved = histogram(torch.tensor([0.0, 3.0])).unscaled(scale)
         assert (moved.zeros, moved.nonzero, moved.counts[bin_of_it]) == (1, 1, 1)
 
-    def test_smallest_value_there_is_counts_as_any_other(self) -> None:
-        counted = histogram(torch.tensor([2.0**-149]))
-        assert (counted.overflow_share(300), counted.overflow_share(16)) == (1.0, 0.0)
-        assert (counted.faintest_share(1, 300), counted.faintest_share(1, 0)) == (0.0, 1.0)
+    def test_far_scales_are_all_or_nothing(self) -> None:
+        """Of the smallest value there is, too."""
+        one, smallest = histogram(torch.tensor([1.0])), histogram(torch.tensor([2.0**-149]))
+        assert (one.flushed_share(-200), one.flushed_share(200)) == (1.0, 0.0)
+        assert (one.overflow_share(-200), one.overflow_share(200)) == (0.0, 1.0)
+        assert (smallest.overflow_share(300), smallest.overflow_share(16)) == (1.0, 0.0)
+        assert (smallest.faintest_share(1, 300), smallest.faintest_share(1, 0)) == (0.0, 1.0)
 
-    def test_smallest_scale_is_a_whole_number(self) -> None:
-        assert isinstance(histogram(torch.tensor([3.0])).smallest_scale_log2(0.0), int)
-
-    def test_empty_one_adds_nothing(self) -> None:
+    def test_empty_histogram_adds_nothing(self) -> None:
         counted, empty = histogram(torch.tensor([1.0, 0.0])), Histogram.empty()
         assert ((empty + counted).counts == counted.counts).all()
         assert (empty.nonzero, empty.zeros, empty.counts.dtype) == (0, 0, counted.counts.dtype)
 
-    def test_sum_counts_both(self) -> None:
+    def test_sum_of_histograms_counts_both(self) -> None:
         both = histogram(torch.tensor([1.0, 0.0])) + histogram(torch.tensor([8.0]))
-        assert both.by_power() == {0: 1, 3: 1}
-        assert both.zeros == 1
-
-    def test_far_scales_are_all_or_nothing(self) -> None:
-        counted = histogram(torch.tensor([1.0]))
-        assert (counted.flushed_share(-200), counted.flushed_share(200)) == (1.0, 0.0)
-        assert (counted.overflow_share(-200), counted.overflow_share(200)) == (0.0, 1.0)
+        whole = histogram(torch.tensor([1.0, 0.0, 8.0]))
+        assert (both.by_power(), both.zeros) == ({0: 1, 3: 1}, 1)
+        assert (both.counts == whole.counts).all()
+        assert both.squares == pytest.approx(whole.squares)
+        assert both.largest == 8.0

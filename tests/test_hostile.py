@@ -26,11 +26,11 @@ from torch.utils.data import get_worker_info
 
 from determined_amp import __main__ as door
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.experiment import experiment
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from tests import training
+from tests.harness import same_bits
 from trials.data.images import FolderImages
 from trials.data.loading import EpochSampler, Sample
 
@@ -138,47 +138,20 @@ def ints_for_integral_floats(value: Any) -> Any:
     return value
 
 
-POSITIVE = st.floats(1e-30, 1e30) | st.integers(1, 1000).map(float)
-SOUND_VALUES = {
-    "hyperparameters.learning_rate": POSITIVE,
-    "hyperparameters.weight_decay": POSITIVE | st.just(0.0),
-    "hyperparameters.max_grad_norm": POSITIVE | st.none(),
-    "hyperparameters.warmup_steps": st.integers(0, 10**9),
-    "hyperparameters.hidden_features": st.integers(1, 10**9),
-    "hyperparameters.lr_schedule": st.sampled_from(["constant", "cosine"]),
-    "hyperparameters.amp.init_scale": st.integers(0, 100).map(lambda power: 2.0**power),
-    "hyperparameters.amp.growth_factor": st.floats(1, 1e30, exclude_min=True),
-    "hyperparameters.amp.backoff_factor": st.floats(1e-44, 1, exclude_max=True),
-    "hyperparameters.amp.min_scale": st.floats(1e-44, 1),
-    "hyperparameters.amp.max_skip_ratio": st.floats(1e-44, 1),
-    "hyperparameters.training.max_length": st.integers(1, 10**6).map(lambda n: {"epochs": n}),
-    "reproducibility.experiment_seed": st.integers(0, 2**31 - 1),
-}
+def repr_after(value: float, change: Callable[[Any], Any]) -> str:
+    """The text of an experiment, which tells 1 from 1.0, with a value for every float setting."""
+    config: dict[str, Any] = copy.deepcopy(dict(SOUND))
+    hyperparameters = config["hyperparameters"]
+    hyperparameters |= dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm"), value)
+    hyperparameters["amp"] |= {"init_scale": value, "growth_factor": 2 * value, "min_scale": 1.0}
+    return repr(experiment.parse(json.loads(json.dumps(change(config), sort_keys=True)), "test"))
 
 
-class TestRoundTrip:
-    @BOUNDED
-    @given(values=st.fixed_dictionaries({}, optional=SOUND_VALUES))
-    def test_through_the_master_gives_the_same_experiment(self, values: dict[str, object]) -> None:
-        """The text of an experiment tells 1 from 1.0, which `==` does not."""
-        config: dict[str, Any] = copy.deepcopy(dict(SOUND))
-        for path, value in values.items():
-            *parents, last = path.split(".")
-            section = config
-            for parent in parents:
-                section = section[parent]
-            section[last] = value
-        there = experiment.parse(config, "given")
-        sent = json.loads(json.dumps(ints_for_integral_floats(config), sort_keys=True))
-        back = experiment.parse(sent, "returned")
-        assert repr(back) == repr(there)
-
-    def test_sees_an_integer_in_a_float_field(self) -> None:
-        """Negative control: 65536 is what JSON makes of 65536.0, and equal to it."""
-        floats, ints = (AmpSettings(Precision.AMP_FP16, init_scale=x) for x in (65536.0, 65536))
-        assert floats == ints
-        assert repr(floats) != repr(ints)
-        assert ints_for_integral_floats({"x": [], "y": 65536.0, "z": 1e21})["z"] == 1e21
+@pytest.mark.parametrize("value", [1.0, 65536.0, 2.0**70, 2.5, 1e30])
+def test_experiment_is_the_same_after_its_way_through_the_master(value: float) -> None:
+    is_sent_as_it_is = value in (2.0**70, 2.5, 1e30)
+    assert (repr(ints_for_integral_floats(value)) == repr(value)) == is_sent_as_it_is
+    assert repr_after(value, ints_for_integral_floats) == repr_after(value, lambda same: same)
 
 
 # What PyYAML's constructors raise, none of it a YAMLError.
@@ -218,12 +191,9 @@ class TestOverrides:
         with pytest.raises(ConfigError, match="is not YAML"):
             with_overrides(SOUND, [f"name={value}"])
 
-    @pytest.mark.parametrize("content", [b"name: 2001-99-99", b"name: \xff"], ids=["date", "latin"])
-    def test_file_that_yaml_cannot_construct_is_a_config_error(
-        self, tmp_path: Path, content: bytes
-    ) -> None:
-        (tmp_path / "config.yaml").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"is not YAML|cannot be read as UTF-8"):
+    def test_file_that_yaml_cannot_construct_is_a_config_error(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_bytes(b"name: 2001-99-99")
+        with pytest.raises(ConfigError, match="is not YAML"):
             experiment.read_yaml(str(tmp_path / "config.yaml"))
 
 
@@ -389,75 +359,31 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.run_small("mlp/fp32.yaml", tmp_path_factory.mktemp("wide"), WIDE)
 
 
-@pytest.fixture
-def run_folder(wide: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run of 12 batches."""
-    shutil.copytree(wide, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def train_to_16_on_a_full_disk(run_folder: Path, missing: int) -> int:
-    """Resume where the newest checkpoint lacks that many bytes of space; the exit status."""
-    size = (run_folder / "checkpoints" / "batch-00000012" / "state_dict.pth").stat().st_size
-    with training.no_file_larger_than(size - missing):
-        more = ["--config", "hyperparameters.training.max_length.batches=16"]
-        return door.main(["train", "--resume", str(run_folder), *more])
-
-
 class TestFullDisk:
     """torch's writer, in C++, raises a RuntimeError that says nothing of a disk."""
 
-    def test_while_the_weights_are_written_is_one_clear_error_and_leaves_the_checkpoint_before(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        before = training.digest(training.checkpoint(run_folder, 12))
-        assert train_to_16_on_a_full_disk(run_folder, 10_000) == 2
-        message = capfd.readouterr().err
-        assert "batch-00000016: could not be saved" in message
-        assert "intact" in message
-        checkpoints = run_folder / "checkpoints"
-        assert complete_checkpoints(checkpoints)[-1].name == "batch-00000012"
-        assert not list(checkpoints.glob(".*"))
-        assert training.digest(training.checkpoint(run_folder, 12)) == before
-        training.resume(run_folder)
-        assert complete_checkpoints(checkpoints)[-1].name == "batch-00000016"
-
-    def test_while_the_last_bytes_are_written_is_an_error_all_the_same(
-        self, run_folder: Path, capfd: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("missing", [10_000, 1], ids=["weights", "last byte"])
+    def test_while_a_checkpoint_is_written_is_one_clear_error_and_leaves_the_one_before(
+        self, missing: int, wide: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """The end of the file is in a buffer that the writer flushes, without a look, as it closes.
 
         What is cut off is the table of contents: such a file cannot be loaded.
         """
-        assert train_to_16_on_a_full_disk(run_folder, 1) == 2
-        assert "batch-00000016: could not be saved" in capfd.readouterr().err
-        newest = complete_checkpoints(run_folder / "checkpoints")[-1]
-        assert newest.name == "batch-00000012"
-
-
-class KilledError(Exception):
-    """The process ends here, without a word to anybody."""
-
-
-def test_kill_while_a_checkpoint_is_deleted_leaves_no_half_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one to be deleted is that after 4 batches; the kill comes after its weights."""
-    delete = shutil.rmtree
-
-    def killed(path: Path, *arguments: Any, **options: Any) -> None:
-        if "batch-00000004" in path.name and (path / "metadata.json").exists():
-            (path / "state_dict.pth").unlink()
-            raise KilledError
-        delete(path, *arguments, **options)
-
-    with monkeypatch.context() as planted:
-        planted.setattr(shutil, "rmtree", killed)
-        with pytest.raises(KilledError):
-            training.run_small("mlp/amp.yaml", tmp_path)
-    saved = complete_checkpoints(tmp_path / "checkpoints")
-    assert saved
-    assert all((path / "state_dict.pth").exists() for path in saved)
+        folder = shutil.copytree(wide, tmp_path / "run")
+        checkpoints, before = folder / "checkpoints", training.checkpoint(folder, 12)
+        size = (checkpoints / "batch-00000012" / "state_dict.pth").stat().st_size
+        longer = ["--config", "hyperparameters.training.max_length.batches=16"]
+        with training.no_file_larger_than(size - missing):
+            assert door.main(["train", "--resume", str(folder), *longer]) == 2
+        message = capfd.readouterr().err
+        assert "batch-00000016: could not be saved" in message
+        assert "intact" in message
+        assert newest(folder) == "batch-00000012"
+        assert not list(checkpoints.glob(".*"))
+        assert same_bits(training.checkpoint(folder, 12), before)
+        training.resume(folder)
+        assert newest(folder) == "batch-00000016"
 
 
 def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:

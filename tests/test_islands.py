@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp.amp.fp32_modules import IslandError, keep_in_float32
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-MakeIslands = Callable[[nn.Module, Sequence[str], str], object]
 Reached = list[torch.dtype]
 
 
@@ -86,15 +83,6 @@ class TestDtypes:
             assert model(torch.randn(3, 4)).dtype is dtype
             assert model[2](torch.ones(1, 8)).dtype is dtype  # autocast is on again
         assert seen == [(dtype, torch.float32)]
-
-    def test_parameters_and_gradients_stay_float32(self, dtype: torch.dtype) -> None:
-        model = three_layers()
-        keep_in_float32(model, ["^1$"], "cpu")
-        products_of(model, dtype, torch.randn(3, 4))
-        for parameter in model.parameters():
-            assert parameter.dtype is torch.float32
-            assert parameter.grad is not None
-            assert parameter.grad.dtype is torch.float32
 
     def test_attention_with_keywords_and_two_results_is_an_island(self, dtype: torch.dtype) -> None:
         """`nn.MultiheadAttention` multiplies q, k, v, scores, values and output."""
@@ -160,49 +148,29 @@ def keeps() -> Keeps:
 
 class TestInputs:
     @DTYPES
-    def test_inputs_are_cast_however_deep(self, keeps: Keeps, dtype: torch.dtype) -> None:
-        x = torch.ones(2, dtype=dtype)
-        nested: dict[str, Any] = {
-            "pair": Pair(x, [x, (x,)]),
-            "by_name": collections.OrderedDict(x=x),
-        }
-        keeps(x, nested, forward=x, device_type=[x])
-        up = keeps.args[1]
-        assert isinstance(up, dict)
-        assert isinstance(up["pair"], Pair)
-        assert isinstance(up["by_name"], collections.OrderedDict)
-        cast = [
-            keeps.args[0],
-            up["pair"].a,
-            up["pair"].b[0],
-            up["pair"].b[1][0],
-            up["by_name"]["x"],
-        ]
-        cast += [keeps.kwargs["forward"], keeps.kwargs["device_type"][0]]
-        assert [value.dtype for value in cast] == [torch.float32] * 7
-        assert nested["pair"].a is x  # the caller's containers are not changed
-
-    @DTYPES
-    @pytest.mark.parametrize("kind", [list, tuple, Pair._make])
-    def test_inputs_are_cast_beside_what_needs_no_cast(
-        self, keeps: Keeps, kind: Callable[[Any], Any], dtype: torch.dtype
+    def test_inputs_are_cast_however_deep_and_what_needs_no_cast_is_handed_on(
+        self, keeps: Keeps, dtype: torch.dtype
     ) -> None:
-        half, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
-        keeps(kind([half, mask]), kind([mask, half]), {"mask": mask, "x": half})
-        first, second, named = keeps.args
-        assert first[0].dtype == second[1].dtype == named["x"].dtype == torch.float32
-        assert first[1] is second[0] is named["mask"] is mask
-
-    @DTYPES
-    def test_inputs_are_cast_in_a_dataclass(self, keeps: Keeps, dtype: torch.dtype) -> None:
-        given = Output(torch.ones(2, dtype=dtype), torch.ones(2).bool())
-        keeps(given)
-        (up,) = keeps.args
-        assert type(up) is Output
-        assert up.x.dtype == torch.float32
-        assert up.mask is given.mask
-        assert up.note == "kept"
-        assert given.x.dtype == dtype  # the caller's is not changed
+        x, mask = torch.ones(2, dtype=dtype), torch.ones(2).bool()
+        nested: dict[str, Any] = {
+            "pair": Pair(x, [x, (x, mask)]),
+            "by_name": collections.OrderedDict(mask=mask, x=x),
+            "output": Output(x, mask),
+        }
+        keeps(x, nested, Pair(mask, x), forward=x, device_type=[mask, x])
+        first, up, pair = keeps.args
+        named = keeps.kwargs["device_type"]
+        kinds = (type(up), *map(type, up.values()), type(pair))
+        assert kinds == (dict, Pair, collections.OrderedDict, Output, Pair)
+        deep = up["pair"].b
+        cast = [first, up["pair"].a, deep[0], deep[1][0], up["by_name"]["x"], up["output"].x]
+        cast += [pair.b, keeps.kwargs["forward"], named[1]]
+        assert {value.dtype for value in cast} == {torch.float32}
+        kept = [deep[1][1], up["by_name"]["mask"], up["output"].mask, pair.a, named[0]]
+        assert all(value is mask for value in kept)
+        assert up["output"].note == "kept"
+        # The caller's containers are not changed.
+        assert nested["pair"].a is nested["pair"].b[0] is nested["output"].x is x
 
     @DTYPES
     def test_inputs_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
@@ -266,25 +234,6 @@ class TestNumbers:
         with torch.autocast("cpu", dtype=dtype):
             assert model(x).item() == exact
 
-    def test_gradients_of_an_island_are_those_of_float32(self) -> None:
-        """Two samples x = 1: the gradient of the last layer is 2 * 2^15 = 2^16 > 65504, then 2 * 1.
-
-        Powers of two are exact in both dtypes, so the gradients equal float32's, bit for bit.
-        """
-
-        def gradients(patterns: list[str], dtype: torch.dtype | None) -> list[list[float]]:
-            model = two_layers([2.0**15] * 4)
-            keep_in_float32(model, patterns, "cpu")
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                loss = model(torch.ones(2, 1)).sum()
-            loss.backward()
-            return [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
-
-        assert (
-            gradients(["^1$"], torch.float16) == gradients([], None) == [[2.0] * 4, [2.0**16] * 4]
-        )
-        assert gradients([], torch.float16)[1] == [float("inf")] * 4
-
     def test_island_changes_nothing_where_autocast_is_off(self) -> None:
         """As with precision fp32 and tf32, and in a validation in float32."""
         model, x = three_layers(), torch.randn(3, 4)
@@ -333,47 +282,6 @@ def trained(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
     return found
 
 
-def trains_the_same(
-    make_islands: MakeIslands, island: str, again: Sequence[str], dtype: torch.dtype
-) -> None:
-    kept, recomputed = nested([]), nested(again)
-    make_islands(kept, [island], "cpu")
-    make_islands(recomputed, [island], "cpu")
-    expected, found = trained(kept, dtype), trained(recomputed, dtype)
-    assert len(found) == 3 * 2 * 8
-    assert all(map(torch.equal, expected, found))
-
-
-def by_hooks(model: nn.Module, patterns: Sequence[str], device_type: str) -> None:
-    """Planted: autocast is off between two hooks, and a recomputation does not reach the second.
-
-    The autocast region stays open, its cache of cast weights is never emptied, and the next step
-    computes with the weights of this one.
-    """
-    island = model.get_submodule(patterns[0].strip("^$"))
-    region = torch.autocast(device_type, enabled=False)
-
-    def enter(_: nn.Module, xs: tuple[torch.Tensor]) -> torch.Tensor:
-        region.__enter__()  # type: ignore[no-untyped-call]
-        return xs[0].float()
-
-    def leave(*_: object) -> None:
-        region.__exit__(None, None, None)
-
-    island.register_forward_pre_hook(enter)
-    island.register_forward_hook(leave)
-
-
-@pytest.fixture
-def _closed() -> Iterator[None]:
-    """Close the autocast regions that a planted bug leaves open, for the sake of other tests."""
-    yield
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        pass
-    torch.clear_autocast_cache()
-
-
 @DTYPES
 class TestCheckpointing:
     @pytest.mark.parametrize("island", ["^inner.1$", "^inner.1.inner$"])
@@ -382,12 +290,12 @@ class TestCheckpointing:
         self, island: str, again: list[str], dtype: torch.dtype
     ) -> None:
         """Around the island, in it, and both: recomputing changes neither dtypes nor numbers."""
-        trains_the_same(keep_in_float32, island, again, dtype)
-
-    @pytest.mark.usefixtures("_closed")
-    def test_island_that_is_left_open_would_be_seen(self, dtype: torch.dtype) -> None:
-        with pytest.raises(AssertionError):
-            trains_the_same(by_hooks, "^inner.1.inner$", ["inner.1"], dtype)
+        kept, recomputed = nested([]), nested(again)
+        for model in (kept, recomputed):
+            keep_in_float32(model, [island], "cpu")
+        expected, found = trained(kept, dtype), trained(recomputed, dtype)
+        assert len(found) == 3 * 2 * 8
+        assert all(map(torch.equal, expected, found))
 
     def test_checkpointed_island_recomputes_in_float32(self, dtype: torch.dtype) -> None:
         """Its first product is computed again; the second is not, only its inputs are needed."""
@@ -403,20 +311,10 @@ class TestCopies:
     def by_pickle(model: nn.Sequential) -> Any:
         return pickle.loads(pickle.dumps(model))
 
-    @staticmethod
-    def by_torch_save(model: nn.Sequential) -> Any:
-        file = io.BytesIO()
-        torch.save(model, file)
-        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-    @staticmethod
-    def by_averaging(model: nn.Sequential) -> Any:
-        return AveragedModel(model).module
-
     @pytest.mark.parametrize(
         "copied",
-        [copy.deepcopy, by_pickle, by_torch_save, by_averaging],
-        ids=["deepcopy", "pickle", "torch.save", "AveragedModel"],
+        [copy.deepcopy, by_pickle],
+        ids=["deepcopy", "pickle"],
     )
     def test_copies_compute_with_their_own_weights(
         self, copied: Callable[[nn.Sequential], nn.Sequential]
@@ -432,7 +330,7 @@ class TestCopies:
             assert twin(x).item() == 2**18
             assert model(x).item() == 2**17
 
-    def test_state_fits_a_model_without_islands(self) -> None:
+    def test_state_of_a_model_with_islands_fits_one_without(self) -> None:
         model = three_layers()
         keys = list(model.state_dict())
         keep_in_float32(model, ["^1$"], "cpu")
@@ -490,7 +388,7 @@ class TestPatterns:
             (["^(head|classifier)$"], ["head", "classifier"]),
             (["^blocks$"], ["blocks.0", "blocks.1"]),
             (["blocks"], ["blocks.0", "blocks.1", "blocks.1.0"]),
-            ([r"^blocks\.\d+\.0$"], ["blocks.1.0"]),
+            (["^blocks[.][0-9]+[.]0$"], ["blocks.1.0"]),
         ],
         ids=str,
     )
@@ -506,7 +404,7 @@ class TestPatterns:
         [
             ("^haed$", "matches no module; near names: head"),
             ("^module.head$", "matches no module; near names: head"),
-            (r"^blocks\.2$", "matches no module; near names: blocks.1, blocks.0, blocks"),
+            ("^blocks.2$", "matches no module; near names: blocks.1, blocks.0, blocks"),
             (
                 "^[xyz]+$",
                 "matches no module; the first of its 8 modules: "

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from benchmarks import jpeg, photos
@@ -24,17 +23,6 @@ def test_photos_are_as_large_as_those_of_imagenet_and_make_a_dataset(tmp_path: P
     photos.write_photos(tmp_path, [one, other], copies=3)
     settings = DataSettings(DatasetName.IMAGE_FOLDER, 32, 3, 2, directory=str(tmp_path))
     assert [len(images) for images in load(settings, seed=0)] == [6, 2]
-
-
-# The decoder that is compared.
-@pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
-def test_command_measures_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    jpeg.main(["--photos", "2", "--rounds", "1", "--folder", str(tmp_path)])
-    result = json.loads((tmp_path / "jpeg_cpu.json").read_text())
-    assert result["decoded_pixels_are_equal"] is True
-    assert jpeg.markdown(result) in capsys.readouterr().out
-    committed = json.loads((RESULTS / "jpeg_cpu.json").read_text())
-    assert list(result["one_core"]) == list(committed["one_core"])
 
 
 def test_page_quotes_the_committed_numbers() -> None:

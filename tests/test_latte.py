@@ -17,7 +17,6 @@ from determined_amp.experiment.overrides import with_overrides
 from tests.training import ROOT, checkpoint, metrics
 from trials.data.clips import load as load_clips
 from trials.data.loading import Sample
-from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
 from trials.models.diffusion import Diffusion, ValidationClips
 
@@ -78,14 +77,14 @@ def test_clip_starts_at_the_step_that_was_asked_for(tmp_path: Path) -> None:
     """Seen in the second moments of Adam, which a clip to almost nothing leaves as they were."""
     tight = "hyperparameters.max_grad_norm=1.0e-12"
     moments = {}
-    for start in (0, 4, BATCHES):
+    for start in (0, 4):
         run = run_tiny(
             "fp32.yaml", tmp_path / str(start), tight, f"hyperparameters.clip_start_step={start}"
         )
         state = checkpoint(run, BATCHES)["optimizers_state_dict"][0]["state"]
         moments[start] = max(float(entry["exp_avg_sq"].max()) for entry in state.values())
     assert moments[0] < 1.0e-20
-    assert moments[0] * 1.0e6 < moments[4] < moments[BATCHES]
+    assert moments[0] * 1.0e6 < moments[4]
 
 
 def test_overflow_skips_the_step_of_weights_and_average(tmp_path: Path) -> None:
@@ -111,10 +110,3 @@ class TestSettings:
     def test_late_clip_needs_a_clip(self) -> None:
         with pytest.raises(ConfigError, match="clip_start_step: got 2, but nothing is clipped"):
             parsed("hyperparameters.max_grad_norm=null")
-
-    def test_images_are_no_clips(self) -> None:
-        with pytest.raises(ConfigError, match=r"data\.dataset: got 'digits'; allowed: moving_"):
-            parsed("data.dataset=digits")
-
-    def test_settings_are_those_of_the_trial(self) -> None:
-        assert isinstance(parsed().hparams, LatteHparams)

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from determined import pytorch
 
 from determined_amp.trial.reported import timed
 from trials.data.loading import (
@@ -73,27 +72,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
     ]
 
 
-def test_every_epoch_has_every_image_once_in_an_order_of_its_own() -> None:
-    """Of 1000! orders no two of these agree by chance."""
-    orders = set()
-    for seed in (0, 1):
-        sampler = EpochSampler(1000, seed)
-        assert len(sampler) == 1000
-        for epoch in range(3):
-            samples = list(sampler)
-            assert {sample.epoch for sample in samples} == {epoch}
-            assert sorted(sample.image for sample in samples) == list(range(1000))
-            orders.add(tuple(sample.image for sample in samples))
-    assert len(orders) == 6
-
-
-def test_sampler_without_a_seed_keeps_the_order() -> None:
-    sampler = EpochSampler(4, None)
-    for epoch in range(2):
-        assert list(sampler) == [Sample(epoch, image) for image in range(4)]
-
-
-@pytest.mark.parametrize("skip", [1, 5, 6, 7, 13])
+@pytest.mark.parametrize("skip", [1, 6, 13])
 @pytest.mark.parametrize(("num_replicas", "rank"), [(1, 0), (4, 3)])
 def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
     skip: int, num_replicas: int, rank: int
@@ -102,13 +81,9 @@ def test_resumed_sequence_is_the_tail_of_the_uninterrupted_one(
     assert sequence(8, skip=skip, num_replicas=num_replicas, rank=rank) == whole[skip:]
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_ranks_deal_the_batches_of_one_rank_among_them(num_replicas: int) -> None:
+def test_ranks_deal_the_batches_of_one_rank_among_them() -> None:
     whole = sequence(2 * _EPOCH)
-    shards = [
-        sequence(2 * _EPOCH // num_replicas, num_replicas=num_replicas, rank=rank)
-        for rank in range(num_replicas)
-    ]
+    shards = [sequence(2 * _EPOCH // 3, num_replicas=3, rank=rank) for rank in range(3)]
     assert [batch for batches in zip(*shards, strict=True) for batch in batches] == whole
     # Hence an epoch is dealt without a repetition: 6 * 8 of the 50 images, each once.
     for epoch in (0, 1):
@@ -129,14 +104,6 @@ def test_training_batches_neither_use_nor_move_the_global_random_state(workers: 
     assert sequence(_EPOCH + 1, seed=8) != expected
 
 
-def test_shuffling_of_determineds_own_loader_moves_the_global_random_state() -> None:
-    """Negative control, and the reason for `EpochSampler`."""
-    before = random_states()
-    loader = pytorch.DataLoader(torch.utils.data.TensorDataset(torch.arange(9)), shuffle=True)
-    next(iter(loader.get_data_loader(repeat=True)))
-    assert random_states() != before
-
-
 def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
     training = training_loader(Numbers(), _BATCH, 7, workers=0)
     validation = validation_loader(Numbers(), _BATCH, workers=0, slots=1)
@@ -145,7 +112,7 @@ def test_validation_keeps_the_last_partial_batch_which_training_drops() -> None:
     assert [len(images) for _, images in validation] == [8] * 6 + [2]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4, 6, 7])
+@pytest.mark.parametrize("slots", [1, 4, 7])
 def test_batches_per_epoch_are_those_of_the_chief(slots: int) -> None:
     loader = training_loader(Numbers(), _BATCH, 7, workers=0)
     chief = loader.get_data_loader(repeat=True, num_replicas=slots, rank=0)
@@ -178,27 +145,15 @@ def test_only_colour_images_become_channels_last(channels: int, channels_last: b
     assert moved.stride() == ((60, 1, 15, 3) if channels_last else (20, 20, 5, 1))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_bytes_become_what_the_loader_used_to_make_of_them(channels: int) -> None:
-    """To the bit, for every byte: a run continues with the numbers that it began with."""
-    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, channels, 1, 1)
+def test_bytes_become_numbers_to_the_bit() -> None:
+    """For every byte: a run continues with the numbers that it began with."""
+    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, 3, 1, 1)
     before = images.clone()
     (moved,) = to_device((images,), torch.device("cpu"))
     assert moved.dtype is torch.float32
     assert torch.equal(moved, images.float().div_(127.5).sub_(1.0))
     assert torch.equal(images, before)
     assert not torch.equal(moved, images.float().mul_(1 / 127.5).sub_(1.0))  # negative control
-
-
-class OnDevice(Numbers):
-    on_device = True
-
-
-def test_only_batches_on_the_host_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a device cannot be."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pinned = [training_loader(s, _BATCH, 7, workers=0).pin_memory for s in (Numbers(), OnDevice())]
-    assert pinned == [True, False]
 
 
 def test_timed_loader_starts_before_its_first_batch_is_asked_for() -> None:

@@ -22,9 +22,7 @@ from rich.console import Console
 
 from determined_amp import UserError
 from determined_amp import __main__ as door
-from determined_amp.amp.precision import described
 from determined_amp.cli import find, train
-from determined_amp.experiment import experiment
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
@@ -32,6 +30,7 @@ from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
 from determined_amp.runs.run import RunState
 from tests import training
+from tests.harness import same_bits
 from trials.mlp import MLPTrial
 
 
@@ -72,11 +71,6 @@ class TestRunFolder:
             ".lock",
         }
 
-    def test_log_describes_the_machine(self, folder: Path) -> None:
-        machine = described(torch.device("cpu"), 1)
-        assert machine.startswith("1 x cpu, natively: fp32 yes")
-        assert (folder / "log.txt").read_text().count(machine) == 1
-
     def test_run_folder_is_not_used_for_another_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -84,28 +78,19 @@ class TestRunFolder:
         arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
         assert door.main(["train", *arguments, "--run-folder", str(folder)]) == 2
         assert "holds a run already" in capsys.readouterr().err
-        assert training.digest(training.checkpoint(folder, 12)) == training.digest(before)
+        assert same_bits(training.checkpoint(folder, 12), before)
 
-    def test_config_is_the_input_and_can_be_run_again(self, folder: Path) -> None:
-        given = yaml.safe_load((folder / "config.yaml").read_text())
-        assert given["hyperparameters"]["hidden_features"] == 16
-        assert experiment.parse(given, "config.yaml").name == "mlp-bf16"
-
-    def test_resolved_config_shows_the_defaults(self, folder: Path) -> None:
-        """`bf16.yaml` gives neither; a loss scale has no effect in it."""
-        hyperparameters = yaml.safe_load((folder / "resolved.yaml").read_text())["hyperparameters"]
-        assert hyperparameters["amp"]["set_backends"] is True
-        assert hyperparameters["amp"]["init_scale"] == 65536.0
-
-    @pytest.mark.parametrize("name", ["bf16", "amp"])
-    def test_resolved_config_trains_the_same_again(self, tmp_path: Path, name: str) -> None:
-        first = training.run_small(f"mlp/{name}.yaml", tmp_path / "first")
+    def test_resolved_config_has_the_defaults_and_trains_the_same_again(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        """`bf16.yaml` has no loss scale, which has no effect in it."""
+        resolved = yaml.safe_load((folder / "resolved.yaml").read_text())
+        assert resolved["hyperparameters"]["amp"]["init_scale"] == 65536.0
         again = tmp_path / "again"
-        assert train.main([str(first / "resolved.yaml"), "--run-folder", str(again)]) == 0
-        assert training.same_numbers(again) == training.same_numbers(first)
-        ends = (training.checkpoint(path, 12) for path in (first, again))
-        assert len({training.digest(end) for end in ends}) == 1
-        assert (again / "resolved.yaml").read_text() == (first / "resolved.yaml").read_text()
+        assert train.main([str(folder / "resolved.yaml"), "--run-folder", str(again)]) == 0
+        assert training.same_numbers(again) == training.same_numbers(folder)
+        assert same_bits(*(training.checkpoint(path, 12) for path in (folder, again)))
+        assert (again / "resolved.yaml").read_text() == (folder / "resolved.yaml").read_text()
 
     def test_record_names_versions_device_and_settings(self, folder: Path) -> None:
         run = read_run(folder)
@@ -117,37 +102,14 @@ class TestRunFolder:
         assert part.date is not None
         assert part.settings["hyperparameters.amp.precision"] == "amp_bf16"
         assert part.settings["hyperparameters.training.max_length.batches"] == 12
-
-    def test_metrics_are_one_report_per_line(self, folder: Path) -> None:
-        """Of 12 batches: training every 2, validation every 6."""
+        assert training.end(folder) == ("completed", "", 12)
         lines = training.metrics(folder)
         assert [line["batches"] for line in lines if line["group"] == "validation"] == [6, 12]
-        assert [line["batches"] for line in lines if line["group"] == "training"] == [
-            2,
-            4,
-            6,
-            8,
-            10,
-            12,
-        ]
-
-    def test_run_folder_has_event_files(self, folder: Path) -> None:
+        assert "1 x cpu, natively: fp32 yes" in (folder / "log.txt").read_text()
         assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
 
-    def test_line_cut_off_by_a_kill_is_dropped(self, tmp_path: Path) -> None:
-        run = RunFolder(tmp_path)
-        run.append_metrics({"group": "training", "batches": 2})
-        run.append_metrics({"group": "training", "batches": 4})
-        run.metrics.write_text(run.metrics.read_text() + '{"batches": 6, "lo')
-        assert [line["batches"] for line in run.read_metrics()] == [2, 4]
-        run.forget_metrics_after(2)
-        assert [line["batches"] for line in run.read_metrics()] == [2]
 
-    def test_two_runs_of_one_second_get_two_folders(self, tmp_path: Path) -> None:
-        assert RunFolder.new(tmp_path, "x").path != RunFolder.new(tmp_path, "x").path
-
-
-def interrupt_twice() -> None:
+def interrupt_twice(trial: MLPTrial) -> None:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 
@@ -159,54 +121,56 @@ class SilentError(Exception):
         raise LookupError
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
+def raising(error: BaseException) -> Callable[[MLPTrial], None]:
+    def fail(trial: MLPTrial) -> None:
         raise error
 
     return fail
 
 
+def ask_to_stop(trial: MLPTrial) -> None:
+    trial.context.set_stop_requested(True)
+
+
+def make_errors_of_warnings(trial: MLPTrial) -> None:
+    warnings.simplefilter("error")
+
+
+def lose_the_weights(trial: MLPTrial) -> None:
+    for parameter in trial.model.parameters():
+        parameter.data.fill_(math.nan)
+
+
 class TestRecordOfTheEnd:
     """The state in `run.json`, by real runs of 12 batches."""
 
-    def planted(self, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+    def planted(self, monkeypatch: pytest.MonkeyPatch, do: Callable[[MLPTrial], object]) -> None:
         """Do that in the fifth batch."""
         original = MLPTrial.train_batch
 
         def train_batch(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
             if batch_idx == 4:
-                do()
+                do(trial)
             return original(trial, batch, epoch_idx, batch_idx)
 
         monkeypatch.setattr(MLPTrial, "train_batch", train_batch)
 
-    def test_run_to_its_end_is_recorded_as_completed(self, folder: Path) -> None:
-        assert training.end(folder) == ("completed", "", 12)
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
     def test_signal_is_recorded_as_a_stop_until_the_resume(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The batch of the signal is trained, and so is the next, which is followed by a report."""
         with monkeypatch.context() as patch:
-            self.planted(patch, lambda: signal.raise_signal(number))
+            self.planted(patch, lambda trial: signal.raise_signal(signal.SIGTERM))
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path) == ("stopped", f"stopped by {number.name}", 6)
         stopped = training.end(tmp_path)
+        assert stopped == ("stopped", "stopped by SIGTERM", 6)
         with monkeypatch.context() as patch:
             patch.setattr(MLPTrial, "__init__", Mock(side_effect=OSError("no data")))
             with pytest.raises(OSError, match="no data"):
                 training.resume(tmp_path)
         assert training.end(tmp_path) == stopped  # it has trained nothing
         seen: list[str] = []
-        with monkeypatch.context() as patch:
-            original = MLPTrial.train_batch
-
-            def look(*given: Any, **named: Any) -> Any:
-                seen.append(training.end(tmp_path)[0])
-                return original(*given, **named)
-
-            patch.setattr(MLPTrial, "train_batch", look)
+        with training.before_each_batch(lambda batch: seen.append(training.end(tmp_path)[0])):
             training.resume(tmp_path)
         assert seen[0] == "running"
         assert training.end(tmp_path) == ("completed", "", 12)
@@ -219,32 +183,14 @@ class TestRecordOfTheEnd:
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path) == ("completed", "", 12)
 
-    def test_trial_that_asks_to_stop_is_recorded_as_stopped(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        contexts: list[Any] = []
-        original = MLPTrial.__init__
-
-        def keep(trial: MLPTrial, context: Any) -> None:
-            contexts.append(context)
-            original(trial, context)
-
-        monkeypatch.setattr(MLPTrial, "__init__", keep)
-        self.planted(monkeypatch, lambda: contexts[0].set_stop_requested(True))
-        training.run_small("mlp/fp32.yaml", tmp_path)
-        state, reason, batches = training.end(tmp_path)
-        assert (state, reason) == ("stopped", "the trial asked to stop")
-        assert batches < 12
-
     @pytest.mark.parametrize(
-        ("do", "error", "words", "state", "reason"),
+        ("do", "error", "state", "reason"),
         [
             # The second SIGINT ends the run at once, in the middle of its fifth batch.
-            (interrupt_twice, KeyboardInterrupt, "^$", "stopped", "stopped by SIGINT"),
+            (interrupt_twice, KeyboardInterrupt, "stopped", "stopped by SIGINT"),
             (
                 raising(RuntimeError("no memory left\nand much more to say")),
                 RuntimeError,
-                "no memory left",
                 "failed",
                 "RuntimeError: no memory left",
             ),
@@ -252,48 +198,35 @@ class TestRecordOfTheEnd:
                 # A file elsewhere is the trial's, and no disk of the run.
                 raising(PermissionError(errno.EACCES, "denied", "/my/data.bin")),
                 PermissionError,
-                "denied",
                 "failed",
                 "PermissionError: [Errno 13] denied: '/my/data.bin'",
             ),
             (
                 raising(MemoryError("a list")),
                 UserError,
-                r"not enough memory: a list \(.*test_local.py, line ",
                 "failed",
-                "not enough memory: a list",
+                "not enough memory: a list (",
             ),
-            (raising(SilentError()), SilentError, "", "failed", "SilentError"),
+            (raising(SilentError()), SilentError, "failed", "SilentError"),
             # Determined ends the process then, by an exception without a word.
-            (raising(det.InvalidHP("too wide")), UserError, "^too wide$", "invalid", "too wide"),
-            *(
-                (
-                    raising(SystemExit(status)),
-                    UserError,
-                    rf"the trial called sys.exit\({status}\)",
-                    "failed",
-                    f"the trial called sys.exit({status})",
-                )
-                for status in (0, 3)
-            ),
+            (raising(det.InvalidHP("too wide")), UserError, "invalid", "too wide"),
+            (raising(SystemExit(0)), UserError, "failed", "the trial called sys.exit(0)"),
         ],
-        ids=["interrupt", "error", "file", "memory", "no text", "invalid", "exit 0", "exit 3"],
+        ids=["interrupt", "error", "file", "memory", "no text", "invalid", "exit 0"],
     )
     def test_error_in_a_batch_is_recorded_and_its_traceback_logged(
         self,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         *,
-        do: Callable[[], None],
+        do: Callable[[MLPTrial], None],
         error: type[BaseException],
-        words: str,
         state: str,
         reason: str,
     ) -> None:
         self.planted(monkeypatch, do)
-        with pytest.raises(error) as raised:
+        with pytest.raises(error):
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert not words or raised.match(words)
         recorded, why, batches = training.end(tmp_path)
         assert (recorded, batches) == (state, 4)
         assert why.startswith(reason)
@@ -302,14 +235,25 @@ class TestRecordOfTheEnd:
         assert "Traceback (most recent call last)" in log
         assert f"in {do.__name__}" in log
 
-    def test_run_whose_trial_makes_errors_of_warnings_is_recorded_as_completed(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("do", "end"),
+        [
+            (ask_to_stop, ("stopped", "the trial asked to stop")),
+            # What Determined uses for `.detignore` warns when a checkpoint is saved.
+            (make_errors_of_warnings, ("completed", "")),
+        ],
+    )
+    def test_end_that_is_no_error_is_recorded(
+        self,
+        do: Callable[[MLPTrial], None],
+        end: tuple[str, str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """What Determined uses for `.detignore` warns when a checkpoint is saved."""
-        self.planted(monkeypatch, lambda: warnings.simplefilter("error"))
+        self.planted(monkeypatch, do)
         with warnings.catch_warnings():
             training.run_small("mlp/fp32.yaml", tmp_path)
-        assert training.end(tmp_path)[0] == "completed"
+        assert training.end(tmp_path)[:2] == end
 
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -327,14 +271,7 @@ class TestRecordOfTheEnd:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They are lost in batch 5 of 12; the guard looks after 12, a checkpoint comes every 4."""
-        original = MLPTrial.train_batch
-
-        def lose(trial: Any, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, float]:
-            for parameter in trial.model.parameters() if batch_idx == 4 else ():
-                parameter.data.fill_(math.nan)
-            return original(trial, batch, epoch_idx, batch_idx)
-
-        monkeypatch.setattr(MLPTrial, "train_batch", lose)
+        self.planted(monkeypatch, lose_the_weights)
         period = "hyperparameters.training.{}_period.batches=12".format
         goes_on = "hyperparameters.amp.on_overflow=warn"
         rare = training.arguments(
@@ -405,41 +342,6 @@ class TestRunInsideTheRepository:
         assert (tmp_path / "here" / "scale.json").is_file()
 
 
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            (["missing.yaml"], "cannot be read"),
-            (["--resume", "missing"], "cannot be read"),
-            (training.arguments("mlp/bf16.yaml", "max_restarts"), "allowed: KEY=VALUE"),
-            (training.arguments("mlp/bf16.yaml", "hyperparameters.lr=1"), "unknown key"),
-        ],
-        ids=["no file", "no run folder", "no value", "no such key"],
-    )
-    def test_mistake_is_one_message_and_no_training(
-        self,
-        arguments: list[str],
-        words: str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        assert door.main(["train", *arguments]) == 2
-        shown = capfd.readouterr().err
-        assert words in shown
-        assert "Traceback" not in shown
-        assert not list(tmp_path.iterdir())
-
-    def test_command_without_arguments_says_what_is_needed(
-        self, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit) as stopped:
-            train.main([])
-        assert stopped.value.code == 2
-        assert "give an experiment YAML" in capfd.readouterr().err
-
-
 class TestOutputThatVanishes:
     def test_closed_pipe_ends_the_output_and_not_the_run(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
@@ -459,24 +361,17 @@ class TestOutputThatVanishes:
             os.kill(os.getpid(), signal.SIGHUP)
 
 
-def test_speed_in_the_closing_table_is_the_median_of_the_steady_reports() -> None:
-    """The first report has the audit in it, and the last one may have been disturbed."""
-    text = io.StringIO()
-    display = Display("x", Console(file=text, width=100))
-    display.on_start(Mock(path="runs/x"), Mock(answer=None))
-    for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
-        line = {"group": "training", "batches": batches, "samples_per_second": speed}
-        display.on_report(line)
-    display.on_end(None, stopped=False)
-    (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
-    assert row.split()[-2:] == ["150", "│"]
-
-
 def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()
     display = Display("x [/b] [red]", Console(file=text, width=100))
     display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
+    for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
+        line = {"group": "training", "batches": batches, "samples_per_second": speed}
+        display.on_report(line)
     display.on_end(None, stopped=False)
+    # The median of the steady reports: the first has the audit in it.
+    (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
+    assert row.split()[-2:] == ["150", "│"]
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()

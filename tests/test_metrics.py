@@ -23,7 +23,6 @@ from determined_amp.amp.metrics import (
 )
 from determined_amp.amp.settings import AmpSettings, Precision
 from determined_amp.amp.steps import OptimizerSteps
-from determined_amp.amp.tensors import gradients_of as gradients_that_are_dense
 from determined_amp.amp.throughput import DataWait, Stopwatch
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.reported import timed
@@ -124,30 +123,6 @@ class TestTrainingMetrics:
         assert missing.isdisjoint(third)
         assert (third["watch_applied_steps"], third["skipped_steps"]) == (3, 1)
 
-    def test_batch_without_a_number_of_samples_counts_as_one(self) -> None:
-        metrics = training_metrics(slots=2)
-        for loss, samples in ((1.0, None), (4.0, 2)):
-            assert metrics.add(torch.tensor(loss), samples) == {"batch_samples": samples or 1}
-        assert (metrics.batches, report_of(metrics)["loss"]) == (2, 3.0)
-        metrics.reset()
-        assert metrics.batches == 0
-
-    def test_consecutive_skips_are_those_since_the_newest_applied_step(self) -> None:
-        metrics = training_metrics()
-        for found_inf in (1.0, 0.0, 1.0, 1.0):
-            gradients_of(metrics).counts.count(torch.tensor(found_inf))
-        assert report_of(metrics)["watch_consecutive_skips"] == 2
-
-    def test_drift_is_reported_of_optimizers_whose_schedule_moves_on_skips(self) -> None:
-        metrics = training_metrics(optimizers=2)
-        for gradients in metrics.all():
-            gradients.counts.count(torch.tensor(1.0))
-        assert not [name for name in report_of(metrics) if "drift" in name]
-        metrics.drifting = frozenset(metrics._optimizers[1:])
-        report = report_of(metrics)
-        assert report["watch_lr_drift_steps_1"] == 1
-        assert "watch_lr_drift_steps_0" not in report
-
     def test_steps_of_the_first_optimizer_can_be_asked_for_before_it_is_there(self) -> None:
         context: Any = Context()
         metrics = MixedPrecision(context, AmpSettings(Precision.AMP_FP16)).metrics
@@ -224,25 +199,30 @@ class TestTrainingMetrics:
         slots[1]["watch_data_wait_share"] = 1.5
         assert metrics.cross_slot_reduce(slots)["watch_data_wait_share"] == 1
 
-    def test_memory_of_a_cpu_is_no_reserved_one(self) -> None:
-        report = report_of(training_metrics())
-        assert report["watch_peak_memory_mib"] > 0
-        assert "watch_peak_reserved_memory_mib" not in report
-
-    def test_loss_of_uneven_slots_is_the_mean_over_samples(self) -> None:
-        one, other = training_metrics(2), training_metrics(2)
-        one.add(torch.tensor(1.0), 3)
-        other.add(torch.tensor(5.0), 1)
-        slots = [one.per_slot_reduce(), other.per_slot_reduce()]
-        assert one.cross_slot_reduce(slots)["loss"] == 2
-
-    def test_report_without_a_loss_has_none(self) -> None:
-        """Neither before the first batch nor where `update` is given none: not measured."""
-        metrics = training_metrics()
-        assert "loss" not in report_of(metrics)
-        metrics.add(None, 3)
-        assert "loss" not in report_of(metrics)
-        assert metrics.latest == Report(None, 65536.0, (StepReport("", 0, 0, 0, 0, 0),))
+    @pytest.mark.parametrize(
+        ("slots", "loss"),
+        [
+            ([[(1.0, 3)], [(5.0, 1)]], 2.0),
+            ([[(1.0, None), (4.0, 2)]], 3.0),  # without a number of samples it counts as one
+            ([[(None, 3)]], None),
+            ([[]], None),
+        ],
+    )
+    def test_loss_is_the_mean_over_the_samples_of_all_slots(
+        self, slots: list[list[tuple[float | None, int | None]]], loss: float | None
+    ) -> None:
+        """Where there is none, nothing was measured."""
+        made = [training_metrics(len(slots)) for _ in slots]
+        for metrics, batches in zip(made, slots, strict=True):
+            for value, samples in batches:
+                metrics.add(None if value is None else torch.tensor(value), samples)
+        first = made[0]
+        report = first.cross_slot_reduce([metrics.per_slot_reduce() for metrics in made])
+        assert report.get("loss") == loss
+        assert first.latest == Report(loss, 65536.0, (StepReport("", 0, 0, 0, 0, 0),))
+        assert first.batches == len(slots[0])
+        first.reset()
+        assert first.batches == 0
 
     def test_loss_that_the_trial_reports_itself_is_left_to_it(self) -> None:
         """The guard still gets the one given to `update`."""
@@ -257,12 +237,8 @@ class TestTrainingMetrics:
         """Determined 0.38.1: an empty dict is an IndexError with several slots, free with one."""
         loss = torch.tensor(1.0)
         assert training_metrics(slots=1).add(loss, 4) == {}
-        assert training_metrics(slots=2).add(loss, 4) == {"batch_samples": 4.0}
-
-    def test_grad_norm_of_a_trial_that_clips_nothing_is_not_reported(self) -> None:
-        metrics = training_metrics()
-        gradients_of(metrics).counts.count(torch.tensor(0.0))
-        assert "watch_grad_norm" not in report_of(metrics)
+        for samples in (4, None):
+            assert training_metrics(slots=2).add(loss, samples) == {"batch_samples": samples or 1}
 
     def test_peak_memory_is_that_of_training_batches_after_the_first_ones(
         self, monkeypatch: pytest.MonkeyPatch
@@ -299,40 +275,19 @@ class TestTrainingMetrics:
         metrics.reset()
         assert train(1.0, 1) == 3.0
 
-    def test_headroom_of_parameters_without_a_dense_gradient_is_not_reported(self) -> None:
-        metrics = training_metrics()
-        sparse = torch.ones(2, 2).to_sparse()
-        idle, embedding, dense = nn.Parameter(torch.ones(1)), *having(sparse, torch.ones(2))
-        assert gradients_that_are_dense([idle, embedding, dense]) == [dense.grad]
-        gradients_of(metrics).measure([idle, embedding])
-        assert "watch_headroom_bits" not in report_of(metrics)
-
     @pytest.mark.parametrize(
         ("precision", "gradient"), [(Precision.AMP_FP16, 0.0), (Precision.AMP_BF16, 1.0)]
     )
     def test_headroom_of_zeros_or_without_a_loss_scale_is_not_reported(
         self, precision: Precision, gradient: float
     ) -> None:
+        """Nor is that of parameters without a dense gradient."""
         metrics = training_metrics(precision=precision)
-        gradients_of(metrics).measure(having(torch.tensor([gradient])))
+        sparse = torch.ones(2, 2).to_sparse()
+        parameters = having(torch.tensor([gradient]), sparse)
+        gradients_of(metrics).measure([nn.Parameter(torch.ones(1)), *parameters])
+        gradients_of(metrics).measure(parameters[1:])
         assert "watch_headroom_bits" not in report_of(metrics)
-
-    def test_wait_of_a_loader_that_is_not_timed_is_not_reported(self) -> None:
-        metrics = training_metrics()
-        for _ in range(WARMUP_BATCHES + 1):
-            metrics.add(torch.tensor(1.0), 8)
-        report = report_of(metrics)
-        assert report["samples_per_second"] > 0
-        assert "watch_data_wait_share" not in report
-
-    def test_batches_of_unknown_length_have_no_speed(self) -> None:
-        """They count as one sample each in the mean of the loss."""
-        metrics = training_metrics()
-        for _ in range(WARMUP_BATCHES + 1):
-            metrics.add(torch.tensor(3.0), None)
-        report = report_of(metrics)
-        assert report["loss"] == 3
-        assert "samples_per_second" not in report
 
     def test_training_metrics_are_asked_in_training_only(self) -> None:
         context: Any = Context()
@@ -347,21 +302,6 @@ class TestTrainingMetrics:
 
 
 class TestTimedLoader:
-    """A stand-in for Determined's loader, whose batches are 0, 1 and 2."""
-
-    class Loader:
-        def get_data_loader(self, repeat: bool) -> Any:
-            return [0, 1, 2] * (1 + repeat)
-
-    def test_hands_on_its_batches_and_tells_the_wait_for_each(self) -> None:
-        waits: list[float] = []
-        loader: Any = self.Loader()
-        batches = timed(loader, waits.append).get_data_loader(repeat=True)
-        assert list(batches) == [0, 1, 2, 0, 1, 2]
-        assert len(batches) == 6
-        assert len(waits) == 6
-        assert min(waits) >= 0
-
     def test_timed_loader_tells_the_seconds_that_a_batch_took_to_come(self, clock: Clock) -> None:
         class Slow:
             batch_size = 7
@@ -388,38 +328,31 @@ class TestTimedLoader:
         assert waits == [1, 2]
         assert (len(slow), slow.batch_size) == (2, 7)
 
-    def test_loader_of_a_validation_is_not_timed(self) -> None:
-        loader = timed(self.Loader(), print)
-        assert loader.get_data_loader(repeat=False) == [0, 1, 2]
-
-    def test_loader_of_somebody_else_is_left_as_it_is(self) -> None:
+    def test_loader_of_a_validation_or_of_somebody_else_is_not_timed(self) -> None:
         waits: list[float] = []
-        loader = [0, 1, 2]
-        assert timed(loader, waits.append) is loader
-        assert (list(loader), waits) == ([0, 1, 2], [])
+        loader: Any = SimpleNamespace(get_data_loader=lambda repeat: [0, 1, 2])
+        assert timed(loader, waits.append).get_data_loader(repeat=False) == [0, 1, 2]
+        plain = [0, 1, 2]
+        assert timed(plain, waits.append) is plain
+        assert (list(plain), waits) == ([0, 1, 2], [])
 
 
-def test_peak_of_a_gpu_alone_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
-    forget_peak_memory(torch.device("cpu"))
-    assert asked == []
-    forget_peak_memory(torch.device("cuda"))
-    assert asked == [torch.device("cuda")]
-
-
-def test_peak_memory_is_that_of_the_process_or_of_torch_on_a_gpu(
+def test_peak_memory_is_that_of_the_process_or_of_torch_on_a_gpu_where_it_can_be_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    on_cpu = peak_memory_mib(torch.device("cpu"))
-    assert on_cpu == {"watch_peak_memory_mib": pytest.approx(resident, 0.1)}
-    gpu = torch.device("cuda", 1)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert peak_memory_mib(cpu) == {"watch_peak_memory_mib": pytest.approx(resident, 0.1)}
     for name, mib in (("allocated", 3), ("reserved", 5)):
         held = {gpu: mib * 2**20}
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", held.__getitem__)
     on_gpu = {"watch_peak_memory_mib": 3.0, "watch_peak_reserved_memory_mib": 5.0}
     assert peak_memory_mib(gpu) == on_gpu
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
+    for device in (cpu, gpu):
+        forget_peak_memory(device)
+    assert asked == [gpu]
 
 
 def test_stopwatch_runs_from_start_to_stop(clock: Clock) -> None:
@@ -512,7 +445,7 @@ class TestDeviceSum:
                 total.add(torch.tensor(value))
             assert (total.total().item() == 3) is finite_only
 
-    def test_reset_forgets_what_waits_and_what_is_summed(self) -> None:
+    def test_device_sum_forgets_what_waits_and_what_is_summed(self) -> None:
         total = DeviceSum(torch.device("cpu"))
         total.add(torch.tensor(1.0))
         total.total()
@@ -548,13 +481,3 @@ def test_wait_of_a_gpu_is_no_time_that_the_host_was_busy(monkeypatch: pytest.Mon
     gpu.host = 5.0
     wait.end(1.0)
     assert wait.seconds() == 1.0
-
-
-def test_wait_of_a_gpu_keeps_only_the_events_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, wait = Gpu(monkeypatch), DataWait(torch.device("cuda"))
-    for batch in range(100):
-        gpu.host = float(batch)
-        wait.end(0.25)
-        wait.begin()
-    assert len(wait._open) == 0
-    assert wait.seconds() == pytest.approx(99 * 0.25)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from benchmarks import loops, overhead
 from benchmarks.measured import RESULTS
-from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 
 ROOT = Path(__file__).parents[1]
@@ -51,68 +49,6 @@ def test_all_loops_train_the_same_weights(precision: str, schedule: str) -> None
     assert not torch.equal(case.model().state_dict()["1.weight"], reference["1.weight"])
 
 
-def test_loops_take_turns_and_all_of_them_end() -> None:
-    seen: list[str] = []
-
-    def loop(name: str, turns: Turns) -> None:
-        while True:
-            turns.batch_begins()
-            if turns.over:
-                return
-            seen.append(name)
-
-    found = by_turns({name: partial(loop, name) for name in "ab"}, 2)
-    assert seen == [*"a" * 20, *"b" * 20, *"b" * 20, *"a" * 20]
-    assert BATCHES_PER_TURN == 20
-    assert [len(turns.times) for turns in found.values()] == [2, 2]
-    assert all(cpu >= 0 for turns in found.values() for _, cpu in turns.times)
-
-
-def test_turn_ends_when_the_gpu_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel of three seconds for every batch, by a clock that only `synchronize` moves."""
-    clock, queued, seen = 0.0, 0.0, []
-
-    def synchronize() -> None:
-        nonlocal clock, queued
-        clock, queued = clock + queued, 0.0
-
-    def loop(turns: Turns) -> None:
-        nonlocal queued
-        while True:
-            turns.batch_begins()
-            if turns.over:
-                return
-            seen.append(queued)
-            queued += 3.0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr("benchmarks.turns.time.perf_counter", lambda: clock)
-    found = by_turns({"a": loop, "b": loop}, 2, batches=2)
-    assert [[wall for wall, _ in turns.times] for turns in found.values()] == [[6.0, 6.0]] * 2
-    assert seen == [0.0, 3.0] * 4  # nobody's work is left for the next one
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # negative control
-    found = by_turns({"a": loop, "b": loop}, 2, batches=2)
-    assert [[wall for wall, _ in turns.times] for turns in found.values()] == [[0.0, 0.0]] * 2
-
-
-def test_error_of_a_loop_is_raised_and_ends_the_others() -> None:
-    ended = []
-
-    def good(turns: Turns) -> None:
-        while not turns.over:
-            turns.batch_begins()
-        ended.append("good")
-
-    def bad(turns: Turns) -> None:
-        turns.batch_begins()
-        raise ArithmeticError("bad")
-
-    with pytest.raises(ArithmeticError, match="bad"):
-        by_turns({"good": good, "bad": bad}, 3)
-    assert ended == ["good"]
-
-
 def test_summary_is_of_the_quiet_rounds_and_taken_within_them() -> None:
     """Eight rounds; in the two quiet ones a loop adds 10 and 20, the busy ones add 1000."""
     bare = [(0.0, cpu) for cpu in (100.0, 110.0, *[200.0] * 6)]
@@ -135,12 +71,7 @@ def test_committed_table_is_that_of_the_committed_numbers_and_is_quoted() -> Non
         assert list(rows) == list(overhead.LOOPS)
 
 
-def test_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overhead.main(["--precision", "fp32", "--rounds", "1", "--folder", str(tmp_path)])
-    (written,) = tmp_path.glob("*.json")
-    result = json.loads(written.read_text())
-    assert result["precision"] == "fp32"
-    assert result["rounds"] == 1
-    assert all(row["cpu_us"] > 0 for rows in result["schedules"].values() for row in rows.values())
-    assert written.with_suffix(".md").read_text() == overhead.markdown(result)
-    assert "determined_amp" in capsys.readouterr().out
+def test_no_rounds_are_a_mistake_of_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        overhead.main(["--rounds", "0"])
+    assert "argument --rounds: got 0; allowed: an integer >= 1" in capsys.readouterr().err

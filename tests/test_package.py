@@ -8,40 +8,26 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import determined_amp
-from determined_amp.experiment.machine import Machine
+from tests import training
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
-PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
-def start(command: list[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=kept | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    """What it printed, or a failure with that."""
-    printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, printed
-    return printed
+def ended(*command: str, cwd: Path, path: Path | str = "") -> str:
+    """What a Python program printed that finds packages under `path`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path)}
+    done = training.outcome(*command, cwd=cwd, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT, copy, ignore=ignored)
     dist = copy.parent / "dist"
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(dist)]
-    ended(start([*PIP, "wheel", *options, str(copy)], copy.parent))
+    ended(*PIP, "wheel", *options, str(copy), cwd=copy.parent)
     (built,) = dist.iterdir()
     return built
 
@@ -69,43 +55,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds the wheel's content, and nothing else."""
     target = tmp_path_factory.mktemp("installed")
     options = ["--no-deps", "--no-index", "--no-compile", "--target", str(target)]
-    ended(start([*PIP, "install", *options, str(wheel)], target))
+    ended(*PIP, "install", *options, str(wheel), cwd=target)
     return target
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A stranger's folder in which the installed command has trained.
-
-    Args:
-        printed: What the command printed.
-        run: The run folder.
-    """
-
-    printed: str
-    run: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        return max((self.run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
-
-
 @pytest.fixture(scope="module")
-def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a stranger who has trained with the installed command."""
     project = tmp_path_factory.mktemp("project")
     for name in ("model_def.py", "amp.yaml"):
         shutil.copy(TEMPLATE / name, project)
     (project / "weights.bin").write_bytes(b"0" * 1000)
-    command = [str(installed / "bin" / "det-amp"), "train", "amp.yaml"]
-    printed = ended(start(command, project, PYTHONPATH=str(installed)))
+    command = (str(installed / "bin" / "det-amp"), "train", "amp.yaml")
+    ended(*command, cwd=project, path=installed)
     (run,) = (project / "runs" / "my-trial-amp").iterdir()
-    return Trained(printed, run)
+    return run
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
 
 
 class TestWheel:
-    def test_wheel_is_named_by_the_one_version(self, wheel: Path) -> None:
-        assert wheel.name == f"determined_amp-{determined_amp.__version__}-py3-none-any.whl"
-
     def test_wheel_holds_the_whole_library_and_nothing_else(self, wheel: Path) -> None:
         names = zipfile.ZipFile(wheel).namelist()
         about = f"determined_amp-{determined_amp.__version__}.dist-info/"
@@ -115,7 +86,7 @@ class TestWheel:
         assert code == expected | {"determined_amp/py.typed"}
         assert f"{about}licenses/LICENSE" in names
 
-    def test_wheel_says_what_it_needs_and_under_which_license(self, wheel: Path) -> None:
+    def test_wheel_names_its_needs_its_license_and_its_command(self, wheel: Path) -> None:
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
         needed = [line for line in distribution.requires or () if "extra ==" not in line]
         assert {re.split(r"[^\w.-]", line)[0] for line in needed} == {
@@ -125,54 +96,39 @@ class TestWheel:
         assert extras == ["search", "reports", "examples", "dev"]
         assert distribution.metadata["License-Expression"] == "Apache-2.0"
 
-    def test_brings_the_command(self, wheel: Path) -> None:
-        (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
         scripts = configparser.ConfigParser()
         scripts.read_string(distribution.read_text("entry_points.txt") or "")
         assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:run"}
 
 
-def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Trained) -> None:
-    lines = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text().splitlines()]
+def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["batches"] == 200
     (accuracy,) = (line["accuracy"] for line in lines[-1:] if line["group"] == "validation")
     assert accuracy > 0.9
     assert lines[0]["watch_audit_share"] == 1.0
-    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in (trained.run / "log.txt").read_text()
-
-
-def test_checkpoint_holds_the_code_of_the_stranger_and_nothing_else(trained: Trained) -> None:
-    assert [path.name for path in (trained.checkpoint / "code").iterdir()] == ["model_def.py"]
+    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in (trained / "log.txt").read_text()
+    # The code of the stranger, and nothing else.
+    code = newest_checkpoint(trained) / "code"
+    assert [path.name for path in code.iterdir()] == ["model_def.py"]
 
 
 def test_determined_itself_opens_the_checkpoint_with_the_wheel(
-    installed: Path, trained: Trained, tmp_path: Path
+    installed: Path, trained: Path, tmp_path: Path
 ) -> None:
     """In a process that knows neither the folder nor what `train` allows to be loaded."""
+    checkpoint = newest_checkpoint(trained)
     code = (
         "import torch, determined_amp; from determined import pytorch\n"
-        f"trial = pytorch.load_trial_from_checkpoint_path({str(trained.checkpoint)!r},\n"
+        f"trial = pytorch.load_trial_from_checkpoint_path({str(checkpoint)!r},\n"
         "    torch_load_kwargs={'weights_only': True})\n"
         "print(type(trial).__module__, type(trial).__name__)\n"
         "print(tuple(trial.model(torch.zeros(3, 32)).shape))\n"
         "print(float(sum(weight.double().sum() for weight in trial.model.parameters())))\n"
         "print(determined_amp.__file__)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    printed = ended(start(command, tmp_path, PYTHONPATH=str(installed))).splitlines()
-    saved = torch.load(trained.checkpoint / "state_dict.pth", weights_only=True)
+    printed = ended("-W", "ignore", "-c", code, cwd=tmp_path, path=installed).splitlines()
+    saved = torch.load(checkpoint / "state_dict.pth", weights_only=True)
     total = float(sum(weight.double().sum() for weight in saved["models_state_dict"][0].values()))
     of_the_wheel = str(installed / "determined_amp" / "__init__.py")
     assert printed[-4:] == ["model_def MyTrial", "(3, 10)", str(total), of_the_wheel]
-
-
-def test_a_run_says_that_torchvision_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Machine.of_this_process().versions["torchvision"] == importlib.metadata.version(
-        "torchvision"
-    )
-
-    def missing(package: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "torchvision" not in Machine.of_this_process().versions

@@ -89,7 +89,7 @@ class TestSeveralBatches:
         assert (prediction.recorded_log2, prediction.reason) == (None, "")
 
     @pytest.mark.parametrize("factors", [(2.0**10, 1.0), (1.0, 2.0**10)])
-    def test_overflow_if_one_of_them_does(self, factors: tuple[float, float]) -> None:
+    def test_batches_overflow_if_one_of_them_does(self, factors: tuple[float, float]) -> None:
         """The gradient of the weight is the factor times the scale."""
         context, frozen = batches(*factors)
         prediction = predict(context, frozen)
@@ -116,7 +116,7 @@ class TestSeveralSlots:
 
     @pytest.mark.parametrize("fault", ["loss", "gradients"])
     @pytest.mark.parametrize("mine", [False, True])
-    def test_overflow_if_one_of_them_does(
+    def test_slots_overflow_if_one_of_them_does(
         self, here: Callable[[Here], None], fault: str, *, mine: bool
     ) -> None:
         sound = made(dtypes=FP16)
@@ -126,7 +126,7 @@ class TestSeveralSlots:
         assert seen.overflow is (fault == "gradients")
         assert seen.loss_is_finite is (fault == "gradients")
 
-    def test_make_float16_if_one_of_them_does(self, here: Callable[[Here], None]) -> None:
+    def test_slots_make_float16_if_one_of_them_does(self, here: Callable[[Here], None]) -> None:
         here(lambda dtype, scale: made({}, dtypes=frozenset()))
         seen = observe(slots(made(dtypes=FP16)), [], 0, prediction_of({"a": {0: 1}}))
         assert seen.values_left == 1
@@ -215,7 +215,9 @@ class TestFromFloat16:
         here(lambda dtype, scale: made(dtypes=FP16 | BF16))
         assert "float16 tensors outside autocast" in predict(slots(), []).reason
 
-    def test_hides_no_mistake_of_the_user(self, here: Callable[[Here], None]) -> None:
+    def test_fallback_to_float16_hides_no_mistake_of_the_user(
+        self, here: Callable[[Here], None]
+    ) -> None:
         def passed(dtype: torch.dtype, scale: float) -> _Passes:
             raise LossScaleError("a sentence")
 
@@ -276,7 +278,7 @@ class TestPrediction:
         assert (part.total.by_power(), part.largest) == ({-30: 1}, 1.0)
         assert list(prediction.modules) == ["a", "b"]
 
-    def test_knows_its_room_to_a_fraction_of_a_bit(self) -> None:
+    def test_prediction_knows_its_room_to_a_fraction_of_a_bit(self) -> None:
         """65520 is the first magnitude that float16 rounds to infinity; 65504 is its largest."""
         assert prediction_of({}, largest=65520.0).headroom_log2 == 0
         assert prediction_of({}, largest=65520.0 / 8).headroom_log2 == 3

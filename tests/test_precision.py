@@ -25,7 +25,6 @@ from determined_amp.amp.settings import Precision
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
-BEFORE = pytest.mark.parametrize("before", [("high", True), ("highest", False)])
 
 
 def switches() -> tuple[str, bool]:
@@ -50,40 +49,26 @@ def pretend_gpu(
 
 
 @pytest.mark.parametrize("precision", Precision)
-@BEFORE
-def test_cpu_switches_are_ieee_whatever_they_were(
-    precision: Precision, before: tuple[str, bool]
+@pytest.mark.parametrize("before", [("high", True), ("highest", False)])
+@pytest.mark.parametrize("device", [_CPU, _GPU])
+@pytest.mark.parametrize("set_switches", [False, True])
+def test_switches_are_those_of_the_precision_if_they_are_to_be_set(
+    precision: Precision,
+    before: tuple[str, bool],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    set_switches: bool,
 ) -> None:
-    switch(*before)
-    prepare_backend(precision, _CPU, set_switches=True)
-    assert switches() == ("highest", False)
-
-
-@pytest.mark.parametrize("precision", Precision)
-@BEFORE
-def test_switches_are_left_alone_if_they_are_not_to_be_set(
-    precision: Precision, before: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the device where they matter; neither is cuDNN's benchmark ever touched."""
+    """TF32 for `tf32` on Ampere alone. cuDNN's benchmark is never touched."""
     pretend_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before[1])
     switch(*before)
-    prepare_backend(precision, _GPU, set_switches=False)
-    assert switches() == before
-    prepare_backend(precision, _GPU, set_switches=True)
+    prepare_backend(precision, device, set_switches=set_switches)
+    tf32 = precision is Precision.TF32 and device is _GPU
+    wanted = ("high", True) if tf32 else ("highest", False)
+    assert switches() == (wanted if set_switches else before)
     assert torch.backends.cudnn.benchmark is before[1]
-
-
-@pytest.mark.parametrize("precision", Precision)
-@BEFORE
-def test_ampere_switches_are_tf32_for_tf32_alone(
-    precision: Precision, before: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpu(monkeypatch, (8, 0))
-    switch(*before)
-    prepare_backend(precision, _GPU, set_switches=True)
-    tf32 = precision is Precision.TF32
-    assert switches() == ("high" if tf32 else "highest", tf32)
 
 
 def test_tf32_on_a_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,11 +196,15 @@ def test_autocast_is_on_for_one_type_of_device(
             assert not autocast_is_on("cpu")
 
 
-def test_autocast_that_is_reused_may_be_nested() -> None:
+def test_autocast_that_is_reused_may_be_nested_and_restores_what_was() -> None:
     region = ReusedAutocast("cpu", torch.bfloat16)
     for _ in range(2):
         with region:
-            with region:
-                assert autocast_is_on("cpu")
+            with pytest.raises(ZeroDivisionError), region:
+                raise ZeroDivisionError
+            with torch.autocast("cpu", enabled=False):
+                with region:
+                    assert autocast_is_on("cpu")
+                assert not autocast_is_on("cpu")
             assert autocast_is_on("cpu")
         assert not autocast_is_on("cpu")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.patches import Rectangle
 
+from benchmarks import readme
 from benchmarks.gpu import report as gpu_report
 from benchmarks.readme import (
     GPU,
     NO_GPU,
-    PICTURE,
     README,
-    SCALES,
-    draw,
     read_precisions,
     table,
     with_gpu,
@@ -38,24 +36,6 @@ def test_table_is_that_of_the_results(precisions: Any) -> None:
     assert with_table(readme, table(other)) != readme
 
 
-def test_picture_shows_every_speed_and_every_task(precisions: Any) -> None:
-    scales = json.loads(SCALES.read_text())
-    speed, accuracy, scale = draw(precisions, scales).axes
-    shown = {text.get_text() for text in speed.texts}
-    (wide,) = precisions["wide MLP"]["comparisons"]
-    assert shown == {"fp32", "0.27x", "0.37x", f"{wide['speed']['median']:.2f}x"}
-    rows = ["amp_fp16, MLP", "amp_bf16, MLP", "amp_bf16, wide MLP"]
-    assert [text.get_text() for text in speed.get_yticklabels()] == rows
-    assert len(accuracy.get_yticklabels()) == 3
-    bars = [bar for bar in scale.patches if isinstance(bar, Rectangle)]
-    assert len(bars) == len(scale.get_yticklabels()) == 8
-    by_default = [row["skipped"] for row in scales["rows"] if row["way"] == "2^16"]
-    widths = [bar.get_width() for bar in bars]
-    assert min(widths) == 0
-    assert max(by_default) > max(widths)  # cut off, and written
-    assert "200" in {text.get_text() for text in scale.texts}
-
-
 def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
     readme = README.read_text()
     if GPU.exists():
@@ -73,6 +53,12 @@ def test_table_of_a_gpu_is_that_of_its_results_or_not_there() -> None:
     assert with_gpu(first, other) == first.replace("H200", "B200")
 
 
-def test_picture_is_in_the_readme() -> None:
-    assert PICTURE.exists()
-    assert f"({PICTURE.relative_to(README.parent)})" in README.read_text()
+@pytest.mark.parametrize("word", ["--help", "--publish"])
+def test_question_and_mistake_write_nothing(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    monkeypatch.setattr(readme, "PICTURE", tmp_path / "picture.png")
+    with pytest.raises(SystemExit):
+        readme.main([word])
+    assert list(tmp_path.iterdir()) == []

@@ -6,8 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from determined_amp import __main__ as door
-from determined_amp.cli import find as finder
 from determined_amp.cli import report as loss_scale
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.advice import FoundScale
@@ -39,40 +37,15 @@ PNG = b"\x89PNG\r\n"
 TRIALS = [(2.0**scale, scored(scale)) for scale in (8, 16, 17, 18, 19, 24)]
 
 
-class Page(HTMLParser):
-    """What a document asks for from elsewhere, and its text.
-
-    Attributes:
-        foreign: Tags with an address outside the document.
-        text: All words.
-        tags: All tags.
-    """
-
-    def __init__(self, document: str) -> None:
-        super().__init__()
-        self.foreign: list[str] = []
-        self.text = ""
-        self.tags: list[str] = []
-        self.feed(document)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            inside = (value or "").startswith(("#", "data:"))
-            if name in ("src", "href", "xlink:href", "srcset", "action") and not inside:
-                self.foreign.append(f"{tag} {name}={value}")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def needs_the_network(document: str) -> list[str]:
-    loaded = re.findall(r"@import|url\((?!#|\"?data:)[^)]*\)", document)
-    return [*Page(document).foreign, *loaded, *re.findall(r"<script|<link", document)]
+    """What a document asks for from elsewhere."""
+    foreign = r'(?:src|href|srcset|action)="(?!#|data:)[^"]*"|<script|<link|@import'
+    return re.findall(rf"{foreign}|url\((?!#|\"?data:)[^)]*\)", document)
+
+
+def shown(document: str) -> str:
+    """Its words."""
+    return unescape(re.sub(r"<[^>]*>", "", document))
 
 
 @pytest.fixture
@@ -89,7 +62,6 @@ def test_report_of_a_local_search_predicts_on_its_own(
 ) -> None:
     assert loss_scale.main(["loss-scale", "study"]) == 0
     output = capsys.readouterr().out
-    assert (workplace / "study/loss_scale.png").read_bytes().startswith(PNG)
     document = (workplace / "study/loss_scale.html").read_text()
     assert needs_the_network(document) == []
     # The small MLP, four batches of 32 samples in four passes.
@@ -99,12 +71,9 @@ def test_report_of_a_local_search_predicts_on_its_own(
     assert f"best trial: 2^16 with loss_scale_score 0; the finder chose 2^{choice}" in output
     assert "no step is lost in 4 of 6 trials, at 2^8 to 2^18: a search can find nothing" in output
     assert "(6 trials)" in output
-    shown = Page(document)
     for line in output.splitlines()[:-1]:
-        assert line in shown.text
-    assert shown.tags.count("svg") == 1
-    assert "overflow, measured" not in shown.text  # a label of the drawing, not of the reader
-    assert "init_scale" in shown.text
+        assert line in shown(document)
+    assert document.count("<svg") == 1
     assert (workplace / "study/loss_scale.md").read_text().startswith("# verdict: ")
     record = json.loads((workplace / "study/loss_scale.json").read_text())
     assert record["answer"] == output.splitlines()[0]
@@ -126,19 +95,6 @@ def test_finding_replaces_the_run_of_the_finder(
         "loss_scale.md",
         "loss_scale.png",
     ]
-
-
-def test_without_the_trial_only_the_observation_is_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    elsewhere = with_overrides(SEARCH, ["hyperparameters.trial=nowhere:Trial"])
-    write_study(tmp_path / "study", TRIALS, elsewhere)
-    assert loss_scale.main(["loss-scale", "study"]) == 0
-    output = capsys.readouterr().out
-    assert "no prediction: " in output
-    assert "nowhere:Trial" in output
-    assert "--finding" in output
 
 
 @pytest.mark.parametrize(
@@ -179,10 +135,9 @@ def test_report_replaces_no_finding(workplace: Path, capsys: pytest.CaptureFixtu
     text, other = json.dumps(finding()), workplace / "finding.json"
     for path in (kept, other):
         path.write_text(text)
-    for source in (kept, other):
-        assert door.main(["report", "loss-scale", "study", "--finding", str(source)]) == 2
-        assert "another" in capsys.readouterr().err
-        assert kept.read_text() == text
+    assert door.main(["report", "loss-scale", "study", "--finding", str(other)]) == 2
+    assert "another" in capsys.readouterr().err
+    assert kept.read_text() == text
 
 
 def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
@@ -195,35 +150,6 @@ def test_report_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     said = capsys.readouterr().err
     assert said.startswith("out: the report cannot be written: [Errno 21] Is a directory: ")
     assert [path.name for path in (workplace / "out").iterdir()] == ["loss_scale.html"]
-
-
-def test_finder_plots_its_finding(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert finder.main(["experiment.yaml", "--plot", "found.png"]) == 0
-    assert (workplace / "found.png").read_bytes().startswith(PNG)
-    assert "written: found.png" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (("--plot", "none/found.png"), "folder does not exist"),
-        (("--plot", "."), "got ., which is a folder; allowed: a file"),
-        (("--json", "."), "got ., which is a folder; allowed: a file"),
-        (
-            ("--plot", "a.png", "--json", "a.png"),
-            "got a.png for --json and for --plot; allowed: two",
-        ),
-        (("--plot", "found.foo"), "--plot: got found.foo; allowed: a name in .png"),
-        (("--batches", "0"), "--batches: got 0; allowed: an integer >= 1"),
-        (("--batches", "1000000000"), "--batches: got 1000000000; allowed: an integer >= 1"),
-    ],
-)
-def test_finder_refuses_a_wrong_option_before_it_works(
-    option: Sequence[str], words: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with suppress(SystemExit):  # of argparse
-        assert door.main(["find", "experiment.yaml", *option]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_score_of_a_trial_that_no_scale_helps_is_one_sentence(
@@ -259,8 +185,10 @@ def test_finder_replaces_no_file_but_an_earlier_answer(
 
 
 def test_finder_replaces_an_earlier_answer(workplace: Path) -> None:
+    words = ["--batches", "1", "--json", "a.json", "--plot", "found.png"]
     for _ in range(2):
-        assert door.main(["find", "experiment.yaml", "--batches", "1", "--json", "a.json"]) == 0
+        assert door.main(["find", "experiment.yaml", *words]) == 0
+    assert (workplace / "found.png").read_bytes().startswith(PNG)
     assert FoundScale.read(workplace / "a.json").finding.answer_log2 is not None
 
 
@@ -288,29 +216,18 @@ class TestPage:
         svg = as_svg(draw(answer, search)) if svg is None else svg
         return as_html(text(["verdict: a < b & c", "more"], answer, search), svg)
 
-    def test_everything_is_inside(self) -> None:
+    def test_page_needs_nothing_else(self) -> None:
         document = self.made()
         assert needs_the_network(document) == []
         facts = "predicted on cpu, torch 2.6, 2026-01-01, from 4 batches with 128 samples"
-        assert facts in Page(document).text
-        assert "prefers-color-scheme: dark" in document
+        assert facts in shown(document)
 
     def test_what_others_wrote_stays_text(self) -> None:
         document = self.made()
         assert "a &lt; b &amp; c" in document
         assert "A &lt;title&gt;" in document
 
-    def test_answer_comes_first_and_the_figure_before_the_tables(self) -> None:
-        text, tags = (made := Page(self.made())).text, made.tags
-        assert text.index("verdict: a < b") < text.index("init_scale: 131072.0")
-        assert tags.index("pre") < tags.index("ul") < tags.index("svg") < tags.index("table")
-
-    def test_wide_parts_scroll_on_a_narrow_screen(self) -> None:
-        document = self.made()
-        assert document.count("overflow-x: auto") == 2  # figures and tables
-        assert "width=device-width, initial-scale=1" in document
-
-    def test_a_foreign_address_would_be_noticed(self) -> None:
+    def test_foreign_address_on_a_page_would_be_noticed(self) -> None:
         """Negative control."""
         assert needs_the_network(self.made('<svg><image href="http://a/b"/></svg>'))
         assert needs_the_network(self.made('<img src="//a/b.png">'))
@@ -370,3 +287,16 @@ def test_search_over_more_than_the_scale_ranks_no_scales() -> None:
     shown = lines_of(rows, "validation_loss", learning_rate=[1, 2, 3, 4])
     assert "differ in learning_rate, too" in shown
     assert "tie" not in shown
+
+
+def test_without_the_trial_only_the_observation_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere = with_overrides(SEARCH, ["hyperparameters.trial=nowhere:Trial"])
+    write_study(tmp_path / "study", TRIALS, elsewhere)
+    assert loss_scale.main(["loss-scale", "study"]) == 0
+    output = capsys.readouterr().out
+    assert "no prediction: " in output
+    assert "nowhere:Trial" in output
+    assert "--finding" in output

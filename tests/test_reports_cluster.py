@@ -21,7 +21,7 @@ from determined_amp.finder.frozen import LossScaleError
 from determined_amp.report import ReportError, loss_scale_figure, sources
 from determined_amp.report.loss_scale_report import over_loss_scale
 from determined_amp.report.master_runs import fetch_comparison, read_experiment, read_finding
-from determined_amp.runs.master import MasterError, log_in
+from determined_amp.runs.master import MasterError
 from determined_amp.runs.run import RunState
 from determined_amp.search.search_folder import Search
 from tests.report_master import TRIAL, Master, answering, report, serving
@@ -58,21 +58,12 @@ def test_numbers_are_those_of_the_last_reports_of_each_trial(master: Master) -> 
     assert [run.batches for run in search.runs] == [4, 4]
     assert {run.state for run in search.runs} == {RunState.COMPLETED}
     assert "note" not in search.runs[0].metrics
+    (side_by_side,) = search.notes
+    assert "which trials ran side by side" in side_by_side
+    with pytest.raises(ReportError, match="has no experiment 8: experiment not found"):
+        read_experiment(8)
     assert search.runs[0].hparams["training.max_length.batches"] == 4
     assert search.metric == "loss_scale_score"
-
-
-def test_scale_of_a_trained_trial_is_the_power_of_two_that_it_was_rounded_to(
-    master: Master,
-) -> None:
-    scales = {"type": "log", "minval": 0, "maxval": 24, "base": 2}
-    sampled: list[Any] = [{"amp": {"init_scale": 2.0**11.45}}, {"amp": {"init_scale": 2.0**11.55}}]
-    master.config = {**master.config, "hyperparameters": {"amp": {"init_scale": scales}}}
-    master.trials = [
-        {**it, "hparams": drawn} for it, drawn in zip(master.trials, sampled, strict=True)
-    ]
-    master.reports["validation"] = [report(n, 4, "validation", {"loss": 1.0}) for n in (11, 12)]
-    assert [run.scale_log2 for run in read_experiment(7).runs] == [11.0, 12.0]
 
 
 def checkpoint(storage: Path, name: str, text: str) -> dict[str, Any]:
@@ -128,6 +119,9 @@ class TestComparison:
             assert capsys.readouterr().out.startswith("use amp_bf16 here")
         assert (tmp_path / "out" / "precision.md").read_text() == "use amp_bf16 here"
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["precision.md"]
+        for more in (["--margin", "1"], ["7"]):
+            with pytest.raises(ReportError, match="its task has written the report; allowed: no"):
+                any_report.main(["7", *more, "--output", str(tmp_path)])
 
     def test_comparison_without_an_answer_is_a_sentence(
         self, master: Master, tmp_path: Path
@@ -138,18 +132,6 @@ class TestComparison:
         master.metadata = {11: {"failure": "the trial cannot be trained in fp32"}}
         with pytest.raises(ReportError, match=r"precision.md: the trial cannot be trained in fp"):
             fetch_comparison(7, tmp_path)
-
-    def test_report_of_a_comparison_takes_no_options_and_no_other_source(
-        self, tmp_path: Path
-    ) -> None:
-        for more in (["--margin", "1"], ["7"]):
-            with pytest.raises(ReportError, match="its task has written the report; allowed: no"):
-                any_report.main(["7", *more, "--output", str(tmp_path)])
-
-
-def test_unknown_experiment_is_a_sentence(master: Master) -> None:
-    with pytest.raises(ReportError, match="has no experiment 8: experiment not found"):
-        read_experiment(8)
 
 
 @pytest.mark.parametrize(
@@ -175,24 +157,18 @@ def test_answer_that_is_of_no_use_is_a_sentence(
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        (None, "DET_MASTER is not set"),
+        ("", "DET_MASTER is not set"),
         ("http://127.0.0.1:9", r"http://127\.0\.0\.1:9: no master answers there"),
+        ("http://me:hush@host:80", "http://HOST:PORT"),
+        ("http://host:eighty", "http://HOST:PORT"),
     ],
 )
-def test_no_master_is_a_sentence(
-    address: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+def test_address_without_a_master_is_a_sentence_that_repeats_no_password(
+    address: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("DET_MASTER", raising=False)
-    if address is not None:
-        monkeypatch.setenv("DET_MASTER", address)
-    with pytest.raises(UserError, match=words):
+    monkeypatch.setenv("DET_MASTER", address)
+    with pytest.raises(UserError, match=words) as refused:
         read_experiment(7)
-
-
-@pytest.mark.parametrize("address", ["http://me:hush@host:80", "http://", "http://host:eighty"])
-def test_address_of_another_form_is_refused_and_not_repeated(address: str) -> None:
-    with pytest.raises(MasterError, match="http://HOST:PORT") as refused:
-        log_in(address)
     assert "hush" not in str(refused.value)
 
 
@@ -217,13 +193,7 @@ class TestTimeLimit:
     def test_time_limit_ends_a_list_without_an_end(
         self, master: Master, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        answer = master.answer
-
-        def endless(path: str, query: str) -> tuple[int, str]:
-            status, body = answer(path, query)
-            return status, body.replace('"total": 2', '"total": 99999999')
-
-        monkeypatch.setattr(master, "answer", endless)
+        rewritten(master, monkeypatch, '"total": 2', '"total": 99999999')
         monkeypatch.setattr("determined_amp.runs.master.ALL_ANSWERS", 1)
         began = time.monotonic()
         with pytest.raises(MasterError, match="has not answered all within 1 s"):
@@ -268,43 +238,40 @@ class TestTimeLimit:
             read_experiment(7)
 
 
-@pytest.mark.parametrize("value", ["NaN", "1" + "0" * 400, "-1e308", '"text"', "null", "[]"])
-def test_odd_number_of_a_master_is_a_report_or_a_sentence(
-    master: Master, monkeypatch: pytest.MonkeyPatch, value: str
+def rewritten(
+    master: Master, monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, of: str = ""
 ) -> None:
+    """Let the answers of the master, or those under this path, say something else."""
     answer = master.answer
 
     def odd(path: str, query: str) -> tuple[int, str]:
         status, body = answer(path, query)
-        return status, re.sub(
-            r'"(loss_scale_score|skipped_steps)": [\d.]+', rf'"\1": {value}', body
-        )
+        return status, re.sub(pattern, by, body) if path.endswith(of) else body
 
     monkeypatch.setattr(master, "answer", odd)
+
+
+@pytest.mark.parametrize("value", ["NaN", "1" + "0" * 400, '"text"', "null"])
+def test_odd_number_of_a_master_is_a_report_or_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    numbers = r'"(loss_scale_score|skipped_steps)": [\d.]+'
+    rewritten(master, monkeypatch, numbers, rf'"\1": {value}')
     with suppress(UserError):
         loss_scale_figure.draw(None, over_loss_scale(read_experiment(7)))
 
 
-@pytest.mark.parametrize("value", ["[]", "5", "null", '"text"'])
-def test_hyperparameters_of_a_master_that_are_no_section_are_a_sentence(
-    master: Master, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("pattern", "by", "of"),
+    [
+        ('"trials"', '"other"', "/trials"),
+        ('"hyperparameters": {', '"hyperparameters": 5, "x": {', ""),
+    ],
+)
+def test_answer_of_another_form_is_a_sentence(
+    master: Master, monkeypatch: pytest.MonkeyPatch, pattern: str, by: str, of: str
 ) -> None:
-    monkeypatch.setattr(master, "config", {**master.config, "hyperparameters": json.loads(value)})
-    with pytest.raises(ReportError, match=r"its answer is not that of Determined 0\.38: TypeError"):
-        read_experiment(7)
-
-
-@pytest.mark.parametrize("key", ["endIndex", "total", "trials", "pagination"])
-def test_page_of_a_master_without_one_of_its_parts_is_a_sentence(
-    master: Master, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    answer = master.answer
-
-    def odd(path: str, query: str) -> tuple[int, str]:
-        status, body = answer(path, query)
-        return status, body.replace(f'"{key}"', '"other"') if path.endswith("/trials") else body
-
-    monkeypatch.setattr(master, "answer", odd)
+    rewritten(master, monkeypatch, pattern, by, of)
     with pytest.raises(ReportError, match=r"its answer is not that of Determined 0\.38: "):
         read_experiment(7)
 
@@ -344,11 +311,6 @@ def test_report_is_refused_with_the_command_for_the_one_that_fits(
             sources.check_report(name, "7", search)
 
 
-def test_run_folder_is_no_search_over_the_loss_scale() -> None:
-    with pytest.raises(ReportError, match=r"runs/x: is a single run.*precision runs/x OTHERS"):
-        sources.check_report("loss-scale", "runs/x", Search("runs/x", ()))
-
-
 @pytest.mark.parametrize("command", [["7"], ["loss-scale", "7"]])
 @pytest.mark.parametrize(
     ("entrypoint", "words"),
@@ -363,9 +325,6 @@ def test_command_asks_what_a_source_is_about(
         any_report.main(command)
 
 
-def test_what_a_master_does_not_tell_is_said(master: Master) -> None:
-    (side,) = read_experiment(7).notes
-    assert "side by side" in side
-    master.trials = [{**TRIAL, "id": 11, "hparams": {"learning_rate": 0.1}}]
-    master.reports = {"validation": [], "training": []}
-    assert read_experiment(7).notes == ()
+def test_run_folder_is_no_search_over_the_loss_scale() -> None:
+    with pytest.raises(ReportError, match=r"runs/x: is a single run.*precision runs/x OTHERS"):
+        sources.check_report("loss-scale", "runs/x", Search("runs/x", ()))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.report import ReportError
 from determined_amp.report.master_runs import read_experiment
 from determined_amp.report.page import as_svg
-from determined_amp.report.precision_figure import COLORS, draw
+from determined_amp.report.precision_figure import draw
 from determined_amp.report.precision_findings import find
 from determined_amp.runs.folder import read_run
-from determined_amp.runs.run import Reports, RunState
+from determined_amp.runs.run import Run, RunState
 from tests.precisions import (
     CPU,
     LOST,
@@ -38,7 +37,7 @@ from tests.precisions import (
     write_run,
 )
 from tests.report_master import TRIAL, Master, report, serving
-from tests.test_reports import PNG, Page, needs_the_network
+from tests.test_reports import needs_the_network, shown
 from tests.training import ROOT, run_small
 
 FILES = [f"precision.{kind}" for kind in ("html", "json", "md", "png")]
@@ -58,39 +57,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def sources(root: Path) -> list[str]:
-    return [str(root / name) for name in ("fp32", "amp", "bf16")]
-
-
 class TestRealRuns:
     def test_real_runs_are_compared(
         self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
+        runs = [str(trained / name) for name in ("fp32", "amp", "bf16")]
+        assert precision.main(["precision", *runs, "--output", str(tmp_path)]) == 0
         output = capsys.readouterr().out
         assert sorted(path.name for path in tmp_path.iterdir()) == FILES
-        assert (tmp_path / "precision.png").read_bytes().startswith(PNG)
         assert output.startswith((tmp_path / "precision.md").read_text())
         document = (tmp_path / "precision.html").read_text()
         assert needs_the_network(document) == []
-        shown = Page(document)
-        assert shown.tags.count("svg") == 1
+        assert document.count("<svg") == 1
         sentences = json.loads((tmp_path / "precision.json").read_text())["sentences"]
         assert len(sentences) >= 6
         for sentence in sentences:
-            assert sentence in shown.text
+            assert sentence in shown(document)
             assert sentence in output
         assert output.startswith("# use ")
-        assert output.index(sentences[0]) < output.index("| claim") < output.index("| precision |")
-        assert "audit: every finished run computed all products" in output
-        assert "24 batches of 32" in output
-        assert "validation_accuracy" in output
+        self.assert_numbers(trained, json.loads((tmp_path / "precision.json").read_text()))
 
-    def test_report_has_the_numbers_that_the_runs_reported(
-        self, trained: Path, tmp_path: Path
-    ) -> None:
-        assert precision.main(["precision", *sources(trained), "--output", str(tmp_path)]) == 0
-        record = json.loads((tmp_path / "precision.json").read_text())
+    @staticmethod
+    def assert_numbers(trained: Path, record: dict[str, Any]) -> None:
+        """Those that the runs reported."""
         assert [s["precision"] for s in record["precisions"]] == ["fp32", "amp_fp16", "amp_bf16"]
         lines = [
             json.loads(line) for line in (trained / "amp/metrics.jsonl").read_text().splitlines()
@@ -106,10 +95,8 @@ class TestRealRuns:
         assert run["audit_share"] == training[0]["watch_audit_share"]
         assert run["applied_steps"] == training[-1]["watch_applied_steps"]
         assert run["seed"] == 20261121
-        assert run["machine"]["device"].startswith("cpu (")
         assert record["machine"] == run["machine"]
         assert {c["verdict"] for c in record["comparisons"]} == {"cannot be told"}
-        assert {"python", "numpy", "determined"} <= set(record["machine"]["versions"])
 
     def test_real_run_has_the_settings_of_the_runs_written_by_hand(self, trained: Path) -> None:
         resolved = yaml.safe_load((trained / "amp/resolved.yaml").read_text())
@@ -122,20 +109,6 @@ class TestRealRuns:
         assert within(RESOLVED, resolved)
         assert not within({"searcher": {"no": 1}}, resolved)  # negative control
 
-    def test_run_with_another_rate_is_not_compared(
-        self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        other = tmp_path / "other"
-        other.mkdir()
-        for path in (trained / "amp").iterdir():
-            if path.is_file():
-                (other / path.name).write_bytes(path.read_bytes())
-        text = (trained / "amp/run.json").read_text().replace('rate": 0.001', 'rate": 0.002')
-        (other / "run.json").write_text(text)
-        assert door.main(["report", "precision", str(trained / "fp32"), str(other)]) == 2
-        assert "hyperparameters.learning_rate: 0.001 in fp32" in capsys.readouterr().err
-        assert not list(trained.glob("*/precision.*"))
-
 
 class TestCommand:
     def test_report_is_written_beside_the_first_source(self, tmp_path: Path) -> None:
@@ -147,6 +120,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "sentence"),
         [
+            (["a", "--margin=0"], "got 0; allowed: a number above 0"),
+            (["a", "--margin=nan"], "got nan; allowed: a number above 0"),
             (["nowhere"], "nowhere: there is no such folder; allowed: a run folder, the folder"),
             (["7"], "DET_MASTER is not set"),
             (["fp32", "--output", "none"], "--output: got none, which is no folder"),
@@ -168,19 +143,15 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         for name in ("fp32", "amp_fp16"):
             write_run(tmp_path / name, name, 1)
-        assert door.main(["report", "precision", *arguments]) == 2
+        try:
+            status: object = door.main(["report", "precision", *arguments])
+        except SystemExit as of_the_parser:
+            status = of_the_parser.code
+        assert status == 2
         output = capsys.readouterr()
         assert sentence in output.err
         assert not output.out
         assert not list(tmp_path.rglob("precision.*"))
-
-    @pytest.mark.parametrize("margin", ["0", "-1", "nan", "inf", "wide"])
-    def test_margin_is_a_positive_number(
-        self, capsys: pytest.CaptureFixture[str], margin: str
-    ) -> None:
-        with pytest.raises(SystemExit):
-            precision.main(["precision", "a", f"--margin={margin}"])
-        assert f"got {margin}; allowed: a number above 0" in capsys.readouterr().err
 
     def test_json_of_failed_runs_has_no_nan(self, tmp_path: Path) -> None:
         folders = [
@@ -195,21 +166,11 @@ class TestCommand:
         assert "3 of 3" not in (tmp_path / "a/precision.md").read_text()
         assert "2 of 2 runs failed" in (tmp_path / "a/precision.md").read_text()
 
-    def test_what_others_wrote_stays_text(self, tmp_path: Path) -> None:
-        folders = [write_run(tmp_path / p, p, 1) for p in ("fp32", "amp_fp16")]
-        for folder in folders:
-            path = folder / "run.json"
-            path.write_text(path.read_text().replace("trials.mlp:MLPTrial", "a:<b>"))
-        assert precision.main(["precision", *map(str, folders)]) == 0
-        document = (tmp_path / "fp32/precision.html").read_text()
-        assert "a:&lt;b&gt;" in document
-        assert "<b>" not in document
 
-
-def drawn(**options: Any) -> Figure:
+def drawn() -> Figure:
     """Three seeds in fp32, and others in amp_bf16 at twice the speed."""
-    base = seeds("fp32", BASE, speed=1000.0, memory=800.0, **options)
-    return draw(findings_of(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0, **options)))
+    base = seeds("fp32", BASE, speed=1000.0, memory=800.0)
+    return draw(findings_of(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0)))
 
 
 def panel(figure: Figure, title: str) -> Axes:
@@ -217,46 +178,32 @@ def panel(figure: Figure, title: str) -> Axes:
     return axes
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (run("fp32"), run("amp_bf16")),
+        (run("fp32", device=CPU), run("amp_bf16", device=CPU)),
+        (run("fp32"), run("amp_fp16", last_batch=60, end=LOST)),
+    ],
+    ids=["one seed", "a CPU", "a lost precision"],
+)
+def test_figure_of_what_lacks_a_number_is_drawn(runs: Sequence[Run]) -> None:
+    assert as_svg(draw(findings_of(*runs))).startswith("<svg")
+
+
 def texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
 class TestFigure:
-    def test_every_run_is_a_line_and_their_mean_a_thick_one(self) -> None:
-        axes = panel(drawn(), "validation_accuracy (more is better)")
-        lines = [[float(y) for y in np.asarray(line.get_ydata())] for line in axes.get_lines()]
-        for value in BASE:
-            assert [0.5, value] in lines
-        means = {line.get_label(): line for line in axes.get_lines() if line.get_linewidth() == 2.0}
-        assert set(means) == {"fp32", "amp_bf16"}
-        assert np.asarray(means["fp32"].get_ydata()) == pytest.approx([0.5, 0.91])
-
-    def test_run_with_a_single_validation_is_a_dot(self) -> None:
-        runs = [
-            dataclasses.replace(run, reports=Reports([("validation", run.reports.validations[-1])]))
-            for run in (*seeds("fp32", BASE), *seeds("amp_bf16", BASE))
-        ]
-        axes = panel(draw(findings_of(*runs)), "validation_accuracy")
-        dots = {(*map(float, np.asarray(line.get_ydata())),): line for line in axes.get_lines()}
-        for value in BASE:
-            assert dots[(value,)].get_marker() == "o"
-
     def test_columns_have_a_dot_per_run_and_the_ratio(self) -> None:
         figure = drawn()
         axes = panel(figure, "Samples per second")
         assert texts(axes) == ["baseline", "2.00x"]
         dots = [sorted(np.asarray(line.get_ydata())) for line in axes.get_lines()]
         assert dots == [[1000.0] * 3, [2000.0] * 3]
-        assert axes.get_ylim()[0] == 0
         memory = panel(figure, "Peak memory allocated by torch (less is better)")
         assert texts(memory) == ["baseline", "1.25x"]
-        heights = [patch.get_extents().height for patch in memory.patches]
-        assert heights[1] / heights[0] == pytest.approx(1.25)
-        assert memory.get_ylim()[1] == pytest.approx(1150.0)
-
-    def test_memory_of_a_cpu_has_no_ratio(self) -> None:
-        axes = panel(drawn(device=CPU), "Peak memory of the process (not jud")
-        assert texts(axes) == ["", ""]
 
     def test_difference_has_its_interval_over_the_margin(self) -> None:
         axes = panel(drawn(), "Difference")
@@ -266,41 +213,6 @@ class TestFigure:
         # Differences 0, -0.01 and 0: mean -0.0033, deviation 0.0058.
         middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
         assert sorted(bar[:, 1]) == pytest.approx([middle - half, middle + half], rel=1e-4)
-        assert [label.get_text() for label in axes.get_xticklabels()] == [
-            "amp_bf16\n- fp32:\ncannot tell"
-        ]
-        band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
-        assert (band.y0, band.y1) == pytest.approx((-0.003, 0.003))
-
-    def test_one_seed_has_no_interval(self) -> None:
-        axes = panel(draw(findings_of(run("fp32"), run("amp_bf16"))), "Difference")
-        assert texts(axes) == ["no interval\nof one seed"]
-
-    def test_lost_precision_has_an_empty_column(self) -> None:
-        figure = draw(findings_of(run("fp32"), run("amp_fp16", last_batch=60, end=LOST)))
-        assert "1 of 1\nfailed" in texts(panel(figure, "Samples per second"))
-        difference = panel(figure, "Difference")
-        assert texts(difference) == ["no other precision has a finished run"]
-
-    def test_title_names_device_versions_seeds_and_date(self) -> None:
-        title = drawn().get_suptitle()
-        for word in ("NVIDIA H100", "torch 2.6.0", "3 runs, seeds 1, 2, 3", "2026-01-02"):
-            assert word in title
-
-    def test_ink_is_that_of_the_page(self) -> None:
-        svg = as_svg(drawn())
-        assert "var(--ink)" in svg
-        assert "var(--blue)" in svg
-
-    def test_every_precision_has_a_colour_of_its_own(self) -> None:
-        assert len(set(COLORS.values())) == len(COLORS) == 4
-
-
-def test_reading_changes_nothing(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", "fp32", 1)
-    before = sorted(path.name for path in folder.iterdir())
-    read_run(folder)
-    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 CONFIG = with_overrides(
@@ -366,14 +278,11 @@ def test_trial_that_failed_before_its_training_hinders_nothing(master: Master) -
     assert findings.machine.device == "NVIDIA H100"
 
 
-def test_metric_that_is_no_number_is_left_out(master: Master) -> None:
-    for sent in master.reports["validation"]:
-        sent["metrics"]["validation_metrics"] |= {"per_class": [0.5, 0.5], "note": "text"}
-    (run, *_) = read_experiment(7).runs
-    assert "per_class" not in run.metrics
-
-
 def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
+    (comparison,) = find([read_experiment(7)]).comparisons
+    assert not comparison.difference.paired
+    assert comparison.speed is not None
+    assert comparison.speed.pairs == 4
     for number, seed in zip((11, 12, 13, 14), (5, 6, 5, 6), strict=True):
         master.metadata[number]["seed"] = seed
     findings = find([read_experiment(7)])
@@ -381,66 +290,35 @@ def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
     assert findings.comparisons[0].difference.paired
 
 
-def test_trials_of_different_seeds_are_compared(master: Master) -> None:
-    findings = find([read_experiment(7)])
-    (comparison,) = findings.comparisons
-    assert {run.seed for run in findings.runs} == {None}
-    assert not comparison.difference.paired
-    assert comparison.speed is not None
-    assert comparison.speed.pairs == 4
+SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp_bf16"
 
 
 @pytest.mark.parametrize(
-    ("noted", "reason"),
+    ("status", "failure", "batches", "end"),
     [
-        ({"failure": "60% of the steps were skipped"}, "60% of the steps were skipped"),
-        ({}, "its log has the reason"),
+        ("ERROR", SKIPPED, 100, (RunState.FAILED, SKIPPED)),
+        ("ERROR", None, 100, (RunState.FAILED, "its log has the reason")),
+        ("ERROR", None, 60, (RunState.FAILED, "its log has the reason; it ended after 60 of 100 ")),
+        ("CANCELED", None, 60, (RunState.STOPPED, "60 of 100 batches: it was canceled")),
+        ("ACTIVE", None, 60, (RunState.RUNNING, "60 of 100 batches: it is running")),
+        ("COMPLETED", None, 60, (RunState.PRUNED, "60 of 100 batches: ended early by its search")),
+        # One that the guard gave up is completed to the platform.
+        ("COMPLETED", NAN, 60, (RunState.INVALID, f"{NAN}; it ended after 60 of 100 batches")),
     ],
 )
-def test_trial_that_failed_has_the_reason_that_it_noted(
-    master: Master, noted: dict[str, str], reason: str
-) -> None:
-    master.trials[2] = trial(13, "amp_bf16", state="STATE_ERROR")
-    master.metadata[13] |= noted
-    run = read_experiment(7).runs[2]
-    assert (run.state, run.reason) == (RunState.FAILED, reason)
-
-
-def ended_early(master: Master, **groups: Mapping[str, Any]) -> None:
-    """Let trial 13 have one report of each of these groups, after 60 of 100 batches."""
-    for group, reports in master.reports.items():
-        own = [report(13, 60, group, groups[group])] if group in groups else []
-        master.reports[group] = [*(r for r in reports if r["trialId"] != 13), *own]
-
-
-def test_trial_that_ended_early_is_no_finished_one(master: Master) -> None:
-    """A search's trial that the guard gave up is completed to the platform."""
-    ended_early(master, training={**TRAINED, "loss": "NaN"})
-    run = read_experiment(7).runs[2]
-    assert run.state is RunState.PRUNED
-    assert run.reason == "60 of 100 batches: ended early by its search"
-    master.metadata[13]["failure"] = "the training loss is nan in amp_bf16"
-    run = read_experiment(7).runs[2]
-    assert run.state is RunState.INVALID
-    assert run.reason == "the training loss is nan in amp_bf16; it ended after 60 of 100 batches"
-
-
-@pytest.mark.parametrize(
-    ("status", "state"),
-    [("CANCELED", RunState.STOPPED), ("ACTIVE", RunState.RUNNING), ("ERROR", RunState.FAILED)],
-)
-def test_state_of_a_trial_that_came_half_way_is_the_masters(
-    master: Master, status: str, state: RunState
+def test_end_of_a_trial_is_told_by_the_master_its_notes_and_its_reports(
+    master: Master, status: str, failure: str | None, batches: int, end: tuple[RunState, str]
 ) -> None:
     master.trials[2] = trial(13, "amp_bf16", state=f"STATE_{status}")
-    metrics = {"validation_accuracy": 0.5}
-    ended_early(master, training=metrics, validation=metrics)
-    assert read_experiment(7).runs[2].state is state
-
-
-def test_machine_that_no_trial_noted_is_unknown(master: Master) -> None:
-    master.metadata = {}
-    assert read_experiment(7).runs[0].machine == Machine()
+    master.metadata[13] = {} if failure is None else {"failure": failure}
+    if batches < 100:
+        for group, reports in master.reports.items():
+            master.reports[group] = [r for r in reports if r["trialId"] != 13]
+        numbers = {**TRAINED, "loss": "NaN"}
+        master.reports["training"].append(report(13, batches, "training", numbers))
+    run = read_experiment(7).runs[2]
+    assert (run.state, run.reason[: len(end[1])]) == end
+    assert run.machine == Machine()  # it noted none
 
 
 def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
@@ -453,6 +331,7 @@ def test_settings_of_a_trial_are_what_was_sampled(master: Master) -> None:
     run = read_experiment(7).runs[2]
     assert run.precision.value == "amp_fp16"
     assert run.settings["hyperparameters.amp.init_scale"] == 4096.0
+    assert run.scale_log2 == 12.0
 
 
 def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
@@ -464,9 +343,9 @@ def test_experiment_of_another_entrypoint_is_a_sentence(master: Master) -> None:
         read_experiment(7)
 
 
-def test_run_folder_has_the_same_names_as_a_master(master: Master, tmp_path: Path) -> None:
+def test_run_folder_has_the_same_names_as_a_master(master: Master, trained: Path) -> None:
     """Otherwise runs of both could not be compared."""
-    folder = read_run(run_small("mlp/fp32.yaml", tmp_path / "run"))
+    folder = read_run(trained / "fp32")
     assert read_experiment(7).runs[0].settings.keys() == folder.settings.keys()
 
 

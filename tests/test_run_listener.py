@@ -20,10 +20,10 @@ from tests import training
 
 
 class Recorder(RunListener):
-    """Keeps what it is told; stops the run at the first validation if it is asked to."""
+    """Keeps what it is told; stops the run at the validation after so many batches."""
 
-    def __init__(self, *, stops: bool = False) -> None:
-        self._stops = stops
+    def __init__(self, stops_at: int = 0) -> None:
+        self._stops_at = stops_at
         self.events: list[tuple[Any, ...]] = []
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
@@ -35,14 +35,11 @@ class Recorder(RunListener):
 
     def on_report(self, line: Mapping[str, Any]) -> None:
         self.events.append(("report", line["group"], line["batches"]))
-        if line["group"] == "validation" and self._stops:
+        if line["group"] == "validation" and line["batches"] == self._stops_at:
             self._stop.requested = True
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         self.events.append(("end", error, stopped))
-
-    def of(self, kind: str) -> list[tuple[Any, ...]]:
-        return [tuple(rest) for what, *rest in self.events if what == kind]
 
 
 class Failing(RunListener):
@@ -50,33 +47,27 @@ class Failing(RunListener):
         raise ValueError("does not start")
 
 
-def run(folder: Path, *listeners: RunListener, show: bool = False) -> None:
+def run(folder: Path, *listeners: RunListener) -> None:
     path = str(training.ROOT / "experiment_configs/mlp/bf16.yaml")
     experiment = parse(with_overrides(read_yaml(path), training.SMALL), path)
-    train(experiment, lambda: RunFolder(folder), None, listeners=listeners, show=show)
+    train(experiment, lambda: RunFolder(folder), None, listeners=listeners, show=False)
 
 
-def test_listener_gets_every_event_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("stops_at", [0, 6])
+def test_listener_gets_every_event_in_order_and_can_stop_the_run(
+    stops_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorder = Recorder()
+    """Which keeps a checkpoint."""
+    recorder = Recorder(stops_at)
     run(tmp_path, recorder)
     assert recorder.events[:2] == [("start", tmp_path), ("training", 0, 12)]
-    assert recorder.events[-1] == ("end", None, False)
-    lines = [(line["group"], line["batches"]) for line in training.metrics(tmp_path)]
-    assert recorder.of("report") == lines
+    assert recorder.events[-1] == ("end", None, stops_at > 0)
+    lines = [("report", line["group"], line["batches"]) for line in training.metrics(tmp_path)]
+    assert recorder.events[2:-1] == lines
+    assert lines[-1][2] == (stops_at or 12)
+    newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
+    assert newest.name == f"batch-{stops_at or 12:08d}"
     assert capsys.readouterr().out == ""
-
-
-def test_listener_can_stop_the_run_which_keeps_a_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorder = Recorder(stops=True)
-    run(tmp_path, recorder, show=True)
-    assert recorder.events[-1] == ("end", None, True)
-    assert recorder.of("report")[-1] == ("validation", 6)
-    assert complete_checkpoints(tmp_path / "checkpoints")[-1].name == "batch-00000006"
-    assert "mlp-bf16: stopped, can be resumed" in capsys.readouterr().out
 
 
 def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,20 +213,6 @@ def test_every_step_uses_what_torchs_own_loop_of_the_applied_steps_uses(
         assert {type(group["lr"]) for group in schedule.optimizer.param_groups} == {float}
 
 
-def test_rates_that_stay_take_no_memory_and_are_right_when_they_move_again() -> None:
-    """A warm-up, then 3000 steps at one rate, then another."""
-    rate = {0: 0.25, 3000: 0.5}
-
-    def factor(step: int) -> float:
-        return rate.get(step // 3000 * 3000, 0.125) if step > 1 else 1.0
-
-    schedule = scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=factor), groups=1, fused=True)
-    assert move(schedule, 0, 1, 2, 2500) == [0.3, 0.3, 0.075, 0.075]
-    assert schedule._table is not None
-    assert len(schedule._table._table) < 300
-    assert move(schedule, 2999, 3000, 3500) == [0.075, 0.15, 0.15]
-
-
 def spoil(optimizer: Optimizer) -> None:
     """What a checkpoint with other values leaves in every group."""
     state = optimizer.state_dict()
@@ -263,46 +250,41 @@ def test_resume_at_any_step_goes_on_exactly(
         assert moving(continued, keys) == moving(expected, keys)
 
 
+def table(*factors: float) -> MakeScheduler:
+    return partial(lr_scheduler.LambdaLR, lr_lambda=factors.__getitem__)
+
+
+# A scheduler that raises, and the steps that it knows.
+ENDS: dict[str, tuple[MakeScheduler, int]] = {
+    "one cycle": (partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10), 11),
+    "a table": (table(1.0, 0.5, 0.25), 3),
+    # A negative number to this power is complex.
+    "a root": (partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: (1 - step / 2) ** 0.9), 3),
+    "a constant table": (table(1.0, 1.0), 2),
+    "a long constant table": (table(*[1.0] * 300), 300),
+}
+
+
 @FUSED_OR_NOT
-@pytest.mark.parametrize("attempted", [12, 13, 700])
+@pytest.mark.parametrize("later", [0, 1, 700])
+@pytest.mark.parametrize("name", ENDS)
 def test_schedule_stays_on_its_last_values_past_the_end_and_says_so_once(
-    attempted: int, fused: bool, caplog: pytest.LogCaptureFixture
+    name: str, later: int, fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make = partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=10)
+    make, known = ENDS[name]
     optimizer = make_optimizer(groups=1)
-    plain(optimizer, make(optimizer), 10)  # it can be stepped once more than the 9 of 10 steps
+    plain(optimizer, make(optimizer), known - 1)
     last = used_by(optimizer)
     schedule = scheduled(make, groups=1, fused=fused)
-
-    def ends() -> list[str]:
-        return [line for line in caplog.messages if "ends after" in line]
-
-    for step in (10, 11):
+    for step in (known - 1, known):
         move(schedule, step)
         assert used_by(schedule.optimizer) == last
-    assert ends() == []  # step 11 has not been taken
-    for step in (attempted, attempted + 1):
+    assert "ends after" not in caplog.text  # the step after these has not been taken
+    for step in (known + 1 + later, known + 2 + later):
         move(schedule, step)
         assert used_by(schedule.optimizer) == last
-    assert ends() == [
-        "OneCycleLR ends after 11 steps (ValueError: Tried to step 11 times. The specified number "
-        "of total steps is 10); later steps keep its last values"
-    ]
-
-
-@pytest.mark.parametrize(
-    "factor", [lambda step: [1.0, 0.5, 0.25][step], lambda step: (1 - step / 2) ** 0.9]
-)
-def test_lambdas_that_only_know_the_run_are_right_to_its_end(
-    factor: Callable[[int], float], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The list has no more, and a negative number to the power of 0.9 is complex."""
-    make = partial(lr_scheduler.LambdaLR, lr_lambda=factor)
-    schedule = scheduled(make, groups=1, skips=False)
-    assert move(schedule, 0, 1, 2, 3) == [0.3 * factor(step) for step in (0, 1, 2, 2)]
-    assert caplog.messages == []  # the run had three steps
-    move(schedule, 4)
-    assert len(caplog.messages) == 1
+    (said,) = (line for line in caplog.messages if "ends after" in line)
+    assert re.match(rf"\w+LR ends after {known} steps \(\w+: .*\); later steps keep its last", said)
 
 
 @FUSED_OR_NOT
@@ -316,48 +298,25 @@ def test_scheduler_that_raises_at_its_first_step_is_an_error_with_its_own_text(f
         move(schedule, 0)
 
 
-@FUSED_OR_NOT
-@pytest.mark.parametrize("held", [2, 300])
-def test_scheduler_that_holds_its_rate_and_then_raises_says_so(
-    held: int, fused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A table that is too short; constant until its end."""
-    make = partial(lr_scheduler.LambdaLR, lr_lambda=([1.0] * held).__getitem__)
-    schedule = scheduled(make, groups=1, fused=fused)
-    move(schedule, *range(held + 1))
-    assert caplog.messages == []
-    move(schedule, held + 1, held + 2)
-    (said,) = caplog.messages
-    assert said.startswith(f"LambdaLR ends after {held} steps (IndexError: list index")
-
-
 @pytest.mark.parametrize(
-    ("fused_and_skips", "make", "lines"),
-    [
-        ((True, True), one_cycle, 1),
-        ((True, False), one_cycle, 0),
-        ((False, True), one_cycle, 0),
-        ((True, True), partial(one_cycle, cycle_momentum=False), 0),
-    ],
+    ("fused", "skips", "cycle_momentum", "lines"),
+    [(True, True, True, 1), (True, False, True, 0), (False, True, True, 0), (True, True, False, 0)],
 )
-@pytest.mark.parametrize("optimizer_and_key", [(SGD, "momentum"), (Adam, "betas")])
+@pytest.mark.parametrize(("kind", "key"), [(SGD, "momentum"), (Adam, "betas")])
 def test_log_says_once_what_of_a_fused_optimizer_follows_attempted_steps(
-    optimizer_and_key: tuple[MakeOptimizer, str],
-    fused_and_skips: tuple[bool, bool],
-    make: MakeScheduler,
+    kind: MakeOptimizer,
+    key: str,
+    fused: bool,
+    skips: bool,
+    *,
+    cycle_momentum: bool,
     lines: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    kind, key = optimizer_and_key
-    fused, skips = fused_and_skips
-    schedule = scheduled(make, kind, fused=fused, skips=skips)
-    list(followed(schedule, 0, 0, STEPS - 1))
-    line = (
-        f"OneCycleLR moves {key} of a fused optimizer, which must be known on the host: they "
-        "follow attempted steps, skipped ones included; the learning rate follows applied steps"
-    )
-    assert caplog.messages == [line] * lines
-    assert {record.levelno for record in caplog.records} <= {logging.WARNING}
+    make = partial(one_cycle, cycle_momentum=cycle_momentum)
+    list(followed(scheduled(make, kind, fused=fused, skips=skips), 0, 0, STEPS - 1))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * lines
+    assert all(f"OneCycleLR moves {key} of a fused optim" in line for line in caplog.messages)
 
 
 @FUSED_OR_NOT
@@ -428,28 +387,25 @@ def test_scheduler_that_others_step_or_load_too_is_an_error(
         move(schedule, 2)
 
 
-def test_scheduler_that_the_training_steps_is_an_error() -> None:
-    scheduler = lr_scheduler.StepLR(make_optimizer(), 2)
-    AppliedStepSchedule(scheduler, CPU, skips=True)
-    with pytest.raises(ConfigError, match=r"^wrap_lr_scheduler: leave StepLR\.step\(\) to Mixed"):
-        scheduler.step()
-
-
-@FUSED_OR_NOT
-def test_group_that_comes_later_keeps_its_own_rate(fused: bool) -> None:
-    schedule = scheduled(halving, fused=fused)
-    move(schedule, 0)
-    later = {"params": [nn.Parameter(torch.zeros(1))], "lr": 7.0}
-    schedule.optimizer.add_param_group(later)
-    move(schedule, 1)
-    assert [values["lr"] for values in used_by(schedule.optimizer)] == [0.15, 0.025, 7.0]
-
-
 def test_resume_where_no_step_can_be_skipped_goes_on_after_those_that_were() -> None:
     schedule = scheduled(halving, groups=1, skips=False)
     for attempted, applied in ((5, 3), (6, 4)):
         schedule.move(attempted, applied)
         assert schedule.optimizer.param_groups[0]["lr"] == 0.3 * 0.5**applied
+
+
+def test_group_that_was_added_later_keeps_its_rate_and_the_log_says_so_once(caplog: Any) -> None:
+    optimizer = make_optimizer(groups=1)
+    schedule = AppliedStepSchedule(lr_scheduler.ExponentialLR(optimizer, 0.5), CPU, skips=False)
+    schedule.move(0, 0)
+    assert not caplog.text
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 2.0})
+    for step in (1, 2):
+        schedule.move(step, step)
+    assert [group["lr"] for group in optimizer.param_groups] == [RATES[0] / 4, 2.0]
+    assert (
+        caplog.text.count("ExponentialLR does not move the parameter groups that were added") == 1
+    )
 
 
 def test_plateau_scheduler_is_no_schedule_of_steps() -> None:
@@ -503,44 +459,29 @@ def test_fused_step_is_two_kernels_and_waits_for_nothing() -> None:
         assert (calls["clamp"], calls["index_select"], calls["cat"]) == (STEPS, STEPS, 2)
 
 
-@needs_fake_cuda
-def test_chunk_from_memory_that_is_not_pinned_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test above."""
-    with on_fake_cuda(one_cycle, fused=True, skips=True) as (syncs, schedule):
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        run_on_fake_cuda(syncs, schedule)
-        assert syncs.waits["steps"] == {"copy": 2}
+def constant(optimizer: Optimizer) -> LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 @needs_fake_cuda
-def test_unfused_step_reads_once_where_steps_can_be_skipped() -> None:
-    with on_fake_cuda(one_cycle, fused=False, skips=True) as (syncs, schedule):
-        run_on_fake_cuda(syncs, schedule)
-        chunks = 2  # a chunk reads once more
-        assert syncs.waits["steps"] == {"read": STEPS + chunks}
-
-
-@needs_fake_cuda
-@FUSED_OR_NOT
-def test_nothing_is_asked_of_the_device_where_no_step_can_be_skipped(fused: bool) -> None:
-    with on_fake_cuda(one_cycle, fused=fused, skips=False) as (syncs, schedule):
-        run_on_fake_cuda(syncs, schedule)
-        assert not syncs.calls["steps"]
-
-
-@needs_fake_cuda
-@FUSED_OR_NOT
-@pytest.mark.parametrize("skips", [True, False])
-def test_constant_schedule_never_uses_the_device_and_keeps_the_optimizers_number(
-    fused: bool, skips: bool
+@pytest.mark.parametrize(
+    ("make_scheduler", "fused", "skips", "reads"),
+    [
+        (one_cycle, False, True, STEPS + 2),  # two chunks read once more
+        (one_cycle, False, False, 0),
+        (one_cycle, True, False, 0),
+        *((constant, fused, skips, 0) for fused in (False, True) for skips in (False, True)),
+    ],
+)
+def test_device_is_asked_only_where_a_step_that_can_be_skipped_moves_the_rate(
+    make_scheduler: MakeScheduler, fused: bool, skips: bool, reads: int
 ) -> None:
-    def constant(optimizer: Optimizer) -> LRScheduler:
-        return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-    with on_fake_cuda(constant, fused=fused, skips=skips) as (syncs, schedule):
+    with on_fake_cuda(make_scheduler, fused=fused, skips=skips) as (syncs, schedule):
         run_on_fake_cuda(syncs, schedule)
-        assert not syncs.calls["steps"]
-        assert [group["lr"] for group in schedule.optimizer.param_groups] == [*RATES]
+        assert syncs.waits["steps"] == ({"read": reads} if reads else {})
+        assert bool(syncs.calls["steps"]) is (reads > 0)
+        if make_scheduler is constant:  # the optimizer's own number
+            assert [group["lr"] for group in schedule.optimizer.param_groups] == [*RATES]
 
 
 @needs_fake_cuda
@@ -588,12 +529,6 @@ def test_plateau_goes_on_exactly_after_every_validation() -> None:
         assert second.state_dict() == first.state_dict()
         assert second._scheduler.get_last_lr() == first._scheduler.get_last_lr()
         assert rates_after(second, METRICS[validated:]) == undisturbed[validated:]
-
-
-def test_plateau_without_its_state_goes_on_differently() -> None:
-    """Negative control of the test above."""
-    undisturbed = rates_after(plateau(make_optimizer()), METRICS)
-    assert rates_after(plateau(make_optimizer()), METRICS[4:]) != undisturbed[4:]
 
 
 def test_state_of_a_plateau_is_of_plain_types_and_settings_stay_the_trials() -> None:
@@ -737,17 +672,6 @@ def test_resumed_run_steps_with_the_rates_of_an_undisturbed_one(
     run = runs(optimizer, SCHEDULERS[scheduler][1], mode)
     undisturbed = resumes_as_undisturbed(run, 1, 2, 5)
     assert len(set(undisturbed)) > (1 if mode is Modes.STEP_EVERY_EPOCH else 2)
-
-
-@pytest.mark.parametrize("amp", [FP16, {"precision": "amp_bf16"}, {"precision": "fp32"}])
-@pytest.mark.parametrize("mode", [None, Modes.STEP_EVERY_BATCH])
-def test_two_optimizers_resume_each_with_its_own_schedule(mode: Modes | None, amp: Any) -> None:
-    made = iter([SCHEDULERS["exponential"][1], SCHEDULERS["one_cycle"][1]] * 20)
-
-    def alternate(optimizer: Optimizer) -> Any:
-        return next(made)(optimizer)
-
-    resumes_as_undisturbed(runs(sgd, alternate, mode, 2, amp=amp), 2, 7)
 
 
 def hyperbolic(optimizer: Optimizer) -> Any:

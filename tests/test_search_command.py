@@ -27,7 +27,6 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (GRID, "hyperparameters.amp.init_scale.minval=-3", "below min_scale"),
         (GRID, "hyperparameters.amp.init_scal=3", "did you mean init_scale?"),
-        (GRID, "hyperparameters.amp.init_scale.count=null", "count: missing"),
         (
             GRID,
             "hyperparameters.amp.init_scale.count=1000000000",
@@ -42,13 +41,10 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (GRID, "entrypoint=python3 -m determined_amp score --batches 9999", "got '9999'; allowed"),
         (GRID, "searcher.smaller_is_better=false", "smaller_is_better: got false; allowed"),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
-        (GRID, "searcher.metrics=x", "searcher.metrics: unknown key"),
         (GRID, "searcher.metric=f1", "searcher.metric: got f1, which no score has; allowed: init"),
         (GRID, "reproducibility.experiment_seed=x", "experiment_seed: got 'x'"),
-        (GRID, "reproducibility=2", "experiment_seed: got None; allowed: an integer >= 0"),
         (GRID, "max_restarts=often", "max_restarts: got 'often'; allowed: an integer >= 0"),
         (GRID, "entrypoint=python3 train.py", "entrypoint: got 'python3 train.py'; allowed"),
-        (GRID, "entrypoint=[null]", "entrypoint: got [None]; allowed: a command"),
         (
             GRID,
             "entrypoint=python3 'train",
@@ -72,11 +68,8 @@ def test_mistake_in_a_search_is_one_message_and_no_trial(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "give either a search YAML, or --resume FOLDER"),
         (["a.yaml", "--resume", "b"], "give either a search YAML, or --resume FOLDER"),
         (["--resume", "b", "--config", "a=1"], "leave --config out"),
-        (["a", "--workers", "0"], "got 0; allowed: an integer >= 1"),
-        (["a", "--workers", "100000"], "got 100000; allowed: an integer >= 1 and <= "),
         (["a", "--workers", "9" * 5000], "99; allowed: an integer >= 1 and <= "),
     ],
 )

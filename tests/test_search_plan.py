@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from determined_amp.experiment.experiment import parse
-from determined_amp.search.search_plan import SearcherSettings, read_searcher, unequal_lengths
+from determined_amp.search.search_plan import (
+    SearcherSettings,
+    SearchPlan,
+    read_searcher,
+    unequal_lengths,
+)
+from tests import searching
 
 ASHA = {
     "name": "adaptive_asha",
@@ -44,24 +51,42 @@ def test_first_rung(changes: Any, expected: int) -> None:
     assert read(searcher).first_rung() == expected
 
 
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("changes", "key"),
-        [
-            ({"name": "bayes"}, "name"),
-            ({"max_trails": 3}, "max_trails"),
-            ({"max_time": None}, "max_time"),
-            ({"time_metric": "records"}, "time_metric"),
-            ({"divisor": 1}, "divisor"),
-            ({"divisor": 2.5}, "divisor"),
-            ({"bracket_rungs": [2]}, "bracket_rungs"),
-            ({"name": "grid"}, "max_time"),  # it has no such key
-        ],
-    )
-    def test_mistake_in_the_searcher_names_its_key(self, changes: Any, key: str) -> None:
-        problems: list[Any] = []
-        read_searcher({**ASHA, **changes}, problems)
-        assert f"searcher.{key}" in {problem.key for problem in problems}
+def test_random_points_depend_on_the_seed_of_the_search_alone(tmp_path: Path) -> None:
+    def drawn(seed: int) -> list[dict[str, Any]]:
+        changes = ("searcher.max_trials=3", f"reproducibility.experiment_seed={seed}")
+        return SearchPlan(searching.load(tmp_path, "loss_scale_random.yaml", *changes)).points
+
+    one, again, other = drawn(1), drawn(1), drawn(2)
+    assert one == again != other
+    assert len({point["amp.init_scale"] for point in one}) == 3
+
+
+def test_precisions_of_a_comparison_take_turns_seed_by_seed(tmp_path: Path) -> None:
+    ranges = ("amp.precision.vals=[fp32, amp_fp16]", "trial_seed.vals=[1, 2, 3]")
+    changes = [f"hyperparameters.{values}" for values in ranges]
+    points = SearchPlan(searching.load(tmp_path, "compare_precisions.yaml", *changes)).points
+    assert [(point["trial_seed"], point["amp.precision"]) for point in points] == [
+        *((3, "amp_fp16"), (3, "fp32"), (2, "fp32")),
+        *((2, "amp_fp16"), (1, "amp_fp16"), (1, "fp32")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"name": "bayes"}, "name"),
+        ({"max_trails": 3}, "max_trails"),
+        ({"max_time": None}, "max_time"),
+        ({"time_metric": "records"}, "time_metric"),
+        ({"divisor": 1}, "divisor"),
+        ({"bracket_rungs": [2]}, "bracket_rungs"),
+        ({"name": "grid"}, "max_time"),  # it has no such key
+    ],
+)
+def test_mistake_in_the_searcher_names_its_key(changes: Any, key: str) -> None:
+    problems: list[Any] = []
+    read_searcher({**ASHA, **changes}, problems)
+    assert f"searcher.{key}" in {problem.key for problem in problems}
 
 
 class TestLengths:
@@ -74,17 +99,17 @@ class TestLengths:
         experiment = parse(config, "search", trial="tests.strangers:Stranger")
         return [problem.key for problem in unequal_lengths(experiment, read(ASHA))]
 
-    @pytest.mark.parametrize("period", [50, 25])
-    def test_lengths_that_fit_pass(self, period: int) -> None:
-        assert self.mistakes(validation_period=period) == []
-
     @pytest.mark.parametrize(
         ("unit", "changes", "key"),
         [
+            ("batches", {}, None),
             ("batches", {"max_length": 801}, "max_length"),
             ("batches", {"validation_period": 51}, "validation_period"),
             ("epochs", {}, "max_length"),
         ],
     )
-    def test_lengths_that_do_not_fit_are_refused(self, unit: str, changes: Any, key: str) -> None:
-        assert self.mistakes(unit, **changes)[0] == f"hyperparameters.training.{key}"
+    def test_lengths_are_those_of_the_searcher(
+        self, unit: str, changes: Any, key: str | None
+    ) -> None:
+        wrong = [] if key is None else [f"hyperparameters.training.{key}"]
+        assert self.mistakes(unit, **changes)[:1] == wrong

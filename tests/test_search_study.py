@@ -34,12 +34,6 @@ def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
         read_search(tmp_path)
 
 
-def test_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / STUDY_FILE).write_text("PK")
-    with pytest.raises(StudyError, match="is not a study: file is not a database"):
-        study_in(tmp_path)
-
-
 def test_another_database_is_left_untouched(tmp_path: Path) -> None:
     file = tmp_path / STUDY_FILE
     with sqlite3.connect(file) as other:

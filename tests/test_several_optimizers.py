@@ -96,10 +96,6 @@ class TestOneOverflows:
         headroom = counts(report, "watch_headroom_bits")
         assert headroom[0] - headroom[1] == pytest.approx(math.log2(3), abs=1e-6)
 
-    def test_accumulation_skips_by_the_window(self) -> None:
-        made = weigh_two([*ONE_BAD, (1.0, 3.0)], AMP, aggregation_frequency=2)
-        assert made.trial.weights() == [1.0 - 0.5 * 1, 1.0 - 0.5 * 1 - 0.5 * 2]
-
     def test_counts_of_both_optimizers_are_resumed(self) -> None:
         rows = [*ONE_BAD, GOOD]
         undisturbed = weigh_two(rows, AMP).report
@@ -176,19 +172,3 @@ def test_step_without_any_gradient_changes_nothing(*, fused: bool, clips: bool) 
     made = weigh_two([GOOD] * 4, AMP, BothAreStepped)
     assert counts(made.report) == (4, 4)
     assert made.trial.weights() == [1.0 - 4 * 0.5, 1.0]
-
-
-def test_one_is_stepped_several_times_in_a_batch() -> None:
-    class Thrice(StepsTheSecondThen):
-        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-            for _ in range(2):
-                self.backward(batch, 1)
-                self.step(1)
-                self.amp.finish_steps()
-            loss = self.backward(batch)
-            self.step()
-            return self.amp.update(loss)
-
-    made = weigh_two([GOOD] * 4, AMP, Thrice)
-    assert counts(made.report) == (4, 8)
-    assert made.trial.weights() == [1.0 - 4 * 0.5, 1.0 - 8 * 0.5]

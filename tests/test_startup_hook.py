@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -70,13 +70,14 @@ class Image:
         self.workdir = folder / "workdir"
         self.site = folder / "site"
         self.bin = folder / "bin"
-        for made in (self.workdir, self.site / "pip", self.bin):
+        for made in (self.workdir, self.site / "pip", self.site / "torch", self.bin):
             made.mkdir(parents=True)
         self.set_python(f"'{sys.executable}' -S")
         for module in NEEDED | NEEDED_BY_TRIALS:
             (self.site / f"{module}.py").touch()
         for name, version in OF_THE_IMAGE.items():
-            (self.site / f"{name}.py").write_text("raise AssertionError('imported')")
+            module = "torch/__init__" if name == "torch" else name
+            (self.site / f"{module}.py").write_text("raise AssertionError('imported')")
             metadata = self.site / f"{name}-{version}.dist-info" / "METADATA"
             metadata.parent.mkdir()
             metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -91,12 +92,8 @@ class Image:
     def lose(self, *modules: str) -> None:
         for module in modules:
             (self.site / f"{module}.py").unlink()
-
-    def make_package_of_torch(self, *parts: str) -> None:
-        self.lose("torch")
-        for part in ("", *parts):
-            (self.site / "torch" / part).mkdir()
-        (self.site / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
+            for metadata in self.site.glob(f"{module}-*"):
+                shutil.rmtree(metadata)
 
     def start(self, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -144,15 +141,6 @@ def trained(run: subprocess.CompletedProcess[str]) -> bool:
     return run.returncode == 0 and run.stdout.splitlines()[-1:] == ["TRAINING"]
 
 
-def test_complete_image_is_left_alone_and_described(image: Image) -> None:
-    run = image.start()
-    assert trained(run)
-    assert image.pip_calls == []
-    versions, _ = run.stdout.splitlines()
-    assert versions.startswith("startup-hook: Python 3.")
-    assert versions.split()[3:] == image.pins
-
-
 def test_it_leaves_the_shell_and_a_short_trace_under_stricter_options_too(image: Image) -> None:
     image.lose("rich")
     plain = image.start()
@@ -171,21 +159,6 @@ def test_it_leaves_the_shell_and_a_short_trace_under_stricter_options_too(image:
     assert str(image.workdir) in image.shell("before")
 
 
-def lose_tensorboard_but_not_a_folder_of_its_name(image: Image) -> None:
-    image.lose("tensorboard")
-    (image.workdir / "tensorboard").mkdir()
-
-
-def lose_yaml_and_what_says_that_torchvision_is_there(image: Image) -> None:
-    image.lose("yaml")
-    shutil.rmtree(image.site / "torchvision-0.18.0a0.dist-info")
-
-
-def lose_sklearn_beside_the_examples(image: Image) -> None:
-    image.lose("sklearn")
-    (image.workdir / "trials" / "data").mkdir(parents=True)
-
-
 LATTE = {"DET_HPARAMS": json.dumps({"trial": "trials.latte:LatteTrial", "learning_rate": 1.0e-4})}
 MLP = {"DET_HPARAMS": LATTE["DET_HPARAMS"].replace("latte", "mlp")}
 
@@ -195,118 +168,103 @@ def entrypoint(command: str) -> dict[str, str]:
     return {"DET_EXPERIMENT_CONFIG": json.dumps(config)}
 
 
-# What an image lacks, what is started in it, and what pip then adds.
-ADDED: dict[str, tuple[Callable[[Image], object], dict[str, str], list[str]]] = {
-    "one package": (lambda image: image.lose("rich"), {}, ["rich"]),
-    "all packages": (lambda image: image.lose(*NEEDED), {}, [*NEEDED.values()]),
-    "folder of its name": (lose_tensorboard_but_not_a_folder_of_its_name, {}, ["tensorboard"]),
-    "no torchvision": (lose_yaml_and_what_says_that_torchvision_is_there, {}, ["pyyaml"]),
-    "examples": (lose_sklearn_beside_the_examples, {}, ["scikit-learn"]),
-    "no examples": (lambda image: image.lose("sklearn"), {}, []),
-    "latte, older torch": (lambda image: image.make_package_of_torch(), LATTE, ["diffusers<0.36"]),
-    "latte": (lambda image: image.make_package_of_torch("accelerator"), LATTE, ["diffusers"]),
-    "another trial": (lambda image: None, MLP, []),
-    "compare": (lambda image: None, entrypoint("compare"), ["optuna", "matplotlib", "scipy"]),
-    "train": (lambda image: None, entrypoint("train"), []),
+# What an image lacks, a folder that is in it, what is started, and what pip then adds.
+ADDED: dict[str, tuple[Sequence[str], str, dict[str, str], Sequence[str]]] = {
+    "complete": ((), "", {}, ()),
+    "one package": (["rich"], "", {}, ["rich"]),
+    "all packages": ([*NEEDED], "", {}, [*NEEDED.values()]),
+    "folder of its name": (["tensorboard"], "workdir/tensorboard", {}, ["tensorboard"]),
+    "no torchvision": (["yaml", "torchvision"], "", {}, ["pyyaml"]),
+    "examples": (["sklearn"], "workdir/trials/data", {}, ["scikit-learn"]),
+    "no examples": (["sklearn"], "", {}, ()),
+    "latte, older torch": ((), "", LATTE, ["diffusers<0.36"]),
+    "latte": ((), "site/torch/accelerator", LATTE, ["diffusers"]),
+    "another trial": ((), "", MLP, ()),
+    "compare": ((), "", entrypoint("compare"), ["optuna", "matplotlib", "scipy"]),
+    "train": ((), "", entrypoint("train"), ()),
 }
 
 
 @pytest.mark.parametrize("name", ADDED)
 def test_pip_adds_what_is_missing_once_and_keeps_the_rest(image: Image, name: str) -> None:
-    lack, environment, added = ADDED[name]
-    lack(image)
+    lost, folder, environment, added = ADDED[name]
+    image.lose(*lost)
+    (image.site.parent / folder).mkdir(parents=True, exist_ok=True)
     for _ in range(2):
-        assert trained(image.start(**environment))
+        run = image.start(**environment)
+        assert trained(run)
+        versions, _ = run.stdout.splitlines()
+        assert versions.startswith("startup-hook: Python 3.")
+        assert versions.split()[3:] == image.pins
     assert len(image.pip_calls) == bool(added)
     for (command, *arguments), constraints in image.pip_calls:
         assert command == "install"
-        assert [each for each in arguments if not each.startswith("-")] == added
+        assert [each for each in arguments if not each.startswith("-")] == [*added]
         assert not any(each.startswith(("-U", "--upgrade")) for each in arguments)
         assert constraints == image.pins
 
 
-def test_hook_of_the_docs_prints_nothing_that_cancels_retries(image: Image) -> None:
-    """A traceback of its probe would, once: the container of such a run was never restarted."""
-    hook = (ROOT / "docs" / "your_trial" / "startup-hook.sh").read_text()
-    (image.workdir / "startup-hook.sh").write_text(hook.replace("./determined_amp-*.whl", "wheel"))
-    config = yaml.safe_load((ROOT / "docs" / "your_trial" / "amp.yaml").read_text())
-    (policy,) = config["log_policies"]
+def test_hook_of_the_docs_installs_the_wheel_and_asks_for_nothing_that_is_there(
+    image: Image,
+) -> None:
+    """A traceback of its probe would cancel retries: the container was never restarted."""
+    docs = ROOT / "docs" / "your_trial"
+    shutil.copy(docs / "startup-hook.sh", image.workdir)
+    (image.workdir / (wheel := "determined_amp-0.1.0-py3-none-any.whl")).touch()
+    installed = ["install", "--quiet", "--no-deps", "--no-index", f"./{wheel}"]
+    assert trained(image.start())
+    assert image.pip_calls == [(installed, [])]
     image.lose("rich")
     run = image.start()
     assert trained(run)
-    assert (image.site / "rich.py").exists()
+    added = ["install", "--quiet", *NEEDED.values()]
+    assert image.pip_calls[1:] == [(installed, []), (added, [])]
+    (policy,) = yaml.safe_load((docs / "amp.yaml").read_text())["log_policies"]
     assert not [line for line in run.stderr.splitlines() if re.search(policy["pattern"], line)]
     assert "Traceback" not in run.stderr
 
 
-def failing_pip(image: Image) -> None:
-    (image.site / "pip_fails").touch()
-    image.lose("yaml")
-
-
-def no_pip(image: Image) -> None:
-    (image.site / "pip" / "__main__.py").unlink()
-    image.lose("yaml")
-
-
-def no_python(image: Image) -> None:
-    image.set_python("/nonexistent")
-
-
-@pytest.mark.parametrize(
-    ("break_it", "warning"),
-    [
-        (no_pip, "startup-hook: WARNING: pip failed to add: pyyaml"),
-        (failing_pip, "startup-hook: WARNING: pip failed to add: pyyaml"),
-        (no_python, "/nonexistent"),
-    ],
-)
-def test_broken_image_is_warned_about_and_trains(
-    image: Image, break_it: Callable[[Image], object], warning: str
+@pytest.mark.parametrize("fault", ["pip fails", "no pip", "no python"])
+def test_broken_image_is_warned_about_and_trains_and_no_secret_is_printed(
+    image: Image, fault: str
 ) -> None:
-    break_it(image)
-    run = image.start()
+    image.lose("yaml")
+    warning = "startup-hook: WARNING: pip failed to add: pyyaml"
+    if fault == "pip fails":
+        (image.site / "pip_fails").touch()
+    elif fault == "no pip":
+        (image.site / "pip" / "__main__.py").unlink()
+    else:
+        image.set_python(warning := "/nonexistent")
+    run = image.start(SECRET_TOKEN="hunter2-9f3c")
     assert trained(run)
     assert warning in run.stderr
     assert image.shell("after") == image.shell("before")
+    assert "hunter2-9f3c" not in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize(
-    "leak",
-    [
-        *("cd /", "set -u", "set +e", "shopt -s nullglob", "umask 077", "LEAK=1"),
-        *("export LEAK=1", "LEAK() { true; }", "trap true EXIT", "alias leak=true"),
-    ],
-)
-def test_the_comparison_sees_a_leak(image: Image, leak: str) -> None:
-    (image.workdir / "startup-hook.sh").write_text(f"{leak}\n")
-    assert trained(image.start())
-    assert image.shell("after") != image.shell("before")
-
-
-def test_no_secret_is_printed(image: Image) -> None:
-    failing_pip(image)
+def test_careless_hook_is_seen(image: Image) -> None:
+    """The control: what leaks, what is printed, and what ends the training."""
+    leaks = {
+        "cd /": "/",
+        "set -u": "nounset        \ton",
+        "shopt -s nullglob": "nullglob       \ton",
+        "umask 077": "0077",
+        "export LEAK=1": 'declare -x LEAK="1"',
+        "trap true EXIT": "trap -- 'true' EXIT",
+        "alias leak=true": "alias leak='true'",
+        "leak() { true; }": "leak () ",
+        'login="$SECRET_TOKEN"': 'declare -- login="hunter2-9f3c"',
+    }
+    hook = image.workdir / "startup-hook.sh"
+    hook.write_text("\n".join(leaks))
     run = image.start(SECRET_TOKEN="hunter2-9f3c")
     assert trained(run)
-    assert "hunter2-9f3c" not in run.stdout + run.stderr
-    (image.workdir / "startup-hook.sh").write_text('login="$SECRET_TOKEN"\n')
-    assert "hunter2-9f3c" in image.start(SECRET_TOKEN="hunter2-9f3c").stderr
-
-
-@pytest.mark.parametrize(
-    ("hook", "status"),
-    [('[ -n "$X" ] && true\n', 1), ("false\n", 1), ("exit 0\n", 0), ("return 1\n", 1)],
-)
-def test_the_entrypoint_dies_of_a_careless_hook(image: Image, hook: str, status: int) -> None:
-    (image.workdir / "startup-hook.sh").write_text(hook)
-    run = image.start()
-    assert not trained(run)
-    assert run.returncode == status
-    assert "TRAINING" not in run.stdout
-
-
-def test_it_never_exits() -> None:
-    assert "exit" not in HOOK
+    assert "hunter2-9f3c" in run.stderr
+    assert {*leaks.values()} <= {*image.shell("after")} - {*image.shell("before")}
+    for end in ("false\n", "exit 0\n"):
+        hook.write_text(end)
+        assert not trained(image.start())
 
 
 def test_it_adds_what_the_project_declares() -> None:

@@ -38,7 +38,7 @@ class TestClip:
         ("max_norm", "left"),
         [(6.5, [[1.5, 2.0], [6.0]]), (13.5, [[3, 4], [12]]), (math.inf, [[3, 4], [12]])],
     )
-    def test_measures_the_norm_before_it_clips(self, max_norm: float, left: list[Any]) -> None:
+    def test_clip_measures_the_norm_before_it_clips(self, max_norm: float, left: list[Any]) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         parameters = having(torch.tensor([3.0, 4.0]), torch.tensor([12.0]))
         steps.clip(parameters, max_norm, lambda: torch.tensor(8.0))
@@ -49,24 +49,20 @@ class TestClip:
             assert parameter.grad is not None
             assert parameter.grad.tolist() == pytest.approx(values, rel=1e-6)
 
-    @pytest.mark.parametrize("max_norm", [1.0, math.inf])
-    def test_without_a_gradient_measures_nothing(self, max_norm: float) -> None:
+    @pytest.mark.parametrize("max_norm", [2.0, math.inf])
+    def test_clip_measures_the_gradients_that_there_are(self, max_norm: float) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
-        steps.clip([nn.Parameter(torch.ones(1))], max_norm, lambda: torch.ones(()))
-        assert steps.has_norm is False
-        assert steps.largest.item() == 0
-
-    def test_of_gradients_of_which_some_are_missing_clips_the_others(self) -> None:
-        steps = OptimizerSteps(CPU, scaled=True)
-        (has_one,) = having(torch.tensor([4.0]))
-        steps.clip([nn.Parameter(torch.ones(1)), has_one], 2.0, lambda: torch.ones(()))
+        without, (has_one,) = nn.Parameter(torch.ones(1)), having(torch.tensor([4.0]))
+        steps.clip([without], max_norm, lambda: torch.ones(()))
+        assert (steps.has_norm, steps.largest.item()) == (False, 0)
+        steps.clip([without, has_one], max_norm, lambda: torch.ones(()))
         assert steps.norm_sum.total().item() == 4
         assert has_one.grad is not None
-        assert has_one.grad.item() == pytest.approx(2.0, rel=1e-6)
+        assert has_one.grad.item() == pytest.approx(min(max_norm, 4.0), rel=1e-6)
 
 
 class TestMeasure:
-    def test_keeps_the_largest_of_a_report(self) -> None:
+    def test_largest_gradient_of_a_report_is_kept(self) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         for gradient, largest in ((math.inf, 0), (math.nan, 0), (2.0, 2), (-5.0, 5), (3.0, 5)):
             steps.measure(having(torch.tensor([gradient, 0.5])))
@@ -75,7 +71,7 @@ class TestMeasure:
     @pytest.mark.parametrize(
         ("scaled", "attempted", "largest"), [(True, 10, 1.0), (True, 11, 0.0), (False, 10, 0.0)]
     )
-    def test_looks_at_every_tenth_step_where_there_is_a_loss_scale(
+    def test_gradients_of_every_tenth_step_are_measured_where_there_is_a_loss_scale(
         self, attempted: int, largest: float, *, scaled: bool
     ) -> None:
         steps = OptimizerSteps(CPU, scaled=scaled)
@@ -85,7 +81,7 @@ class TestMeasure:
 
 
 class TestReport:
-    def test_has_five_numbers_until_the_next_one_begins(self) -> None:
+    def test_report_has_five_numbers_until_the_next_one_begins(self) -> None:
         steps = OptimizerSteps(CPU, scaled=True)
         steps.add_norm(torch.tensor(3.0))
         steps.measure(having(torch.tensor([7.0])))
@@ -99,7 +95,7 @@ class TestReport:
 
 
 class TestBegin:
-    def test_fills_the_groups_that_came_later_too(self) -> None:
+    def test_momentum_is_filled_in_groups_that_came_later_too(self) -> None:
         steps, optimizer = OptimizerSteps(CPU, scaled=True), fused_sgd()
         steps.begin(optimizer)
         assert momenta(optimizer) == [[0, 0]]
@@ -110,7 +106,7 @@ class TestBegin:
         steps.begin(optimizer)
         assert momenta(optimizer) == [[0, 0], [0]]
 
-    def test_places_the_rate_of_the_first_step_alone(self) -> None:
+    def test_begin_places_the_rate_of_the_first_step_alone(self) -> None:
         steps, optimizer = OptimizerSteps(CPU, scaled=False), fused_sgd()
         steps.schedule = schedule_of(lr_scheduler.StepLR(optimizer, 1, 0.5), CPU, skips=False)
         assert steps.is_scheduled
@@ -162,7 +158,7 @@ def test_optimizer_without_a_schedule_keeps_its_rate() -> None:
 
 
 class TestStepsOfEach:
-    def test_numbers_come_from_a_state_and_begin_a_report(self) -> None:
+    def test_numbers_of_each_optimizer_come_from_a_state_and_begin_a_report(self) -> None:
         optimizers: list[torch.optim.Optimizer] = [fused_sgd(), fused_sgd()]
         saved = StepsOfEach(CPU, optimizers, scaled=True)
         for number, steps in enumerate(saved.all(), start=1):
@@ -208,48 +204,34 @@ class TestStepsOfEach:
         assert plateau.optimizer is optimizers[0]
         plateau.validated(3.0)
         state = steps.state_dict()
-        assert [each["best"] for each in state["plateaus"]] == [3.0]
+        assert [each and each["best"] for each in state["plateaus"]] == [3.0, None]
         plateau.validated(2.0)
         steps.load_state_dict(state)
         assert plateau.state_dict()["best"] == 3.0
 
 
 class TestFillMomentum:
-    @pytest.mark.parametrize(
-        ("settings", "filled"),
-        [
-            ({}, [[0, 0]]),
-            ({"fused": False}, [None]),
-            ({"momentum": 0.0}, [None]),
-        ],
-    )
-    def test_is_for_fused_ones_with_momentum(self, settings: Any, filled: list[Any]) -> None:
-        optimizer = fused_sgd(**settings)
-        fill_momentum(optimizer, can_skip=True)
-        assert momenta(optimizer) == filled
+    def test_momentum_is_filled_for_fused_ones_alone(self) -> None:
+        for settings, filled in (({}, [0, 0]), ({"fused": False}, None), ({"momentum": 0.0}, None)):
+            optimizer = fused_sgd(**settings)
+            fill_momentum(optimizer, can_skip=True)
+            assert momenta(optimizer) == [filled]
+        adam = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+        adam.param_groups[0] |= {"fused": True, "momentum": 0.5, "dampening": 0.5}
+        fill_momentum(adam, can_skip=True)
+        assert momenta(adam) == [None]
 
-    def test_leaves_what_is_there_alone(self) -> None:
+    def test_momentum_is_filled_in_each_group_that_has_none(self) -> None:
         optimizer = fused_sgd()
         (weight,) = optimizer.param_groups[0]["params"]
         optimizer.state[weight]["momentum_buffer"] = torch.full((2,), 3.0)
-        fill_momentum(optimizer, can_skip=True)
-        assert momenta(optimizer) == [[3, 3]]
-
-    def test_leaves_other_optimizers_alone(self) -> None:
-        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-        optimizer.param_groups[0] |= {"fused": True, "momentum": 0.5, "dampening": 0.5}
-        fill_momentum(optimizer, can_skip=True)
-        assert momenta(optimizer) == [None]
-
-    def test_goes_on_with_the_other_groups(self) -> None:
-        optimizer = fused_sgd(fused=False)
-        later = {"params": [nn.Parameter(torch.ones(1))], "fused": True}
-        optimizer.add_param_group({**later, "dampening": 0.25})
-        optimizer.add_param_group({**later, "params": [nn.Parameter(torch.ones(1))]})
+        for settings in ({"fused": False}, {"dampening": 0.25}, {}):
+            later = {"params": [nn.Parameter(torch.ones(1))], "fused": True, **settings}
+            optimizer.add_param_group(later)
         fill_momentum(optimizer, can_skip=False)
-        assert momenta(optimizer) == [None, None, [0]]
+        assert momenta(optimizer) == [[3, 3], None, None, [0]]
 
-    def test_with_dampening_is_refused_where_steps_can_be_skipped(self) -> None:
+    def test_fused_momentum_with_dampening_is_refused_where_steps_can_be_skipped(self) -> None:
         optimizer = fused_sgd(dampening=0.25)
         with pytest.raises(ConfigError, match=r"^SGD: got fused and dampening 0\.25, which goes"):
             fill_momentum(optimizer, can_skip=True)

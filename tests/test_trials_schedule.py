@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from trials.schedule import LRSchedule, warmup_then
 # Of the peak: either side rounds an angle of at most pi twice, and a factor in [0, 1] twice, which
 # is less than 4 epsilons (2**-52) each.
 _TOLERANCE = 8 * 2.0**-52
-_ROOT = math.sqrt(0.5)
 
 
 def rates(schedule: LRSchedule, peak: float, warmup: int, total: int, steps: int) -> list[float]:

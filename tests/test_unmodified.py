@@ -15,8 +15,9 @@ import pickle
 import re
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from determined_amp import GuardError, MixedPrecision
 from determined_amp.amp.precision import autocast_is_on
+from determined_amp.trial.frozen import find_in_trial
 from determined_amp.trial.optimizers import fuse
 from tests import habits
 from tests.harness import (
     Fitted,
     as_it_is,
+    context_of,
+    core_context_of,
     every_precision,
     fit,
     fit_as_it_is,
@@ -40,8 +44,11 @@ from tests.harness import (
 )
 from tests.trials import CLASSES, FEATURES, Converted, Plain
 
-# A scheduler that Determined moves is moved by a skipped first step, too.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+pytestmark = [
+    # A scheduler that Determined moves is moved by a skipped first step, too.
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Using a non-full backward hook"),  # torch 2.3
+]
 
 # The first step overflows: 2^24 times a gradient of about 0.1. Two good ones double the scale.
 FP16 = {"precision": "amp_fp16", "init_scale": 2.0**24, "growth_interval": 2}
@@ -222,29 +229,12 @@ class TestForward:
         assert set(seen[::2]) == {(True, torch.bfloat16), (False, validated)}
         assert {dtype for _, dtype in seen[1::2]} == {torch.float32}
 
-    def test_model_that_calls_another_wrapped_one_is_one_region(self) -> None:
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_wrapped_model_in_another_one_is_one_region_under_a_checkpoint_too(
+        self, reentrant: bool
+    ) -> None:
         dtypes: list[torch.dtype] = []
 
-        class Outer(nn.Module):
-            def __init__(self, inner: nn.Module) -> None:
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.inner(x)
-                dtypes.append(found.dtype)
-                return found
-
-        class Nested(Plain):
-            def prepared(self, model: nn.Module) -> nn.Module:
-                return Outer(self.context.wrap_model(model))
-
-        fit_as_it_is(Nested, {**BFLOAT16, "eval_precision": "same"})
-        assert set(dtypes) == {torch.bfloat16}
-        assert not autocast_is_on("cpu")
-
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_wrapped_model_under_a_checkpoint_of_another_one(self, reentrant: bool) -> None:
         class Outer(nn.Module):
             def __init__(self, inner: nn.Module, checkpoints: bool) -> None:
                 super().__init__()
@@ -256,6 +246,7 @@ class TestForward:
                     x = checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)
                 else:
                     x = self.inner(x)
+                    dtypes.append(x.dtype)
                 found: torch.Tensor = self.head(x)
                 return found
 
@@ -271,7 +262,10 @@ class TestForward:
         class Checkpointed(Nested):
             checkpoints = True
 
-        assert same_state(*(fit_as_it_is(trial, BFLOAT16) for trial in (Nested, Checkpointed)))
+        amp = {**BFLOAT16, "eval_precision": "same"}
+        assert same_state(*(fit_as_it_is(trial, amp) for trial in (Nested, Checkpointed)))
+        assert {*dtypes} == {torch.bfloat16}
+        assert not autocast_is_on("cpu")
 
     def test_fp32_modules_apply(self) -> None:
         amp = {**BFLOAT16, "fp32_modules": ["^3$"]}
@@ -279,20 +273,15 @@ class TestForward:
         assert same_state(ours, theirs)
         assert not same_state(ours, fit_as_it_is(Plain, BFLOAT16))
 
-    def test_copy_of_the_model_computes_with_its_own_weights(self) -> None:
-        made = fit_as_it_is(Plain, BFLOAT16).trial
-        average = copy.deepcopy(made.model)
+    def test_copy_computes_with_its_own_weights_and_a_pickled_model_is_the_plain_one(self) -> None:
+        model, inputs = fit_as_it_is(Plain, BFLOAT16).trial.model.eval(), torch.ones(2, FEATURES)
+        average, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         with torch.no_grad():
             for parameter in average.parameters():
                 parameter.zero_()
-        assert not average(torch.ones(2, FEATURES)).any()
-        assert made.model(torch.ones(2, FEATURES)).any()
-
-    def test_pickled_model_is_the_plain_one(self) -> None:
-        made = fit_as_it_is(Plain, BFLOAT16).trial
-        again = pickle.loads(pickle.dumps(made.model.eval()))
-        inputs = torch.ones(2, FEATURES)
-        assert torch.equal(again(inputs), made.model(inputs))
+        assert not average(inputs).any()
+        assert model(inputs).any()
+        assert torch.equal(again(inputs), model(inputs))
 
 
 def test_nothing_stays_patched() -> None:
@@ -309,95 +298,53 @@ def test_line_search_in_float32_is_plain_determineds() -> None:
     )
 
 
-class WithSGD(Plain):
-    """With momentum; its net in two parts, of which the second begins to train in batch 3."""
+class GetsAGroupLater(habits.Habit):
+    """In batch 3, whose step overflows, it thaws its head, and a part of it begins to train."""
 
-    clips = False
+    class Net(habits.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(16, CLASSES)
+            self.second_trains = False
 
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.parts = self.net()
-        sgd = self.made(self.parts)
-        self.model = context.wrap_model(self.parts)
-        self.optimizer = context.wrap_optimizer(sgd)
+        def forward(self, inputs: torch.Tensor) -> Any:
+            answer = super().forward(inputs)
+            return answer + self.second(self.hidden(inputs)) if self.second_trains else answer
 
-    def net(self) -> nn.Module:
-        return InTwoParts()
+    def net(self) -> Any:
+        return self.Net()
 
-    def made(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        cast(InTwoParts, self.parts).second_trains = batch_idx > 2
-        return super().train_batch(batch, epoch_idx, batch_idx)
-
-
-class InTwoParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
-        self.head = nn.Linear(16, CLASSES)
-        self.second_trains = True
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(inputs)
-        answer: torch.Tensor = self.head(hidden)
-        return answer + self.second(hidden) if self.second_trains else answer
-
-
-class GetsAGroupLater(WithSGD):
-    """It thaws the head in batch 3, whose step overflows."""
-
-    def made(self, model: nn.Module) -> torch.optim.Optimizer:
-        assert isinstance(model, InTwoParts)
-        parts = [*model.first.parameters(), *model.second.parameters()]
-        return torch.optim.SGD(parts, lr=0.1, momentum=0.9)
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        head = {*self.model.last.parameters()}
+        return super().optimizer_of([p for p in parameters if p not in head])
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         if batch_idx == 3:
-            head = cast(InTwoParts, self.parts).head
-            self.optimizer.add_param_group({"params": list(head.parameters())})
+            self.optimizer.add_param_group({"params": list(self.model.last.parameters())})
+            self.model.second_trains = True
         return super().train_batch(batch, epoch_idx, batch_idx)
 
 
-class WithSparseGradients(WithSGD):
-    def net(self) -> nn.Module:
-        return nn.Sequential(OfWords(), nn.Linear(8, CLASSES))
-
-
-class OfWords(nn.Module):
-    """Takes the sign of each feature for a word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(2 * FEATURES, 8, sparse=True)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        words = (inputs > 0).long() + 2 * torch.arange(FEATURES)
-        embedded: torch.Tensor = self.words(words)
-        return embedded.mean(1)
-
-
-class ClipsInAHook(WithSGD):
+class ClipsInAHook(habits.Habit):
     """Registered after the optimizer was wrapped."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
-        self.optimizer.register_step_pre_hook(self.clip_gradients)
+        self.optimizer.register_step_pre_hook(self.clip)
 
-    def clip_gradients(self, *call: Any) -> None:
+    def clip(self, *call: Any) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
 
 
-class ClipsInItsStep(WithSGD):
+class ClipsInItsStep(habits.Habit):
     """And a scheduler of torch has wrapped that step, too."""
 
-    def made(self, model: nn.Module) -> torch.optim.Optimizer:
-        sgd = super().made(model)
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        sgd = super().optimizer_of(parameters)
         step = type(sgd).step
 
         def clip_and_step(optimizer: Any, *given: Any) -> Any:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            nn.utils.clip_grad_norm_(parameters, 0.01)
             return step(optimizer, *given)
 
         sgd.step = MethodType(clip_and_step, sgd)  # type: ignore[method-assign]
@@ -422,15 +369,15 @@ def _fused_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("trial", "is_fused"),
     [
-        (WithSGD, True),
+        (habits.Habit, True),
         (GetsAGroupLater, True),
-        (WithSparseGradients, False),
+        (habits.SparseEmbedding, False),
         (ClipsInAHook, False),
         (ClipsInItsStep, False),
     ],
 )
 def test_making_an_optimizer_fused_changes_nothing_but_its_speed(
-    request: pytest.FixtureRequest, precision: str, trial: type[WithSGD], *, is_fused: bool
+    request: pytest.FixtureRequest, precision: str, trial: type[habits.Habit], *, is_fused: bool
 ) -> None:
     """Up to the rounding of 8 steps; one that does not clip moves by fifty times as much.
 
@@ -606,6 +553,7 @@ def test_habit_trains_in_16_bits_as_in_float32(habit: Any, precision: str, round
     """How far 16 bits may take the weights from where float32 takes them, as a share of the way."""
     ours = in_16_bits(habit, precision)
     assert ours.distance(plain(habit)) < rounding
+    assert ours.made.report["watch_audit_share"] > 0.5
     theirs = plain(habit).made.report
     assert {name: ours.made.report[name] for name in theirs} == pytest.approx(
         theirs, rel=2 * rounding
@@ -670,6 +618,26 @@ def test_replay_in_search_of_the_cause_leaves_the_weights(
     assert torch.equal(warned.end, quiet.end)
 
 
+@pytest.mark.parametrize(
+    "habit",
+    [
+        *(habits.Saliency, habits.JacobianPenalty, habits.Pinn, habits.Adversarial),
+        *(habits.ProjectsGradients, habits.LateAttribute),
+    ],
+)
+def test_first_scale_that_skips_a_step_is_found(habit: Any, tmp_path: Path) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 1.0}
+    with core_context_of(tmp_path) as core_context:
+        torch.manual_seed(0)
+        context = context_of(core_context, {"global_batch_size": 4, "amp": amp})
+        top = find_in_trial("", as_it_is(habit, amp)(context), context, 1).finding.top_log2
+    reports = [
+        way(habit, {**LOUD, "init_scale": 2.0**scale}, batches=1, reporting_period=1).made.report
+        for scale in (top, top + 1)
+    ]
+    assert [report["skipped_steps"] for report in reports] == [0, 1]
+
+
 def test_what_is_kept_of_a_window_that_overflows_is_finite() -> None:
     ours = way(habits.KeepsNorms, LOUD, batches=16, reporting_period=1)
     assert ours.still
@@ -703,6 +671,21 @@ class Sharper(habits.Functional):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.Clip.apply(self.model(inputs)), classes)
+
+
+class HoldsNothing(habits.OwnAccumulation):
+    """Its model has a parameter without a number, and every gradient is zeroed in place."""
+
+    def net(self) -> Any:
+        net: Any = habits.Net()
+        net.nothing = nn.Parameter(torch.zeros(0))
+        return net
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs, classes) + self.model.nothing.sum()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
 
 
 class NeverSteps(habits.Habit):
@@ -745,6 +728,15 @@ def test_run_without_any_step_is_said_once(
     for habit in (habits.OwnAccumulation, habits.UnknownOptimizer, habits.Habit):
         said = warnings_of(caplog, habit, amp, aggregation_frequency=2, reporting_period=1)
         assert not [it for it in said if "no optimizer was stepped" in it]
+
+
+def test_parameter_without_a_number_is_trained_and_searched_a_scale_for(tmp_path: Path) -> None:
+    amp = {"precision": "amp_fp16", "init_scale": 1024.0}
+    assert way(HoldsNothing, amp).still == [*range(8)]
+    with core_context_of(tmp_path) as core_context:
+        context = context_of(core_context, {"global_batch_size": 4, "amp": amp})
+        trial = as_it_is(HoldsNothing, amp)(context)
+        assert find_in_trial("", trial, context, 1).finding.answer_log2 is not None
 
 
 def test_callbacks_of_any_name_are_called() -> None:

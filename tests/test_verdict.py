@@ -59,20 +59,6 @@ def found(
 
 
 class TestFind:
-    def test_finder_chooses_six_bits_below_the_largest_scale(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12)
-        assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (-27, 12, 6)
-        assert finding.answer_log2 == 6
-        assert finding.window_bits == 39
-        assert [seen.scale_log2 for seen in finding.verified] == [13, 12, 6]
-        assert finding.verdict is Verdict.SCALE
-        assert (finding.islands, finding.cause) == ((), "")
-        assert finding.first_overflow_log2 == 13
-        assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
-        assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
-
     @pytest.mark.parametrize(
         ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
     )
@@ -96,15 +82,6 @@ class TestFind:
         assert finding.at(-1000) is finding.predicted[0]
         assert finding.at(1000) is finding.predicted[-1]
 
-    @pytest.mark.parametrize(("faintest", "choice"), [(-36, 12), (-35, 11)])
-    def test_finder_chooses_the_largest_where_no_other_is_safe(
-        self, faintest: int, choice: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        prediction = prediction_of({"loud": {3: 1}, "faint": {faintest: 1}})
-        finding = found(monkeypatch, prediction, lambda scale: scale > 12)
-        assert (finding.low_log2, finding.top_log2) == (-24 - faintest, 12)
-        assert finding.choice_log2 == choice
-
     def test_finder_names_islands_where_no_scale_is_safe(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -114,49 +91,59 @@ class TestFind:
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
         assert finding.answer_log2 is None
 
-    def test_finder_goes_down_to_what_float16_bears(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 8)
-        assert (finding.top_log2, finding.choice_log2) == (8, 2)
-        assert [seen.scale_log2 for seen in finding.verified] == [13, 12, 11, 10, 9, 8, 2]
+    # Powers of two of the gradients, the largest scale that works, and what is found there.
+    ONE, LOUD = {"a": {3: 1}}, {"a": {-7: 1}}
 
-    @pytest.mark.parametrize("top", [12, 13, 17, 40, 126, 127])
-    def test_top_is_measured_where_it_is_above_the_prediction(
-        self, top: int, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("modules", "works", "expected", "passes"),
+        [
+            (ONE, 12, (-27, 6, Verdict.SCALE), [13, 12, 6]),  # six bits below
+            (ONE, 8, (-27, 2, Verdict.SCALE), [13, 12, 11, 10, 9, 8, 2]),  # what float16 bears
+            # No other is safe.
+            ({**ONE, "faint": {-36: 1}}, 12, (12, 12, Verdict.SCALE), [13, 12]),
+            ({**ONE, "faint": {-35: 1}}, 12, (11, 11, Verdict.SCALE), [13, 12, 11]),
+            # What would overflow is masked on its way to the parameters.
+            (ONE, 13, (-27, 7, Verdict.SCALE), None),
+            (ONE, 17, (-27, 11, Verdict.DEFAULT), None),
+            (ONE, 40, (-27, 16, Verdict.DEFAULT), None),
+            (ONE, 126, (-27, 16, Verdict.DEFAULT), None),
+            (ONE, 127, (-27, 16, Verdict.DEFAULT), None),
+            # A kernel that adds up in float16 may overflow below the prediction.
+            (LOUD, 22, (-17, 16, Verdict.DEFAULT), None),
+            (LOUD, 20, (-17, 14, Verdict.DEFAULT), None),
+            (LOUD, 15, (-17, 9, Verdict.SCALE), None),
+            (ONE, 12 - 24, (-27, -18, Verdict.SCALE), [*range(13, -13, -1), -18]),
+            # After 24 bits it gives up.
+            (ONE, 12 - 25, (-27, None, Verdict.FORWARD_OVERFLOW), [*range(13, -13, -1)]),
+        ],
+    )
+    def test_window_and_choice_are_those_that_the_passes_show(
+        self,
+        modules: dict[str, dict[int, int]],
+        works: int,
+        expected: tuple[int, int | None, Verdict],
+        passes: list[int] | None,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """What would overflow is masked on its way to the parameters."""
-        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > top)
-        assert (finding.low_log2, finding.top_log2) == (-27, top)
-        assert finding.choice_log2 == (16 if top >= 16 + 6 else top - 6)
+        finding = found(monkeypatch, prediction_of(modules), lambda scale: scale > works)
+        low, choice, _ = expected
+        assert (finding.low_log2, finding.choice_log2, finding.verdict) == expected
         scales = [seen.scale_log2 for seen in finding.verified]
-        assert len(scales) == len({*scales}) < 16
-
-    def test_finder_says_that_the_default_is_fine_where_it_is_safe(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A kernel that adds up in float16 may still overflow there."""
-        loud = prediction_of({"a": {-7: 1}})
-        for edge, expected, choice in (
-            (22, Verdict.DEFAULT, 16),
-            (20, Verdict.DEFAULT, 14),
-            (15, Verdict.SCALE, 9),
-        ):
-            finding = found(monkeypatch, loud, lambda scale, edge=edge: scale > edge)  # type: ignore[misc]
-            assert (finding.verdict, finding.choice_log2) == (expected, choice)
-            assert finding.top_log2 == edge
-            assert finding.verified[-1].scale_log2 == finding.choice_log2
-
-    @pytest.mark.parametrize("bits", [24, 25])
-    def test_finder_gives_up_after_24_bits(
-        self, bits: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        finding = found(monkeypatch, prediction_of({"a": {3: 1}}), lambda scale: scale > 12 - bits)
-        if bits == 24:
-            assert len(finding.verified) == 1 + 25 + 1
-            assert (finding.verdict, finding.choice_log2) == (Verdict.SCALE, 12 - 24 - 6)
+        assert passes is None or scales == passes
+        assert len(scales) == len({*scales})
+        assert passes or len(scales) < 16
+        if choice is None:
+            assert (finding.answer_log2, finding.cause) == (None, "the cause")
         else:
-            assert len(finding.verified) == 1 + 25
-            assert (finding.verdict, finding.choice_log2) == (Verdict.FORWARD_OVERFLOW, None)
-            assert finding.cause == "the cause"
+            assert (finding.top_log2, finding.window_bits) == (works, works - low)
+            assert (finding.answer_log2, finding.cause, finding.islands) == (choice, "", ())
+            assert scales[-1] == choice
+
+    def test_shares_are_those_of_the_prediction(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finding = found(monkeypatch, prediction_of(self.ONE), lambda scale: scale > 12)
+        assert finding.first_overflow_log2 == 13
+        assert [finding.at(scale).overflow_share for scale in (12, 13)] == [0, 1]
+        assert [finding.at(scale).flushed_share for scale in (-28, -27)] == [1, 0]
 
     def test_finder_gives_up_at_once_where_the_loss_overflows_without_a_scale(
         self, monkeypatch: pytest.MonkeyPatch
@@ -209,7 +196,7 @@ def test_verdict_is_for_the_fewest_islands_that_a_pass_shows_to_help(
 
 class TestIslands:
     @pytest.mark.parametrize(("faintest", "expected"), [(-38, ("loud",)), (-39, ("faint",))])
-    def test_leave_a_window_of_one_power_of_two_at_least(
+    def test_islands_leave_a_window_of_one_power_of_two_at_least(
         self, faintest: int, expected: tuple[str, ...]
     ) -> None:
         """Without the loud module, gradients of 2^1 and 2^-38 leave 2^14 alone."""
@@ -232,10 +219,6 @@ class TestIslands:
         modules = {f"loud {i}": {30: 1} for i in range(4)}
         others = {f"quiet {i}": {-30: 1} for i in range(9)}
         assert fewest_islands(prediction_of({**modules, **others})) == ()
-
-    def test_begin_with_the_loudest_also_where_that_is_1(self) -> None:
-        modules = {"one": {0: 1}, "loud": {1: 1}, **{name: {-39: 1} for name in "abcde"}}
-        assert fewest_islands(prediction_of(modules)) == ("loud",)
 
     def test_islands_are_the_fewest(self) -> None:
         """Two loud ones, or one faint one."""

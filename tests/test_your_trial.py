@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import os
+import logging
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests import training
+from determined_amp import ConfigError
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "docs" / "your_trial"
@@ -35,94 +33,23 @@ def difference(before: list[str], after: list[str], context: int) -> list[str]:
     return [line for line in shown if line not in ("---", "+++")][1:]
 
 
-def test_ten_lines_of_code_are_added_or_changed() -> None:
-    changed = [line[2:] for line in difflib.ndiff(BEFORE, AFTER) if line.startswith("+ ")]
-    assert len([line for line in changed if line.strip()]) == 10
-
-
-def test_nothing_is_taken_away_without_a_line_in_its_place() -> None:
-    kinds = [line[0] for line in difflib.ndiff(BEFORE, AFTER)]
+def test_ten_lines_are_added_or_changed_and_none_is_taken_away() -> None:
+    lines = [line for line in difflib.ndiff(BEFORE, AFTER) if line[2:].strip()]
+    kinds = [line[0] for line in lines]
+    assert kinds.count("+") == 10
     assert kinds.count("-") <= kinds.count("+")
 
 
-def test_the_page_shows_before_and_after_as_they_are() -> None:
-    (shown,) = blocks(PAGE, "diff")
-    assert shown.splitlines() == difference(BEFORE, AFTER, 2)
-
-
-def test_the_readme_shows_the_same_lines() -> None:
-    (shown,) = blocks(README, "diff")
-    assert shown.splitlines() == difference(BEFORE, AFTER, 0)
+@pytest.mark.parametrize(("page", "context"), [(PAGE, 2), (README, 0)], ids=["page", "README"])
+def test_page_shows_before_and_after_as_they_are(page: str, context: int) -> None:
+    (shown,) = blocks(page, "diff")
+    assert shown.splitlines() == difference(BEFORE, AFTER, context)
 
 
 @pytest.mark.parametrize(("name", "language"), [("amp.yaml", "yaml"), ("startup-hook.sh", "bash")])
 def test_the_page_quotes_the_files_to_copy(name: str, language: str) -> None:
     assert (TEMPLATE / name).read_text() in blocks(PAGE, language)
 
-
-def test_the_page_is_about_two_hundred_lines() -> None:
-    assert len(PAGE.splitlines()) <= 230
-
-
-def test_the_startup_hook_installs_the_wheel_and_asks_for_nothing_that_is_there(
-    tmp_path: Path,
-) -> None:
-    """As Determined sources it; `pip` is told to install elsewhere."""
-    shutil.copy(TEMPLATE / "startup-hook.sh", tmp_path)
-    wheel(tmp_path)
-    run = subprocess.run(
-        ["bash", "-c", "set -e; set -x; source startup-hook.sh; echo TRAINING"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PIP_TARGET": str(tmp_path / "site"),
-            "PIP_NO_INDEX": "1",
-        },
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert run.stdout.splitlines()[-1:] == ["TRAINING"], run.stderr
-    assert (tmp_path / "site" / "determined_amp" / "marker.py").exists()
-
-
-def wheel(folder: Path) -> None:
-    """A wheel named as ours is; see `test_package.py` for the real one."""
-    about = "determined_amp-0.1.0.dist-info/"
-    with zipfile.ZipFile(folder / "determined_amp-0.1.0-py3-none-any.whl", "w") as file:
-        file.writestr("determined_amp/marker.py", "")
-        file.writestr(
-            f"{about}METADATA", "Metadata-Version: 2.1\nName: determined-amp\nVersion: 0.1.0\n"
-        )
-        file.writestr(
-            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{about}RECORD", "")
-
-
-def own_trainer() -> str:
-    """The program on the page that uses Determined's own `Trainer`."""
-    (script,) = (block for block in blocks(PAGE, "python") if "pytorch.Trainer(" in block)
-    return script
-
-
-# Trains by the program of the page with each module, one after the other: to start a process
-# takes longer than to train.
-TRAIN_EACH = """
-import logging, os, sys, traceback
-logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-page = open("script.txt").read()
-for name in sys.argv[1:]:
-    print(f"=== {name}", flush=True)
-    os.environ["XDG_DATA_HOME"] = os.path.abspath(f"../storage/{name}")
-    try:
-        exec(page.replace("from model_def ", f"from {name} "), {})
-    except BaseException:
-        traceback.print_exc()
-    else:
-        print("TRAINED", flush=True)
-"""
 
 # The constructor of a trial with a second model and optimizer.
 TWO = """
@@ -163,51 +90,47 @@ def variant(constructor: str, methods: str) -> str:
     )
 
 
-def faulty() -> str:
-    """A step without the scaler, which must be seen to fail."""
-    return clips().replace("scaler=self.amp.scaler", "scaler=None")
+# The trials of the template, and those that are changed as the page says.
+VARIANTS = {
+    "before": "",
+    "model_def": "",
+    "clipping": variant("", clips()),
+    "gradient_penalty": variant("", snippet("create_graph")),
+    "two_optimizers": variant(TWO, LOSSES + snippet("optimizer_d")),
+    "faulty": variant("", clips().replace("scaler=self.amp.scaler", "scaler=None")),
+}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What Determined's own `Trainer` printed for each trial."""
+def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program on the page that uses Determined's own `Trainer`."""
+    (script,) = (block for block in blocks(PAGE, "python") if "pytorch.Trainer(" in block)
     # Determined copies the whole folder into each checkpoint, so those are not within it.
-    project = tmp_path_factory.mktemp("own_trainer") / "project"
-    shutil.copytree(TEMPLATE, project)
-    variants = {
-        "clipping": variant("", clips()),
-        "gradient_penalty": variant("", snippet("create_graph")),
-        "two_optimizers": variant(TWO, LOSSES + snippet("optimizer_d")),
-        "faulty": variant("", faulty()),
-    }
-    for name, source in variants.items():
-        (project / f"{name}.py").write_text(source)
-    (project / "script.txt").write_text(own_trainer())
-    process = training.start(
-        "-c", TRAIN_EACH, "before", "model_def", *variants, cwd=project, PYTHONPATH=str(ROOT)
-    )
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    printed = re.split(r"^=== (\w+)\n", output, flags=re.MULTILINE)[1:]
-    return dict(zip(printed[::2], printed[1::2], strict=True))
+    shutil.copytree(TEMPLATE, project := folder / "project")
+    if VARIANTS[name]:
+        (project / f"{name}.py").write_text(VARIANTS[name])
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder / "storage"))
+    try:
+        exec(script.replace("from model_def ", f"from {name} "), {})
+    finally:
+        for module in (name, "model_def"):
+            sys.modules.pop(module, None)
 
 
-def test_the_trial_of_before_trains_with_determineds_own_trainer(trained: dict[str, str]) -> None:
-    assert trained["before"].endswith("TRAINED\n"), trained["before"]
-    assert "amp_fp16" not in trained["before"]
-
-
-def test_the_trial_with_amp_is_trained_and_audited_by_determineds_own_trainer(
-    trained: dict[str, str],
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "faulty"])
+def test_every_way_on_the_page_trains_and_is_audited_by_determineds_own_trainer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert trained["model_def"].endswith("TRAINED\n"), trained["model_def"]
-    assert "amp_fp16 asks for float16: 100.0% of the FLOPs" in trained["model_def"]
+    caplog.set_level(logging.INFO)
+    train(name, tmp_path, monkeypatch)
+    audited = "amp_fp16 asks for float16: 100.0% of the FLOPs" in caplog.text
+    assert audited == (name != "before")
 
 
-@pytest.mark.parametrize("name", ["clipping", "gradient_penalty", "two_optimizers"])
-def test_every_way_to_train_on_the_page_trains(trained: dict[str, str], name: str) -> None:
-    assert trained[name].endswith("TRAINED\n"), trained[name]
-
-
-def test_a_trial_that_does_not_train_is_seen(trained: dict[str, str]) -> None:
-    assert not trained["faulty"].endswith("TRAINED\n"), trained["faulty"]
+def test_trial_that_forgets_the_scaler_does_not_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    with pytest.raises(ConfigError, match=r"scaler=amp\.scaler"):
+        train("faulty", tmp_path, monkeypatch)

@@ -180,16 +180,16 @@ def found() -> dict[str, Any]:
     return {"found": processes.rank, "scale": mixed.scaler.get_scale(), "weights": weights}
 
 
-def own_loop() -> dict[str, Any]:
+def own_loop(*, torch_alone: bool, key: str = "own loop") -> dict[str, Any]:
     """The rows of the trial in a loop of one's own, and then two overflows on rank 0."""
     with process_group() as processes, closing(processes):
         settings = AmpSettings(Precision.AMP_FP16, init_scale=4.0, max_consecutive_skips=1)
-        amp = AmpLoop(settings, "cpu", slots=processes)
+        amp = AmpLoop(settings, "cpu", slots=None if torch_alone else processes)
         inner = nn.Linear(1, 1, bias=False)
         nn.init.ones_(inner.weight)
         model = amp.prepare(DistributedDataParallel(inner))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        seen: dict[str, Any] = {"own loop": processes.rank, "weights": [], "scales": []}
+        seen: dict[str, Any] = {key: processes.rank, "weights": [], "scales": []}
 
         def loss_fn(batch: Any) -> torch.Tensor:
             loss: torch.Tensor = model(batch).float().mean()
@@ -215,7 +215,7 @@ def own_loop() -> dict[str, Any]:
         for _ in range(2):
             batch = train(INF if processes.rank == 0 else ONE)
         try:
-            amp.report(batch, loss_fn)
+            amp.report(batch, None if key == "tells one" and processes.rank else loss_fn)
         except GuardError as error:
             seen["ended"] = str(error)
         return {**seen, "weight afterwards": float(inner.weight.detach())}
@@ -301,7 +301,9 @@ def main(rank: int, folder: Path) -> None:
     say(two_weights())
     say(unmodified())
     say(found())
-    say(own_loop())
+    say(own_loop(torch_alone=False))
+    say(own_loop(torch_alone=True))
+    say(own_loop(torch_alone=True, key="tells one"))
     say(shuffled())
     training.run_small("mlp/fp32.yaml", folder / "two")
     compiler: Any = partial(torch.compile, backend="aot_eager")  # captures graphs, as Inductor does

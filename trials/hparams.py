@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from determined import pytorch
 from typing_extensions import Self
 
@@ -14,10 +13,7 @@ from determined_amp import AmpSettings, ConfigError
 from determined_amp.amp.settings import setting
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.training import Length, TrainingSettings
-from trials.schedule import LRSchedule, warmup_then
-
-# A checkpoint may follow each of these, and checkpoints hold no accumulated gradients.
-_WHOLE_WINDOWS = ("max_length", "validation_period", "checkpoint_period")
+from trials.schedule import LRSchedule
 
 
 @dataclass(frozen=True)
@@ -62,19 +58,6 @@ class Hparams:
         """The argument of `amp.clip`: infinite if nothing is clipped."""
         return self.max_grad_norm or math.inf
 
-    def scheduler(
-        self, optimizer: torch.optim.Optimizer, batches_per_epoch: int
-    ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """The learning-rate scheduler, which counts optimizer steps; None for a constant rate.
-
-        Raises:
-            ConfigError: if a length in epochs ends within an accumulation window.
-        """
-        steps = self.steps(batches_per_epoch)
-        if self.lr_schedule is LRSchedule.CONSTANT and not self.warmup_steps:
-            return None
-        return warmup_then(optimizer, self.lr_schedule, self.warmup_steps, steps)
-
     def steps(self, batches_per_epoch: int) -> int:
         """Number of optimizer steps of the run, at least one.
 
@@ -104,8 +87,8 @@ class Hparams:
                 )
 
     def _lengths(self) -> Iterator[tuple[str, Length]]:
-        """The given lengths that a checkpoint may follow, by name."""
-        for name in _WHOLE_WINDOWS:
+        """The given lengths that a checkpoint may follow, which holds no accumulated gradients."""
+        for name in ("max_length", "validation_period", "checkpoint_period"):
             length = getattr(self.training, name)
             if length is not None:
                 yield name, length

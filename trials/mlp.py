@@ -20,6 +20,7 @@ from determined_amp import MixedPrecision, setting
 from trials.data import images, loading
 from trials.hparams import Hparams
 from trials.mean_metrics import MeanMetrics
+from trials.schedule import LRSchedule, warmup_then
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ class MLPTrial(pytorch.PyTorchTrial):
     def build_training_data_loader(self) -> pytorch.DataLoader:
         size, seed = self.context.get_per_slot_batch_size(), self.context.get_trial_seed()
         loader = loading.training_loader(self.datasets[0], size, seed, self.data.workers)
-        epoch = loading.batches_per_epoch(loader, self.context.distributed.size)
-        scheduler = self.hparams.scheduler(self.optimizer, epoch)  # None: the rate is constant
-        if scheduler is not None:
-            self.amp.wrap_lr_scheduler(scheduler)  # moves on applied steps only
+        steps = self.hparams.steps(loading.batches_per_epoch(loader, self.context.distributed.size))
+        schedule, warmup = self.hparams.lr_schedule, self.hparams.warmup_steps
+        if warmup or schedule is LRSchedule.COSINE:
+            rate = warmup_then(self.optimizer, schedule, warmup, steps)  # torch's LambdaLR
+            self.amp.wrap_lr_scheduler(rate)  # moves on applied steps only
         return loader
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:

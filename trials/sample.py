@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import sys
 from collections.abc import Sequence
@@ -28,12 +29,12 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.cli.options import at_least
 from determined_amp.experiment import experiment
 from determined_amp.experiment.errors import limits_of_the_machine
-from determined_amp.local.checkpoint_storage import complete_checkpoints
+from determined_amp.local.checkpoint_storage import complete_checkpoints, read_metadata
 from determined_amp.trial.checkpoint import CheckpointError, check_bytes
 from trials.data.clips import ClipDataset
 from trials.latte import LatteHparams
 from trials.models.denoiser import Denoiser
-from trials.models.diffusion import Conditioning
+from trials.models.diffusion import Conditioning, DiffusionSettings
 
 # The smallest side of a frame in a picture, in pixels.
 SHOWN_SIDE = 96
@@ -68,15 +69,15 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
     No code in the checkpoint runs: it is read as plain values and tensors.
 
     Args:
-        source: A run folder, whose newest checkpoint is used, or a checkpoint, for instance one
-            by `det checkpoint download`.
+        source: A run folder, whose newest checkpoint with finite weights is used, or a checkpoint,
+            for instance one by `det checkpoint download`.
 
     Raises:
-        CheckpointError: if there is no checkpoint, it is damaged, or it is not from a Latte.
+        CheckpointError: if there is no checkpoint, it is damaged, its weights are not finite, or it
+            is not from a Latte.
         ConfigError: if this version cannot read its configuration.
     """
-    checkpoints = complete_checkpoints(source / "checkpoints")
-    folder = checkpoints[-1] if checkpoints else source
+    folder = _checkpoint_of(source)
     try:
         data: dict[str, Any] = json.loads((folder / "load_data.json").read_bytes())
         check_bytes(folder)
@@ -105,7 +106,15 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
         denoiser.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its weights do not fit its settings: {error}") from error
+    if not all(bool(weight.isfinite().all()) for weight in denoiser.parameters()):
+        raise CheckpointError(f"{folder}: its weights are not finite; give an earlier checkpoint")
     return config, denoiser.eval()
+
+
+def _checkpoint_of(source: Path) -> Path:
+    checkpoints = complete_checkpoints(source / "checkpoints")
+    finite = [path for path in checkpoints if read_metadata(path).get("finite", True)]
+    return finite[-1] if finite else source
 
 
 @torch.no_grad()
@@ -134,19 +143,9 @@ def sample(
     Raises:
         SampleError: if the model cannot sample with these `steps` or this `guidance`.
     """
-    diffusion = config.hparams.diffusion
-    if not 1 <= steps <= diffusion.num_train_timesteps:
-        raise SampleError(
-            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, the timesteps "
-            "of its training"
-        )
-    if diffusion.conditioning is Conditioning.NONE:
+    _check_choices(config.hparams.diffusion, steps, guidance)
+    if config.hparams.diffusion.conditioning is Conditioning.NONE:
         guidance = 1.0  # both predictions are the same
-    elif guidance != 1.0 and not diffusion.class_dropout:
-        raise SampleError(
-            f"--guidance: got {guidance:g}, but with class_dropout 0 this model never trained "
-            "without a class; allowed: 1"
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = denoiser.to(device)
     in_pixels = config.data.dataset is ClipDataset.MOVING_DIGITS  # pixels lie in [-1, 1]
@@ -166,20 +165,34 @@ def sample(
     return clips.cpu()
 
 
+def _check_choices(diffusion: DiffusionSettings, steps: int, guidance: float) -> None:
+    if not 1 <= steps <= diffusion.num_train_timesteps:
+        raise SampleError(
+            f"--steps: got {steps}; allowed: 1 to {diffusion.num_train_timesteps}, the timesteps "
+            "of its training"
+        )
+    if not math.isfinite(guidance):
+        raise SampleError(f"--guidance: got {guidance:g}; allowed: a finite number")
+    knows_only_classes = (
+        diffusion.conditioning is Conditioning.CLASS and not diffusion.class_dropout
+    )
+    if guidance != 1.0 and knows_only_classes:
+        raise SampleError(
+            f"--guidance: got {guidance:g}, but with class_dropout 0 this model never trained "
+            "without a class; allowed: 1"
+        )
+
+
 def write(clips: torch.Tensor, out: Path) -> list[Path]:
     """Write clips in [-1, 1] as an animation and a strip, or any clips as an array.
 
     Args:
         clips: (B, C, F, S, S), float32.
-        out: A name that ends in `.gif`, which also writes a `.png`, or in `.npy`.
+        out: A name that `check_out` allows; `.gif` also writes a `.png`.
 
     Returns:
         The files.
-
-    Raises:
-        SampleError: if a picture cannot show the clips, or `out` has another ending.
     """
-    check_out(out, clips.shape[1])
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".npy":
         np.save(out, clips.numpy())
@@ -254,7 +267,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=at_least(1), default=50, help="denoising steps (default 50)"
     )
     parser.add_argument("--guidance", type=float, default=2.0, help="default 2.0; 1.0 is none")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial noise (default 0)")
+    parser.add_argument(
+        "--seed", type=at_least(0, 2**63 - 1), default=0, help="of the initial noise (default 0)"
+    )
     parser.add_argument("--out", default="clip.gif", help=".gif or .npy (default clip.gif)")
     return parser.parse_args(arguments)
 

@@ -17,12 +17,11 @@ from determined import pytorch
 
 from benchmarks.gpu.box import Box
 from benchmarks.gpu.resnet import BATCHES, TINY_BATCHES, Bare, batch_on
-from benchmarks.loops import ENDLESS, NoReports, train_in_turns
+from benchmarks.loops import ENDLESS, context_of, train_in_turns
 from benchmarks.turns import BATCHES_PER_TURN, Turns, by_turns
 from determined_amp.amp.settings import Precision
 from determined_amp.experiment.experiment import Experiment, parse, read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.local.open_trial import throwaway_core_context, trial_context
 from determined_amp.trial.determined_0_38 import SafeController, controlled_by
 from determined_amp.trial.fitting import fit
 from determined_amp.trial.unmodified import trial_of
@@ -144,11 +143,7 @@ def count_synchronisations(box: Box, precision: Precision) -> dict[str, Any]:
     """Count synchronisations in `COUNTED` training batches, and those of a planted `item()`."""
     experiment = experiment_of(box, precision, noise_of(box))
     caught: list[warnings.WarningMessage] = []
-    with (
-        throwaway_core_context(reports=NoReports) as core_context,
-        controlled_by(partial(Counting, caught)),
-    ):
-        context = trial_context(core_context, experiment)
+    with context_of(experiment) as context, controlled_by(partial(Counting, caught)):
         fit(trial_of(experiment, context), context, checkpoint_policy="none")
     planted = torch.ones((), device=box.device)
     with waits() as control:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import multiprocessing
 import pkgutil
@@ -22,6 +21,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from benchmarks.gpu.box import Box, problem_of
 from benchmarks.gpu.goals import goals, words
 from benchmarks.gpu.report import draw, markdown
+from determined_amp.experiment.machine import installed_version
 
 # By module of this package: its seconds. A part may also use what earlier parts left over.
 WHERE = "benchmarks.gpu.{}:measure"
@@ -78,22 +79,30 @@ def measure(
         if ends - began < LEAST:
             _append(path, part, {"note": f"not begun: {ends - began:.0f} s are left"})
             continue
-        # Not a daemon, because daemons may not start loader processes.
         box = Box(torch.device(device), tiny, ends)
         process = _processes.Process(target=_part, args=(part, where, path, box))
-        process.start()
-        process.join(ends + grace - time.monotonic())
-        if process.is_alive():
-            process.kill()
-            process.join()
-            _append(path, part, {"note": f"cut off after {time.monotonic() - began:.0f} s"})
-        elif process.exitcode:
-            _append(path, part, {"note": f"its process ended with {process.exitcode}"})
+        if note := _run(process, box, grace):
+            _append(path, part, {"note": note})
         took = round(time.monotonic() - began, 1)
         _append(path, part, {"seconds": took})
         notes = [f"; {r['note']}" for r in rows_of(path) if r["part"] == part and "note" in r]
         print(f"{part}: {took} s{''.join(notes)}", flush=True)
     return rows_of(path)
+
+
+def _run(process: BaseProcess, box: Box, grace: float) -> str:
+    """Run a process until the time of its box is over, and cut it off; what is to be noted.
+
+    It is no daemon, because daemons may not start loader processes.
+    """
+    began = time.monotonic()
+    process.start()
+    process.join(box.left() + grace)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"cut off after {time.monotonic() - began:.0f} s"
+    return f"its process ended with {process.exitcode}" if process.exitcode else ""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +158,7 @@ def machine(device: str) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if cuda else None,  # type: ignore[no-untyped-call]
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: installed_version(name) for name in PACKAGES},
     }
 
 
@@ -159,13 +168,6 @@ def _driver() -> str:
         return subprocess.check_output(ask, text=True, timeout=20).strip()
     except (OSError, subprocess.SubprocessError) as error:
         return problem_of(error)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

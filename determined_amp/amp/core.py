@@ -104,7 +104,8 @@ class AmpCore:
             slots=slots,
             replay=self._replay,
         )
-        self._overwrites_losses = settings.compile.replays_graphs
+        # Losses are kept until the report; the next replay of a CUDA graph overwrites this one.
+        self._copies_losses = settings.compile.replays_graphs
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._hooks: dict[Optimizer, RemovableHandle] = {}
@@ -157,6 +158,7 @@ class AmpCore:
             )
         skips = self.scaler.is_enabled()
         steps.schedule = schedule_of(scheduler, self.device, skips=skips)
+        self.metrics.restore_plateau(optimizer)
         return scheduler
 
     def _begin(self) -> None:
@@ -181,29 +183,33 @@ class AmpCore:
     def _clip(self, optimizer: Optimizer, parameters: list[torch.Tensor], max_norm: float) -> None:
         if self.is_replaying:
             return
-        if not self.scaler.is_unscaled(optimizer):
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_once(optimizer)
         self.metrics.of(optimizer).clip(parameters, max_norm, self.loss_scale)
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         """A hook before every step. It runs in every precision, so fp32 shows a mistake, too."""
         self.metrics.of(optimizer).begin(optimizer)
-        self.scaler.check_step()
+        self.scaler.check_step(optimizer)
 
     def finish_steps(self) -> None:
         """Update the loss scale and the counts; `update` does that at the end of a batch.
 
         Call it between two steps of the same optimizer within a batch.
         """
-        if self.scaler.outcomes:
+        if not self.scaler.is_finished:
             for optimizer, skipped in self.scaler.finish().items():
                 self.metrics.of(optimizer).finish(skipped)
 
     def _count(
-        self, loss: torch.Tensor | None, samples: int | None, *, again: bool = False
+        self, loss: torch.Tensor | float | None, samples: int | None, *, again: bool = False
     ) -> dict[str, float]:
-        if loss is not None and self._overwrites_losses:
-            loss = loss.detach().clone()  # it is kept until the report
+        if loss is not None:
+            loss = torch.as_tensor(loss)
+            if loss.numel() != 1:
+                problem = f"got a loss of shape {tuple(loss.shape)}; allowed: its mean, one number"
+                raise self._wrong("update", problem)
+            loss = loss.detach().to(self.device, non_blocking=True, copy=self._copies_losses)
+            loss = loss.reshape(()) if loss.dim() else loss
         return self.metrics.add(loss, samples, again=again)
 
     # Everything else that a training can ask for.
@@ -275,8 +281,8 @@ class AmpCore:
             give_hooks(optimizer)
         self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
-    def _check_norm(self, max_norm: float, place: str) -> None:
-        if not max_norm > 0:
+    def _check_norm(self, max_norm: float | None, place: str) -> None:
+        if max_norm is None or not max_norm > 0:
             raise self._wrong(place, f"got max_norm {max_norm}; allowed: a number above 0")
 
     @classmethod

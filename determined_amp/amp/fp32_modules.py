@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import difflib
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -64,7 +65,7 @@ def keep_in_float32(
     names = _chosen(model, patterns)
     # Asked only where it is needed: it imports the compiler.
     in_float32 = _in_float32
-    if names and (compiled or _is_compiled(model)):
+    if names and (compiled or is_compiled(model)):
         in_float32 = torch.compiler.disable(_in_float32)  # type: ignore[no-untyped-call]  # torch
     for name in names:
         module = model.get_submodule(name)
@@ -82,7 +83,7 @@ def meanwhile_in_float32(modules: Iterable[nn.Module], device_type: str) -> Iter
         yield
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     """Whether the user has compiled it, with `torch.compile(model)` or `model.compile()`."""
     return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
@@ -178,7 +179,16 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
                     original[key] = back(value)
 
 
-def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
+# Types of most of what modules keep and get; no container of these alone needs a search.
+_PLAIN = frozenset((bool, float, int, str, type(None)))
+
+# Containers by id, each with its cast: one may be in several places, or hold itself.
+_Known = dict[int, tuple[Any, Any]]
+
+
+def as_float32(
+    value: Any, replaced: list[tuple[Any, Any]] | None = None, known: _Known | None = None
+) -> Any:
     """Cast the float16 and bfloat16 tensors of nested lists, tuples, mappings and dataclasses.
 
     A container without such a tensor is returned itself, so that a module can still write to it.
@@ -186,36 +196,66 @@ def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any
     Args:
         value: Anything.
         replaced: Gets a pair for each tensor and container that was replaced: the old and the new.
+        known: The containers that were met before.
     """
-    cast = _cast(value, replaced)
+    if isinstance(value, torch.Tensor):
+        is_16_bit = value.dtype in (torch.float16, torch.bfloat16)
+        cast = value.float() if is_16_bit else value
+    elif is_plain(value):
+        return value
+    else:
+        known = {} if known is None else known
+        if id(value) in known:
+            return known[id(value)][1]
+        known[id(value)] = value, value
+        cast = _cast(value, replaced, known)
+        known[id(value)] = value, cast
     if replaced is not None and cast is not value:
         replaced.append((value, cast))
     return cast
 
 
-def _cast(value: Any, replaced: list[tuple[Any, Any]] | None) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+def is_plain(value: Any) -> bool:
+    """Whether a value can be seen at once to hold no tensor: this is asked very often."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return _PLAIN.issuperset(map(type, value))
+    if kind is dict:
+        return _PLAIN.issuperset(map(type, value.values()))
+    return kind in _PLAIN
+
+
+def _cast(value: Any, replaced: list[tuple[Any, Any]] | None, known: _Known) -> Any:
     if isinstance(value, (list, tuple)):
-        items = [as_float32(item, replaced) for item in value]
+        items = [as_float32(item, replaced, known) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, deque):
+        items = [as_float32(item, replaced, known) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else deque(items, value.maxlen)
     if isinstance(value, MutableMapping):
-        cast = {key: as_float32(old, replaced) for key, old in value.items()}
+        cast = {key: as_float32(old, replaced, known) for key, old in value.items()}
         if any(cast[key] is not old for key, old in value.items()):
             value = copy.copy(value)  # one of the same kind
             for key, new in cast.items():
                 value[key] = new
         return value
-    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if is_dataclass or isinstance(value, SimpleNamespace):
-        names = set(getattr(value, "__dict__", {}))  # which one with slots has not
-        names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()
-        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        cast = {name: as_float32(old, replaced) for name, old in held.items()}
-        if any(cast[name] is not old for name, old in held.items()):
-            value = copy.copy(value)
-            for name, new in cast.items():
-                object.__setattr__(value, name, new)  # a frozen one, too
+    held = fields_of(value)
+    cast = {name: as_float32(old, replaced, known) for name, old in held.items()}
+    if any(cast[name] is not old for name, old in held.items()):
+        value = copy.copy(value)
+        for name, new in cast.items():
+            object.__setattr__(value, name, new)  # a frozen one, too
     return value
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """What a dataclass or a namespace holds, by name; nothing for any other object."""
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+    if not (is_dataclass or isinstance(value, SimpleNamespace)):
+        return {}
+    names = set(getattr(value, "__dict__", {}))  # which one with slots has not
+    names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -8,7 +8,6 @@ slots stop together.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
 from determined_amp.amp.settings import AmpSettings, OnOverflow
 from determined_amp.amp.slots import Slots
-from determined_amp.amp.tensors import parameters_in
+from determined_amp.amp.tensors import is_not_finite, parameters_in
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +99,16 @@ class Guard:
         self._statistics = RunningStatistics(self._models)
         self._statistics.remember()
         for optimizer in self._optimizers:
-            counts = self._metrics.of(optimizer).counts
-            applied = int(counts.applied)
-            began_at = applied, counts.attempted - applied
-            self._began_at[self._metrics.suffix(optimizer)] = began_at
-        self._judged_at = dict(self._began_at)
+            self.begin_with(optimizer)
         self._norm_at_start = _norm(self._models)
         self._scale_at_start = self._scaler.get_scale()
+
+    def begin_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the steps of an optimizer before the run; it may come after the start."""
+        name, counts = self._metrics.suffix(optimizer), self._metrics.of(optimizer).counts
+        known = counts.applied_on_host
+        applied = int(counts.applied) if known is None else known
+        self._began_at[name] = self._judged_at[name] = applied, counts.attempted - applied
 
     def judge(self, metrics: Mapping[str, Any], batches: int) -> None:
         """Judge the newest report, right after it was made.
@@ -157,7 +159,9 @@ class Guard:
         """Train the newest batch of every slot again; return the first cause that a slot finds."""
         replay, cause = self._replay(), None
         try:
-            if replay is not None:  # the same on every slot
+            # A loop may give its batch on some slots alone, and all of them must look for it.
+            given = self._slots.allgather(replay is not None)
+            if replay is not None and all(given):
                 cause = find_cause(
                     self._models,
                     *replay,
@@ -166,6 +170,8 @@ class Guard:
                     grown=_growth(self._norm_at_start, _norm(self._models)),
                     slots=self._slots,
                 )
+            else:
+                replay = None
         except Exception as error:  # other slots wait below, and the failure must be reported
             cause = f"not found: training the batch again raised {type(error).__name__}: {error}"
         causes = self._slots.allgather(cause)
@@ -287,11 +293,3 @@ def _growth(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
     if before is None or now is None or not before > 0:
         return 1.0
     return float(now.to(before.device) / before)
-
-
-def is_not_finite(value: Any) -> bool:
-    """Whether a value is a number, but not a finite one."""
-    try:
-        return value is not None and not math.isfinite(value)
-    except TypeError:  # not a number
-        return False

@@ -32,11 +32,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.mistakes import IN_A_LOOP
+from determined_amp.amp.mistakes import IN_A_LOOP, Mistake, error_of
 from determined_amp.amp.replay import own_copy
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.slots import OneSlot, Slots
-from determined_amp.amp.tensors import parameters_of
+from determined_amp.amp.slots import ProcessGroup, Slots
+from determined_amp.amp.tensors import parameters_in, parameters_of
 
 _NOT_REPLAYED = (
     "Its cause was not looked for: give the newest batch and the loss function, "
@@ -51,10 +51,10 @@ class AmpLoop(AmpCore):
         settings: The `amp` section of a YAML.
         device: Where the training computes.
         slots: The processes of the training, such as `core_context.distributed` of Determined;
-            by default there is only this one.
+            by default those of torch's default group, or this one if there is no group.
 
     Raises:
-        ConfigError: if the settings ask for the loss scale to be found.
+        ConfigError: if the settings ask for the loss scale to be found, or contradict each other.
         PrecisionError: if the device only emulates the precision.
     """
 
@@ -70,9 +70,14 @@ class AmpLoop(AmpCore):
                 "got find, for which a loop has no batches yet; allowed: a number, such as "
                 "determined_amp.find_loss_scale(model, loss_fn, batches).init_scale",
             )
-        super().__init__(settings, device, slots=slots or OneSlot(), models=[], optimizers=[])
+        for key, problem in settings.contradictions(frozenset()):
+            raise self._wrong(key, problem)
+        slots = slots or ProcessGroup(torch.device(device))
+        super().__init__(settings, device, slots=slots, models=[], optimizers=[])
+        self._copies_losses = True  # a loop may add the next loss to this one in place
         self.guard.without_replay = _NOT_REPLAYED
         self._newest: tuple[Any, Callable[[Any], torch.Tensor]] | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     # Before the training.
 
@@ -98,6 +103,8 @@ class AmpLoop(AmpCore):
             ConfigError: if a setting of the models has no effect.
         """
         self._begin()
+        known = (p for p in parameters_in(self.models) if not p.is_inference())
+        self._versions = [(parameter, parameter._version) for parameter in known]
         self.metrics.reset()
         self.guard.start()
 
@@ -125,14 +132,14 @@ class AmpLoop(AmpCore):
         self._clip(optimizer, parameters_of(optimizer), max_norm)
 
     def update(
-        self, loss: torch.Tensor | None = None, samples: int | None = None
+        self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
         """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
         Call it once a batch, also where gradients accumulate over several.
 
         Args:
-            loss: Mean loss of the batch, unscaled, (), on the device; reported as `loss`.
+            loss: Mean loss of the batch, unscaled, one number; reported as `loss`.
             samples: Samples in it; without it no speed is reported.
 
         Returns:
@@ -150,7 +157,7 @@ class AmpLoop(AmpCore):
     ) -> dict[str, Any]:
         """The metrics since the last report; see `MetricName`. Synchronises once.
 
-        All slots must call it.
+        All slots must call it, as they must call any other collective.
 
         Args:
             batch: The newest batch. If the guard has to end the run, it replays this batch to find
@@ -158,8 +165,12 @@ class AmpLoop(AmpCore):
             loss_fn: Runs the forward of a batch and returns the loss, as for `find_loss_scale`.
 
         Raises:
+            ConfigError: if the weights moved and no optimizer was stepped by the scaler.
             GuardError: if the run no longer trains; save a checkpoint if its `state_is_good`.
         """
+        has_moved = any(parameter._version != version for parameter, version in self._versions)
+        if has_moved and self.scaler.has_scaled and not self.optimizers:
+            raise error_of(Mistake.STEPS_ITSELF, self.remedies)
         everywhere = self.slots.allgather(self.metrics.per_slot_reduce())
         metrics, batches = self.metrics.cross_slot_reduce(everywhere), self.metrics.batches
         self.metrics.reset()
@@ -176,14 +187,19 @@ class AmpLoop(AmpCore):
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
+        self.finish_steps()  # a step that `update` has not counted yet is in the weights already
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, once models and optimizers are restored.
 
         Raises:
-            ConfigError: if it has the counts of more optimizers than are known here.
+            ConfigError: if it has the counts of more optimizers than are known here, or is no state
+                of a loop.
         """
+        if state_dict and "optimizers" not in state_dict:
+            problem = "got no state of a loop; allowed: what amp.state_dict() returned"
+            raise self._wrong("load_state_dict", f"{problem}; a GradScaler's is for amp.scaler")
         if state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         saved = len(state_dict.get("optimizers", ()))
@@ -211,6 +227,9 @@ class AmpLoop(AmpCore):
         with self.without_steps(scale):
             with self._training_autocast:
                 loss = loss_fn(own_copy(batch))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                problem = "returned no tensor of one element with a gradient; allowed: the loss"
+                raise self._wrong("loss_fn", problem)
             torch.autograd.backward(self.scaler.scale(loss))
 
     def _replay(self) -> Any:
@@ -225,3 +244,5 @@ class AmpLoop(AmpCore):
                 self.optimizers.append(optimizer)
             self._watch_steps(optimizer)
             self.metrics.restore(optimizer)
+            if self._started:
+                self.guard.begin_with(optimizer)

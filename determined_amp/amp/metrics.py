@@ -169,6 +169,15 @@ class TrainingMetrics(StepsOfEach):
         for name, peak in peak_memory_mib(self._device).items():
             self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
         everything = self.all()
+        on_host = [
+            (
+                steps.counts.attempted,
+                steps.attempted_before,
+                steps.has_norm,
+                optimizer in self.drifting,
+            )
+            for optimizer, steps in zip(self._optimizers, everything, strict=True)
+        ]
         on_device = [self._loss_sum.total(), *self._scales()]
         for steps in everything:
             on_device.extend(steps.on_device())
@@ -178,15 +187,19 @@ class TrainingMetrics(StepsOfEach):
             "losses": self._losses,
             "loss_scale": scale,
             "scale_of_newest_step": used,
-            "optimizers": [numbers[i : i + 5] for i in range(0, len(numbers), 5)],
+            "optimizers": [[*numbers[5 * i : 5 * i + 5], *more] for i, more in enumerate(on_host)],
             MetricName.SAMPLES_PER_SECOND: self._timed_samples / seconds if seconds else 0.0,
             MetricName.DATA_WAIT_SHARE: self._wait_share(seconds),
             **self._peaks,
         }
 
     def cross_slot_reduce(self, per_slot_metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Join the slots. Scale and steps are the same on all of them."""
-        slots, first = per_slot_metrics, per_slot_metrics[0]
+        """Join the slots. Scale and steps are those of the slot that has made the most steps.
+
+        They are the same on all of them, unless some have run out of data.
+        """
+        slots = per_slot_metrics
+        first = max(slots, key=lambda slot: sum(numbers[5] for numbers in slot["optimizers"]))
         losses = sum(s["losses"] for s in slots)
         loss = sum(s["loss_sum"] for s in slots) / losses if losses else None
         scale = first["loss_scale"]
@@ -196,9 +209,10 @@ class TrainingMetrics(StepsOfEach):
         if self._scaled:
             metrics[MetricName.LOSS_SCALE_LOG2] = math.log2(scale) if scale else -math.inf
         steps = []
-        for optimizer, numbers in zip(self._optimizers, first["optimizers"], strict=True):
-            step = self._step_report(optimizer, numbers)
-            metrics.update(self._metrics_of(optimizer, step, numbers))
+        several = len(first["optimizers"]) > 1
+        for number, numbers in enumerate(first["optimizers"]):
+            step = _step_report(f"_{number}" if several else "", numbers)
+            metrics.update(self._metrics_of(step, numbers))
             steps.append(step)
         for name in (MetricName.PEAK_MEMORY_MIB, MetricName.PEAK_RESERVED_MEMORY_MIB):
             if name in first:
@@ -225,24 +239,8 @@ class TrainingMetrics(StepsOfEach):
         waited = self._wait.seconds()
         return None if waited is None or not seconds else waited / seconds
 
-    def _step_report(
-        self, optimizer: torch.optim.Optimizer, numbers: Sequence[float]
-    ) -> StepReport:
-        steps = self.of(optimizer)
-        _, _, applied, applied_before, consecutive = numbers
-        return StepReport(
-            name=self.suffix(optimizer),
-            applied=int(applied),
-            skipped=int(steps.counts.attempted - applied),
-            consecutive_skips=int(consecutive),
-            new_applied=int(applied - applied_before),
-            new_attempted=steps.counts.attempted - steps.attempted_before,
-        )
-
-    def _metrics_of(
-        self, optimizer: torch.optim.Optimizer, step: StepReport, numbers: Sequence[float]
-    ) -> dict[str, Any]:
-        norm, largest = numbers[:2]
+    def _metrics_of(self, step: StepReport, numbers: Sequence[float]) -> dict[str, Any]:
+        norm, largest, *_, has_norm, drifts = numbers
         new = step.new_attempted
         metrics: dict[str, Any] = {MetricName.APPLIED_STEPS: step.applied}
         if self._scaled:
@@ -252,13 +250,25 @@ class TrainingMetrics(StepsOfEach):
             metrics[MetricName.CONSECUTIVE_SKIPS] = step.consecutive_skips
         if step.skipped and new:
             metrics[MetricName.SKIP_RATIO] = 1.0 - step.new_applied / new
-        if step.skipped and optimizer in self.drifting:
+        if step.skipped and drifts:
             metrics[MetricName.LR_DRIFT_STEPS] = step.skipped
         if largest:
             metrics[MetricName.HEADROOM_BITS] = math.log2(FLOAT16_MAX / largest)
-        if self.of(optimizer).has_norm and step.new_applied:
+        if has_norm and step.new_applied:
             metrics[MetricName.GRAD_NORM] = norm / step.new_applied
         return {name + step.name: value for name, value in metrics.items()}
+
+
+def _step_report(name: str, numbers: Sequence[float]) -> StepReport:
+    _, _, applied, applied_before, consecutive, attempted, attempted_before, *_ = numbers
+    return StepReport(
+        name=name,
+        applied=int(applied),
+        skipped=int(attempted - applied),
+        consecutive_skips=int(consecutive),
+        new_applied=int(applied - applied_before),
+        new_attempted=int(attempted - attempted_before),
+    )
 
 
 def peak_memory_mib(device: torch.device) -> dict[str, float]:

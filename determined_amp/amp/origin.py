@@ -66,6 +66,9 @@ class Origin:
         """The module whose forward made a node."""
         return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
 
+    def __deepcopy__(self, memo: object) -> Origin:
+        return self  # of a module that is copied, with its hooks
+
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any) -> None:
             self._entered[threading.get_ident()].append(name)

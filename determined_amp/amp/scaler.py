@@ -21,11 +21,15 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import any_gradient
+from determined_amp.amp.tensors import HeldGradients, any_gradient, has_closure
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
 Skipped = bool | torch.Tensor
+
+
+# Optimizers, by id, that a scaler of this process is stepping; an earlier loop may know them, too.
+_STEPPED_NOW: set[int] = set()
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -68,6 +72,8 @@ class LossScaler(torch.amp.GradScaler):
         self._remedies = remedies
         self._stages: dict[Optimizer, Stage] = {}
         self._outcomes: dict[Optimizer, Skipped] = {}
+        # Unscaled gradients that no step has used, as they were when the loss was scaled last.
+        self._left: dict[Optimizer, HeldGradients] = {}
         self._has_moved = False
         self._needs_update = False
         self._used: torch.Tensor | None = None
@@ -77,32 +83,43 @@ class LossScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
+        if self._left or self._stages:
+            self._look_at_what_is_left()
         return super().scale(outputs) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
-        self._stages[optimizer] = self._check(optimizer, "unscale")
+        stage = self._check(optimizer, "unscale")
+        self._refuse_two_scales(optimizer)
+        self._stages[optimizer] = stage
         if self._enabled:
             super().unscale_(optimizer)
+            if not any_gradient(optimizer):
+                self._note_nothing(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `GradScaler.step`, and keep whether it skipped the step."""
         if self.clips:
             self._check(optimizer, "clip")
         self._check(optimizer, "step")
-        if not self.has_scaled and any_gradient(optimizer):
+        self._refuse_two_scales(optimizer)
+        closure = has_closure((optimizer, *args), kwargs)
+        if closure and self._enabled:
+            raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
+        if not (self.has_scaled or closure) and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
         if self._enabled and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
-            assert self._scale is not None
-            self.note(optimizer, torch.zeros_like(self._scale))
+            self._note_nothing(optimizer)
         self._has_moved = False
         self.stepping = True
+        _STEPPED_NOW.add(id(optimizer))
         try:
             result = super().step(optimizer, *args, **kwargs)
         finally:
             self.stepping = False
+            _STEPPED_NOW.discard(id(optimizer))
         if self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False):
             self.has_stepped(optimizer, self._found_inf(optimizer))
         else:  # torch has asked the device
@@ -112,6 +129,9 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Call `GradScaler.update`, and keep the scale above its floor. No synchronisation."""
         self.has_scaled = self._needs_update = False
+        for optimizer, stage in self._stages.items():
+            if stage is Stage.UNSCALED:
+                self._left[optimizer] = HeldGradients(optimizer)
         self._stages = {each: s for each, s in self._stages.items() if s is Stage.STEPPED}
         if not self._enabled:
             return
@@ -142,18 +162,30 @@ class LossScaler(torch.amp.GradScaler):
         """The optimizers that have stepped since `finish`, and whether the step was skipped."""
         return self._outcomes
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether no optimizer has stepped, nor been unscaled for a step, since `finish`."""
+        return not self._outcomes and Stage.UNSCALED not in self._stages.values()
+
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of an optimizer are unscaled, and it has not stepped yet."""
         return self._stages.get(optimizer) is Stage.UNSCALED
 
-    def check_step(self) -> None:
+    def unscale_once(self, optimizer: Optimizer) -> None:
+        """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
+        if not self.is_unscaled(optimizer):
+            self.unscale_(optimizer)
+        elif optimizer in self._left and not self._left.pop(optimizer).are_as_they_were:
+            raise error_of(Mistake.MIXES_SCALES, self._remedies)
+
+    def check_step(self, optimizer: Optimizer) -> None:
         """Every optimizer calls it at the beginning of a step.
 
         Raises:
             ConfigError: if the optimizer is stepped without the scaler.
         """
         self._has_moved = True
-        if not self.stepping:
+        if not self.stepping and id(optimizer) not in _STEPPED_NOW:
             raise error_of(Mistake.STEPS_ITSELF, self._remedies)
 
     def check_end(self) -> None:
@@ -166,8 +198,11 @@ class LossScaler(torch.amp.GradScaler):
             self._check(optimizer, "end")
 
     def finish(self) -> dict[Optimizer, Skipped]:
-        """Update the scale, unless that was done; return the outcome of each step."""
-        if self._needs_update:
+        """Update the scale, unless that was done; return the outcome of each step.
+
+        What was found before a step that was left out, say for its norm, counts for the scale.
+        """
+        if self._needs_update or Stage.UNSCALED in self._stages.values():
             self.update()
         outcomes, self._outcomes = self._outcomes, {}
         self._stages.clear()
@@ -220,6 +255,27 @@ class LossScaler(torch.amp.GradScaler):
         if isinstance(after, Mistake):
             raise error_of(after, self._remedies)
         return after
+
+    def _note_nothing(self, optimizer: Optimizer) -> None:
+        assert self._scale is not None
+        self.note(optimizer, torch.zeros_like(self._scale))
+
+    def _look_at_what_is_left(self) -> None:
+        """Before a backward: which unscaled gradients would it add scaled ones to?"""
+        unscaled = [each for each, s in self._stages.items() if s is Stage.UNSCALED]
+        # Those are noted anew below: only others, whose step was left out, are read.
+        left_out = ((each, it) for each, it in self._left.items() if each not in unscaled)
+        self._left = {each: it for each, it in left_out if it.are_as_they_were}
+        for optimizer in unscaled:
+            self._left[optimizer] = HeldGradients(optimizer)
+            if not any_gradient(optimizer):  # dropped, after an error between clip and step
+                del self._stages[optimizer]
+                self._per_optimizer_states.pop(id(optimizer), None)
+
+    def _refuse_two_scales(self, optimizer: Optimizer) -> None:
+        left = self._left.pop(optimizer, None)
+        if left and not self.is_unscaled(optimizer) and left.are_there:
+            raise error_of(Mistake.MIXES_SCALES, self._remedies)
 
     def _found_inf(self, optimizer: Optimizer) -> torch.Tensor:
         state = self._per_optimizer_states[id(optimizer)]

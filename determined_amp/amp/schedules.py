@@ -100,7 +100,20 @@ class AppliedStepSchedule:
             self._refuse_to_stand_still()
             simulation.at(self._step_on_host(attempted, applied))  # forgets what is not needed
         step = self._step_on_host(attempted, applied)
+        if simulation.has_forgotten(step):
+            raise ConfigError(
+                "load_state_dict",
+                [
+                    f"{self._name()} has moved further than the state; allowed: to go back with a "
+                    "new scheduler and a new loop"
+                ],
+            )
         groups = self.optimizer.param_groups
+        if len(groups) > simulation.groups:
+            self._warn_once(
+                f"{self._name()} does not move the parameter groups that were added after it was "
+                "made: their values stay as they are"
+            )
         for group, values in zip(groups, simulation.at(step), strict=False):
             group.update(values)
         if self._table is not None:
@@ -109,6 +122,10 @@ class AppliedStepSchedule:
                 group["lr"] = rate
         self._shown = self._scheduler._last_lr = [group["lr"] for group in groups]
         self._warn_of_end(step)
+
+    def counts_were_loaded(self) -> None:
+        """The next counts are those of a saved state, which may have skips of another precision."""
+        self._skipped = None
 
     def _refuse_to_stand_still(self) -> None:
         """Raise if the scheduler raised at its first step: that is a fault, and not its end."""

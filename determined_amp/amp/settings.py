@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from determined_amp.amp.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+
+# Metadata keys of the bounds of a field, each with its sign.
+BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
 
 # Metadata key that marks a field as declared by `setting`.
 DECLARED = "declared by setting"
@@ -97,6 +108,15 @@ class FindScale(enum.Enum):
     FIND = "find"
 
 
+# Fields that are a word in a YAML, and may be one in a script. `init_scale` may be a number, too.
+_WORDS: dict[str, type[enum.Enum]] = {
+    "precision": Precision,
+    "init_scale": FindScale,
+    "on_overflow": OnOverflow,
+    "eval_precision": EvalPrecision,
+    "compile": Compile,
+}
+
 # PyTorch's own default.
 DEFAULT_SCALE = 65536.0
 
@@ -115,6 +135,8 @@ SCALER_KEYS = (
 @dataclass(frozen=True)
 class AmpSettings:
     """The `amp` section of the hyperparameters; the scaler's names and defaults are torch's own.
+
+    A word of the YAML, such as "amp_fp16", stands for the member of its enumeration.
 
     Args:
         precision: Precision of training.
@@ -150,6 +172,33 @@ class AmpSettings:
     audit: bool = setting(True)
     set_backends: bool = setting(True)
     compile: Compile = setting(Compile.OFF)
+
+    def __post_init__(self) -> None:
+        modules: Any = self.fp32_modules
+        patterns = (modules,) if isinstance(modules, str) else tuple(modules)
+        object.__setattr__(self, "fp32_modules", patterns)
+        for name, words in _WORDS.items():
+            if getattr(self, name) in [word.value for word in words]:
+                object.__setattr__(self, name, words(getattr(self, name)))
+        if problems := list(self._mistakes()):
+            raise ConfigError("AmpSettings", problems)
+
+    def _mistakes(self) -> Iterator[str]:
+        for field in dataclasses.fields(self):
+            value, words = getattr(self, field.name), _WORDS.get(field.name)
+            if words is not None and isinstance(value, words):
+                continue
+            bounds = [
+                (*BOUNDS[key], limit) for key, limit in field.metadata.items() if key in BOUNDS
+            ]
+            is_number = isinstance(value, (int, float)) and bool(bounds)
+            if is_number and all(holds(value, limit) for _, holds, limit in bounds):
+                continue
+            allowed = [str(word.value).lower() for word in words or ()]
+            if bounds:
+                allowed.append(" and ".join(f"{sign} {limit:g}" for sign, _, limit in bounds))
+            if allowed:
+                yield f"{field.name}: got {value!r}; allowed: {', '.join(allowed)}"
 
     @property
     def scales_the_loss(self) -> bool:

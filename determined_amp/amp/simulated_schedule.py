@@ -62,6 +62,15 @@ class Simulation:
         """Whether the row of this step has not been made yet."""
         return self.end is None and step >= self.length
 
+    def has_forgotten(self, step: int) -> bool:
+        """Whether the row of this step was forgotten."""
+        return not self.constant and step < self.length - len(self._rows)
+
+    @property
+    def groups(self) -> int:
+        """How many groups it moves."""
+        return len(self._initial)
+
     def extend(self) -> list[Row]:
         """Make the rows of the next steps. Equal neighbours are the same object."""
         states = self._simulate(_AHEAD)

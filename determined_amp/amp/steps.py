@@ -159,6 +159,7 @@ class StepsOfEach:
         self._scaled = scaled
         self._of: dict[Optimizer, OptimizerSteps] = {}
         self._saved: Sequence[dict[str, int]] = ()
+        self._saved_plateaus: Sequence[dict[str, Any] | None] = ()
 
     def of(self, optimizer: Optimizer) -> OptimizerSteps:
         """The steps of one optimizer."""
@@ -182,16 +183,19 @@ class StepsOfEach:
         """Counts and schedules as plain numbers; synchronises."""
         return {
             "optimizers": [steps.counts.state_dict() for steps in self.all()],
-            "plateaus": [schedule.state_dict() for schedule in self.plateaus()],
+            "plateaus": [
+                steps.schedule.state_dict() if isinstance(steps.schedule, PlateauSchedule) else None
+                for steps in self.all()
+            ],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state; an optimizer that is still to come gets its part later."""
         self._saved = state_dict.get("optimizers", ())
+        self._saved_plateaus = state_dict.get("plateaus", ())
         for optimizer in self._optimizers:
             self.restore(optimizer)
-        for schedule, state in zip(self.plateaus(), state_dict.get("plateaus", ()), strict=False):
-            schedule.load_state_dict(state)
+            self.restore_plateau(optimizer)
 
     def restore(self, optimizer: Optimizer) -> None:
         """Give an optimizer its part of the loaded state."""
@@ -199,8 +203,17 @@ class StepsOfEach:
         if number < len(self._saved):
             steps = self.of(optimizer)
             steps.counts.load_state_dict(self._saved[number])
+            if isinstance(steps.schedule, AppliedStepSchedule):
+                steps.schedule.counts_were_loaded()
             steps.place_rate()
             steps.reset()
+
+    def restore_plateau(self, optimizer: Optimizer) -> None:
+        """Give its schedule, if that moves with validations, its part of the loaded state."""
+        number, schedule = self._optimizers.index(optimizer), self.of(optimizer).schedule
+        saved = self._saved_plateaus[number] if number < len(self._saved_plateaus) else None
+        if saved and isinstance(schedule, PlateauSchedule):
+            schedule.load_state_dict(saved)
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer, *, can_skip: bool) -> None:

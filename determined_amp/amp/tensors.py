@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -87,9 +88,26 @@ def is_stand_in(value: Any) -> bool:
     return getattr(type(value), "__torch_dispatch__", dispatch) is not dispatch
 
 
+# What `is_grads_batched` and `jacobian(vectorize=True)` make; torch 2.3 has no function that asks.
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for the gradients of many seeds at once."""
+    return torch._C._dispatch_keys(tensor).has(_BATCHED)
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite; synchronises."""
     return bool(torch.isfinite(values_of(tensor)).all())
+
+
+def is_not_finite(value: Any) -> bool:
+    """Whether a value is a number, but not a finite one."""
+    try:
+        return value is not None and not math.isfinite(value)
+    except TypeError:  # not a number
+        return False
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
@@ -107,3 +125,27 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 def largest_of(tensor: torch.Tensor) -> float:
     """The largest magnitude in a tensor, 0 if it is empty; synchronises."""
     return float(values_of(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+class HeldGradients:
+    """The gradients of an optimizer at one time, and whether anything has changed them since.
+
+    Those that a loop has set to 0 are none. To ask waits for the device, to make it does not.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        self._held = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
+        self._were_there = [values_of(gradient).any() for _, gradient, _ in self._held]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether one is still that of its parameter."""
+        still = any(parameter.grad is gradient for parameter, gradient, _ in self._held)
+        return still and any(map(bool, self._were_there))
+
+    @property
+    def are_as_they_were(self) -> bool:
+        """Whether there were any, and nothing has written to them."""
+        same = all(p.grad is g and g._version == version for p, g, version in self._held)
+        return same and any(map(bool, self._were_there))

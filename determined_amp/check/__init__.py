@@ -5,23 +5,14 @@
     with determined_amp.check.watching() as findings:
         train()
     print(findings)
+
+Spies note events in a record, and rules judge it. To add a finding, write its words into `ADVICE`
+of `advice.py`, a function with `@rule` into `rules.py` that yields `found(key, lines, effect)`, a
+row into docs/check.md, and a trial into `PLANTED` of tests/test_check.py. If none of the events
+that `record.py` lists tells what the rule needs, let a spy of `spies.py` note another.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from determined_amp.check.finding import Finding, Findings
-    from determined_amp.check.watch import watching
+from determined_amp.check.finding import Finding, Findings
+from determined_amp.check.watch import watching
 
 __all__ = ["Finding", "Findings", "watching"]
-
-_MODULES = {"Finding": "finding", "Findings": "finding", "watching": "watch"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Advice:
-    """The words of a finding.
+    """The words of a finding."""
 
-    Args:
-        sentence: What is wrong.
-        in_a_trial: The lines to write in a `PyTorchTrial`.
-        in_a_loop: Those in a loop of the user's own; the same if empty.
-    """
-
-    sentence: str
-    in_a_trial: str
-    in_a_loop: str = ""
+    sentence: str  # what is wrong
+    in_a_trial: str  # the lines to write in a `PyTorchTrial`
+    in_a_loop: str = ""  # those in a loop of the user's own; the same if empty
 
 
 _STEP = (

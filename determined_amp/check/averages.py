@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -13,10 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from determined_amp.amp.tensors import is_stand_in
 from determined_amp.check.finding import Where
-from determined_amp.check.record import users_line
-
-if TYPE_CHECKING:
-    from determined_amp.check.spies import Spies
+from determined_amp.check.lines import users_line
+from determined_amp.check.record import Record
 
 # Elements of a tensor that is near a weight by no chance.
 _LEAST = 16
@@ -42,7 +41,7 @@ class _Lines(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in ("data_ptr", "__get__", "__set__"):
             for tensor in tree_leaves(args):
-                if isinstance(tensor, torch.Tensor) and _address(tensor) in self._memory:
+                if isinstance(tensor, torch.Tensor) and address_of(tensor) in self._memory:
                     line = users_line()
                     if line is not None:
                         self.lines[line] = None
@@ -53,11 +52,13 @@ class Averages:
     """What looks like an average of the weights, from a skipped step to the next backward.
 
     Args:
-        spies: Where a move is noted.
+        record: Where a move is noted.
+        trained: Tells the weights of all optimizers.
     """
 
-    def __init__(self, spies: Spies) -> None:
-        self._spies = spies
+    def __init__(self, record: Record, trained: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._record = record
+        self._trained = trained
         self._before: list[tuple[TensorWeakRef, torch.Tensor, list[torch.Tensor]]] = []
         self._modes: list[_Lines] = []  # entered; at most the last one is in use
 
@@ -71,7 +72,7 @@ class Averages:
         ]
         if self._before:
             alive = (reference() for reference, _, _ in self._before)
-            lines = _Lines({_address(tensor) for tensor in alive if tensor is not None})
+            lines = _Lines({address_of(tensor) for tensor in alive if tensor is not None})
             lines.__enter__()  # type: ignore[no-untyped-call]
             self._modes.append(lines)
 
@@ -82,21 +83,13 @@ class Averages:
         self.leave()
         if not before:
             return
-        moved = replaced = 0
-        known = {id(reference()) for reference, _, _ in before}
-        known |= {id(value) for _, value, _ in before}
+        known = {id(each) for reference, value, _ in before for each in (reference(), value)}
+        moved = 0
         for reference, value, weights in before:
             tensor = reference()
-            if tensor is None:
-                replaced += self._is_replaced(value, weights, known)
-            else:
-                moved += _moves_towards(value, tensor, weights)
-        self._spies.note(
-            "skipped step",
-            moved=moved + replaced,
-            of=len(before),
-            lines=lines,
-        )
+            now = [tensor] if tensor is not None else self._new_ones_like(value, known)
+            moved += any(_moves_towards(value, each, weights) for each in now)
+        self._record.note("skipped step", moved=moved, lines=lines)
 
     def leave(self) -> None:
         """Leave the modes that nobody reads any more, as far as that can be done here.
@@ -107,29 +100,26 @@ class Averages:
             mode: Any = self._modes.pop()
             mode.__exit__(None, None, None)
 
-    def _is_replaced(
-        self, value: torch.Tensor, weights: list[torch.Tensor], known: set[int]
-    ) -> bool:
-        """Whether a new tensor has come in the place of one that is gone."""
-        return any(
-            id(tensor) not in known and _moves_towards(value, tensor, weights)
-            for tensor, _ in self._candidates()
-            if tensor.shape == value.shape
-        )
+    def _new_ones_like(self, value: torch.Tensor, known: set[int]) -> Iterator[torch.Tensor]:
+        """What may have come in the place of a tensor that is gone."""
+        for tensor, _ in self._candidates():
+            if tensor.shape == value.shape and id(tensor) not in known:
+                yield tensor
 
     def _candidates(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
         """Tensors that nobody trains and that are near weights, with those."""
-        weights = [p for p in self._spies.trained() if p.dtype.is_floating_point]
-        by_shape: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        weights = [p for p in self._trained() if p.dtype.is_floating_point]
+        by_shape: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
         for weight in weights:
-            if weight.numel() < _LEAST:  # near by chance
-                continue
-            by_shape.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-        theirs = {_address(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None}
+            if weight.numel() >= _LEAST:
+                by_shape[weight.shape, weight.dtype, weight.device].append(weight)
+        theirs = {
+            address_of(tensor) for p in weights for tensor in (p, p.grad) if tensor is not None
+        }
         # An object may claim another class than its type. There are many that are no tensors.
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
         for thing in tensors:
-            if not _has_memory(thing) or _address(thing) in theirs:
+            if not _has_memory(thing) or address_of(thing) in theirs:
                 continue
             like = by_shape.get((thing.shape, thing.dtype, thing.device), ())
             near = [weight for weight in like if _similarity(thing, weight) > _NEAR]
@@ -167,7 +157,7 @@ def _moves_towards(old: torch.Tensor, new: torch.Tensor, weights: list[torch.Ten
     )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a sparse tensor has none

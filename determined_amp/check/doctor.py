@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 from determined_amp.amp.errors import UserError
-from determined_amp.check import probe as probes
-from determined_amp.check.finding import Findings
+from determined_amp.check.finding import Finding, Findings, Level
+from determined_amp.check.fresh_process import run_afresh
 from determined_amp.check.probe import Probe
 from determined_amp.check.record import Record
-from determined_amp.check.rules import confirm, dependence, judge, judge_checkpoint, judge_resume
+from determined_amp.check.rules import found, judge, number
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
-from determined_amp.trial.determined_0_38 import leave_the_cluster
 
-# Two scales at which the gradients of a step must be the same.
+# Two scales at which the gradients of a step must be the same, and how much they may differ.
 SCALES = (16.0, 4096.0)
-
-# Seconds that one run may take, with its start.
-PATIENCE = 300.0
+_DEPENDS = 1.5
 
 # Runs at most: one, its resume, and one at each scale; and two that are less disturbed.
 RUNS = 6
@@ -40,6 +33,14 @@ _OTHERWISE: tuple[tuple[dict[str, Any], str], ...] = (
         "it raises an error where a GPU is pretended or a step overflows, so neither was done",
     ),
 )
+
+# Faults that say why gradients depend on the scale.
+_EXPLAIN = {
+    *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
+    *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
+    *("half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"),
+    *("beyond_float16", "mixed_dtypes", "no_16_bit_kernel"),
+}
 
 
 def examine(
@@ -79,68 +80,72 @@ def examine(
                 if undisturbed.error is None:
                     first, record, findings = again, undisturbed, judge(undisturbed)
                     findings.notes.append(note)
-        findings.all += judge_checkpoint(record)
+        findings.all += _in_the_checkpoint(record)
         if any(folder.glob("*/state_dict.pth")):
             notify("resuming from the checkpoint")
-            findings.all += judge_resume(record, run(replace(first, resumes=True, saves=False)))
-    if any(scaler["used"] for scaler in record.scalers) and record.error is None:
+            resumed = run(replace(first, resumes=True, saves=False))
+            findings.all += _lost_by_resume(record, resumed)
+    if any(scaler.used for scaler in record.scalers) and record.error is None:
         notify("training two steps at each of two loss scales, in float32")
         with temporary_folder() as folder:
             short = replace(first, folder=folder, saves=False, windows=2, overflows=())
             low, high = (run(replace(short, scale=scale)) for scale in SCALES)
-        confirm(findings, record, dependence(low, high), SCALES)
+        if not _EXPLAIN & {finding.key for finding in findings.faults}:
+            findings.all += _by_the_scale(record, low, high)
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
     findings.sort()
     return findings
 
 
-def run_afresh(probe: Probe) -> Record:
-    """Run a probe in a process of its own, which prints nothing.
+def _in_the_checkpoint(record: Record) -> Iterator[Finding]:
+    """What is wrong with the checkpoint that a run left."""
+    if record.empty_scaler_state:
+        off = [scaler for scaler in record.scalers if not scaler.enabled]
+        effect = (
+            "a run that goes on from it with AMP ends: 0 of the 5 values of its state are there"
+        )
+        by_device = not record.has_cuda and any(scaler.by_device for scaler in off)
+        level = Level.SUSPICION if by_device else Level.FAULT  # it may be enabled on a GPU
+        yield found("empty_scaler_state", [scaler.where for scaler in off], effect, level)
 
-    Raises:
-        UserError: if the trial cannot be run.
+
+def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
+    """What a resumed run has lost.
+
+    Args:
+        before: The run that saved the checkpoint at its end.
+        after: A run in a fresh process that began with it.
     """
-    processes = multiprocessing.get_context("forkserver")
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=_serve, args=(theirs, probe, os.getcwd()))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(PATIENCE):
-            raise UserError(
-                f"a run of the trial took more than {PATIENCE:.0f} s; give it less data"
-            )
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise UserError(f"a run of the trial died with exit status {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, UserError):
-        raise answer
-    if isinstance(answer, str):
-        raise UserError(f"a run of the trial failed: {answer}")
-    assert isinstance(answer, Record)
-    return answer
+    if not after.batches:
+        if after.error is not None:
+            kind, text = after.error
+            effect = ": ".join([kind, *text.splitlines()[:1]])
+            yield found("resume_fails", [after.raised], effect, Level.SUSPICION)
+        return
+    for scaler, resumed in zip(before.scalers, after.scalers, strict=False):
+        old, new = scaler.scales.get("end"), resumed.scales.get("start")
+        if scaler.used and old is not None and new is not None and old != new:
+            effect = f"scale {number(old)} became {number(new)} after resume"
+            yield found("scaler_not_saved", [scaler.where], effect)
+    for schedule, again in zip(before.schedules, after.schedules, strict=False):
+        old, new = schedule.places.get("end"), again.places.get("start")
+        if schedule.ours or schedule.inner or None in (old, new):
+            continue
+        if old != new:
+            effect = f"{schedule.kind} was at step {old} and is at step {new} after resume"
+            yield found("schedule_not_saved", [schedule.where], effect)
 
 
-def _serve(connection: Connection, probe: Probe, directory: str) -> None:
-    os.chdir(directory)
-    leave_the_cluster()  # the doctor may be a task of one, but its runs are not
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a training
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(nothing, stream.fileno())
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    answer: Any
-    try:
-        answer = probes.run(probe)
-    except UserError as error:
-        answer = UserError(str(error))
-    except BaseException:  # a trial may raise anything, and the doctor must hear of it
-        answer = traceback.format_exc().strip().splitlines()[-1]
-    connection.send(answer)
+def _by_the_scale(record: Record, low: Record, high: Record) -> Iterator[Finding]:
+    """Whether gradients of the same steps differ between two scales, and no rule says why."""
+    ratios = [1.0]
+    steps = ([step for window in run.complete for step in window.steps] for run in (low, high))
+    for one, other in list(zip(*steps, strict=False))[:2]:
+        if 0 < one.norm * other.norm < math.inf:
+            ratios += [one.norm / other.norm, other.norm / one.norm]
+    if max(ratios) > _DEPENDS:
+        scales = " to ".join(map(number, SCALES))
+        effect = f"from scale {scales} the gradients of a step change {max(ratios):.3g} times"
+        scaled = [step for step in record.of("step") if step.scaled][:1]
+        yield found("depends_on_scale", scaled, effect)

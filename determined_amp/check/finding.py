@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -18,15 +19,10 @@ class Level(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Where:
-    """A line of the user's code.
+    """A line of the user's code."""
 
-    Args:
-        file: Its path, relative to the working directory where it lies inside.
-        line: From 1.
-    """
-
-    file: str
-    line: int
+    file: str  # its path, relative to the working directory where it lies inside
+    line: int  # from 1
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -34,25 +30,15 @@ class Where:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or may be.
+    """One thing that is wrong, or may be."""
 
-    Args:
-        key: Its name, for programs.
-        level: Fault, suspicion or cost.
-        sentence: What is wrong.
-        where: The lines of the user's code that do it; empty if no line of theirs does.
-        effect: What it does to this training, in numbers.
-        write: The lines to write instead.
-        page: The page that explains it.
-    """
-
-    key: str
+    key: str  # its name, for programs
     level: Level
-    sentence: str
-    where: tuple[Where, ...]
-    effect: str
-    write: str
-    page: str = "docs/check.md"
+    sentence: str  # what is wrong
+    where: tuple[Where, ...]  # the lines of the user's that do it; empty if none does
+    effect: str  # what it does to this training, in numbers
+    write: str  # the lines to write instead
+    page: str = "docs/check.md"  # explains it
 
     def text(self) -> str:
         """Some lines for the terminal."""
@@ -64,22 +50,13 @@ class Finding:
         return "\n".join([*lines, f"  read: {self.page}#{self.key.replace('_', '-')}"])
 
 
-_ORDER = list(Level)
-
-
 @dataclass
 class Findings:
-    """What one examination found: faults first.
-
-    Args:
-        all: The findings.
-        notes: What was not examined, and why.
-        seen: What was examined, in one sentence.
-    """
+    """What one examination found: faults first."""
 
     all: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seen: str = ""
+    notes: list[str] = field(default_factory=list)  # what was not examined, and why
+    seen: str = ""  # what was examined, in one sentence
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.all)
@@ -92,15 +69,16 @@ class Findings:
         return [finding for finding in self.all if finding.level is Level.FAULT]
 
     def sort(self) -> None:
-        self.all.sort(key=lambda finding: _ORDER.index(finding.level))
+        order = list(Level)
+        self.all.sort(key=lambda finding: order.index(finding.level))
 
     def __str__(self) -> str:
-        count = len(self.faults)
-        parts = [f"{count} fault{'' if count == 1 else 's'}"]
-        for level, plural in ((Level.SUSPICION, "suspicions"), (Level.COST, "costs")):
-            number = sum(finding.level is level for finding in self.all)
-            if number:
-                parts.append(f"{number} {level.value if number == 1 else plural}")
+        counts = Counter(finding.level for finding in self.all)
+        parts = [
+            f"{counts[level]} {level.value}{'' if counts[level] == 1 else 's'}"
+            for level in Level
+            if counts[level] or level is Level.FAULT
+        ]
         head = ", ".join(parts) + (f": {self.seen}" if self.seen else "")
         body = [finding.text() for finding in self.all]
         return "\n\n".join([head, *body, *(f"note: {note}" for note in self.notes)])

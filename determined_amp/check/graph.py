@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from determined_amp.amp.tensors import tensors_of
 
 _SCALE, _DTYPE = "determined_amp.scale", "determined_amp.dtype_of_loss"
 _GRADIENT = "determined_amp.gradient_of_scaled"
@@ -19,38 +20,24 @@ _MOST_NODES = 20_000
 
 @dataclass(frozen=True)
 class Loss:
-    """How a loss was made.
+    """How a loss was made."""
 
-    Args:
-        scale: What a `GradScaler` multiplied it by; None if none did.
-        divisor: What it was divided by, apart from the scale; 1 if it was not.
-        mean: Whether what was divided is a mean.
-        sums: Whether what was divided is a sum of several losses.
-        dtype: `float16` or `bfloat16` if it was computed in that; else `float32`.
-        hides_nan: Whether `nan_to_num` was applied to it.
-        given: Whether it is no single number, so that the backward begins with a gradient.
-        penalty: The scale of gradients that are a part of it and were not unscaled; None without.
-    """
-
-    scale: float | None = None
-    divisor: float = 1.0
-    mean: bool = False
-    sums: bool = False
-    dtype: str = "float32"
-    hides_nan: bool = False
-    has_gradient: bool = False
-    penalty: float | None = None
+    scale: float | None = None  # what a `GradScaler` multiplied it by
+    divisor: float = 1.0  # what it was divided by, apart from the scale
+    mean: bool = False  # what was divided is a mean
+    sums: bool = False  # what was divided is a sum of several losses
+    dtype: str = "float32"  # what it was computed in
+    hides_nan: bool = False  # `nan_to_num` was applied to it
+    has_gradient: bool = False  # it is several numbers, so the backward begins with a gradient
+    penalty: float | None = None  # scale of gradients that are a part of it and were not unscaled
 
 
 def mark(scaled: Any, losses: Any, scale: float) -> None:
     """Remember in the graph that these tensors are losses that were scaled, and their dtype."""
-    if isinstance(scaled, torch.Tensor):
-        node: Any = scaled.grad_fn
+    for each, loss in zip(tensors_of(scaled), tensors_of(losses), strict=True):
+        node: Any = each.grad_fn
         if node is not None:
-            node.metadata[_SCALE], node.metadata[_DTYPE] = scale, losses.dtype
-    elif isinstance(scaled, (list, tuple)):
-        for each, loss in zip(scaled, losses, strict=True):
-            mark(each, loss, scale)
+            node.metadata[_SCALE], node.metadata[_DTYPE] = scale, loss.dtype
 
 
 def mark_gradients(gradients: Any, scale: float | None) -> None:
@@ -79,7 +66,7 @@ def loss_of(outputs: Any) -> Loss:
             scale = node.metadata[_SCALE]
         elif name in ("MulBackward0", "DivBackward0"):
             number = _number_in(node)
-            if number is None or not number:
+            if not number:
                 break
             factor = number if name == "DivBackward0" else 1 / number
         elif not name.startswith(_HANDS_ON):
@@ -87,7 +74,7 @@ def loss_of(outputs: Any) -> Loss:
         if len(behind) != 1:
             break
         divisor, node = divisor * factor, behind[0]
-    reduction = getattr(node, "_saved_reduction", None) if node is not None else None
+    reduction = getattr(node, "_saved_reduction", None)
     scales, penalty = _deeper(tensor.grad_fn)
     return Loss(
         scale=scale if scale is not None else scales,
@@ -119,34 +106,26 @@ def _number_in(node: Any) -> float | None:
     return None
 
 
-def _nodes(root: Any) -> Iterator[Any]:
-    """The nodes in front of the gradients that are a part of the loss, and those themselves."""
-    seen, waiting = {root}, [root]
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        yield node
-        if _GRADIENT in node.metadata:
-            continue
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
-
-
 def _deeper(root: Any) -> tuple[float | None, float | None]:
     """A scale anywhere in the graph, and that of gradients which were not unscaled."""
     scale: float | None = None
     gradients: float | None = None
     numbers: list[float] = []
-    for node in _nodes(root):
+    seen, waiting = {root}, [root]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
         scale = scale or node.metadata.get(_SCALE)
         gradients = gradients or node.metadata.get(_GRADIENT)
         if _SCALE not in node.metadata and node.name().startswith(("Mul", "Div")):
             number = _number_in(node)
             if number:
                 numbers.append(number)
+        if _GRADIENT not in node.metadata:  # what is behind those is another graph
+            behind = {each for each, _ in node.next_functions if each is not None} - seen
+            seen |= behind
+            waiting += behind
     if gradients and any(
         abs(n * gradients - 1) < 1e-3 or abs(n / gradients - 1) < 1e-3 for n in numbers
     ):
-        gradients = None
+        gradients = None  # divided by the scale
     return scale, gradients

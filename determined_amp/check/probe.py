@@ -47,31 +47,20 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Probe:
-    """What to run.
+    """What to run."""
 
-    Args:
-        config: The experiment configuration.
-        source: Where it comes from, for error messages.
-        trial: `module:Class`, if the configuration does not name it.
-        folder: An empty folder for the checkpoint, or the one that has it.
-        windows: Steps of an optimizer to wait for.
-        overflows: Those whose gradients are made to overflow.
-        pretends: Whether a machine without a GPU says to all of the trial's lines that it has one.
-        scale: Instead of the initial loss scale, and all autocast in float32; None for neither.
-        resumes: Whether to go on from the checkpoint in `folder`.
-        saves: Whether to leave a checkpoint there.
-    """
-
-    config: Mapping[str, Any]
-    source: str
-    trial: str | None
-    folder: Path
-    windows: int = 12
-    overflows: tuple[int, ...] = OVERFLOWS
+    config: Mapping[str, Any]  # the experiment configuration
+    source: str  # where it comes from, for error messages
+    trial: str | None  # `module:Class`, if the configuration does not name it
+    folder: Path  # an empty one for the checkpoint, or the one that has it
+    windows: int = 12  # steps of an optimizer to wait for
+    overflows: tuple[int, ...] = OVERFLOWS  # those whose gradients are made to overflow
+    # Whether a machine without a GPU says to all of the trial's lines that it has one.
     pretends: bool = True
+    # Instead of the initial loss scale, and all autocast in float32; None for neither.
     scale: float | None = None
-    resumes: bool = False
-    saves: bool = False
+    resumes: bool = False  # from the checkpoint in `folder`
+    saves: bool = False  # leaves one there
 
 
 def run(probe: Probe) -> Record:
@@ -83,6 +72,7 @@ def run(probe: Probe) -> Record:
     spies = Spies(probe.overflows)
     record = spies.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
+    made = False
     checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
     try:
         with ExitStack() as stack:
@@ -97,7 +87,7 @@ def run(probe: Probe) -> Record:
             context = trial_context(core_context, experiment)
             trial = trial_of(experiment, context)
             _note_settings(context, spies)
-            record.states["made"] = {}
+            made = True
             stack.enter_context(controlled_by(partial(Examined, probe, spies)))
             batches = 4 * probe.windows * record.aggregation
             pytorch.Trainer(trial, context).fit(
@@ -112,7 +102,7 @@ def run(probe: Probe) -> Record:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if "made" not in record.states:
+        if not made:
             at = f" at {record.raised}" if record.raised else ""
             raise UserError(
                 f"the trial cannot be made on this machine: {type(error).__name__}{at}: "
@@ -158,8 +148,8 @@ def _note_settings(context: pytorch.PyTorchTrialContext, spies: Spies) -> None:
         amp.guard.enabled = False  # its guard would end a run that the doctor makes overflow
     manual = pytorch.LRScheduler.StepMode.MANUAL_STEP
     wrapped = {id(scheduler) for scheduler, mode in schedulers(context) if mode is not manual}
-    for scheduler, known in zip(spies.schedulers, record.schedulers, strict=True):
-        known["wrapped"] = id(scheduler) in wrapped
+    for scheduler, schedule in spies.schedules.known.items():
+        schedule.wrapped = id(scheduler) in wrapped
 
 
 def _examine_checkpoint(folder: Path, record: Record) -> None:
@@ -187,7 +177,9 @@ class Examined(SafeController):
     def _set_data_loaders(self) -> None:
         super()._set_data_loaders()
         shorten_epoch(self.context, _EPOCH * self._spies.record.aggregation)
-        self.training_loader: Any = _Again(self.training_loader)
+        # Again and again: Determined repeats its own loaders alone.
+        again = itertools.repeat(self.training_loader)
+        self.training_loader: Any = itertools.chain.from_iterable(again)
 
     def _run(self) -> None:
         super()._run()
@@ -236,7 +228,7 @@ class Examined(SafeController):
     def _compare_metrics(self) -> None:
         """Validate the same weights as the trial does, and in float32."""
         record = self._spies.record
-        if not any(not event.grad for event in record.of("autocast")):
+        if not record.regions_of_validation:
             return
         seen, before = len(record.events), random_state(0)
         reports: list[dict[str, Any]] = []
@@ -247,21 +239,14 @@ class Examined(SafeController):
                     stack.enter_context(float16_as(None, bfloat16_too=True))
                 reports.append(self._validate())
         del record.events[seen:]
-        if len(reports) < 2:
-            return
-        as_is, in_float32 = reports
-        for name in as_is.keys() & in_float32.keys() - {"batches", "epochs"}:
-            values = as_is[name], in_float32[name]
-            if all(util.is_numerical_scalar(value) for value in values):
-                record.metrics[name] = float(values[0]), float(values[1])
-
-
-class _Again:
-    """Batches of a loader, again and again: Determined repeats its own loaders alone."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self._loader
+        if len(reports) == 2:
+            as_is, in_float32 = (
+                {name: float(it) for name, it in report.items() if util.is_numerical_scalar(it)}
+                for report in reports
+            )
+            names = [name for name in as_is if name in in_float32]
+            record.metrics = {
+                name: (as_is[name], in_float32[name])
+                for name in names
+                if name not in ("batches", "epochs")
+            }

@@ -1,30 +1,31 @@
-"""Judges a record: pure functions from what a training did to what is wrong with it."""
+"""Judges a record by rules: pure functions from what a training did to what is wrong with it."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from determined_amp.check.advice import ADVICE
 from determined_amp.check.finding import Finding, Findings, Level, Where
-from determined_amp.check.record import Event, Record, Window
+from determined_amp.check.lines import is_users
+from determined_amp.check.record import Event, Record, Schedule, Window
 from determined_amp.experiment.errors import name_in_16_bits
 
 Rule = Callable[[Record], Iterator[Finding]]
+Lines = Iterable[Event | Where | None]
 
 FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
+RULES: list[Rule] = []
 
 # A schedule that moves in this share of the steps moves by steps, not by epochs.
 _BY_STEPS = 0.75
 
 # Relative change of a validation metric by 16 bits that is no rounding, and one that may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
-
 
 # Findings that say why an overflow was hidden.
 _HIDE_OVERFLOWS = {"clip_value_scaled", "clip_by_hand_scaled", "nan_hidden"}
@@ -38,57 +39,45 @@ def judge(record: Record) -> Findings:
         same = by_place.get(place)
         effect = f"{same.effect}; {finding.effect}" if same else finding.effect
         by_place[place] = replace(same or finding, effect=effect)
-    keys = {key for key, _ in by_place}
-    explained = {"overflow_hidden"} if keys & _HIDE_OVERFLOWS else set()
-    findings = Findings(
-        [f for f in by_place.values() if f.key not in explained], seen=_seen(record)
-    )
-    off = [scaler["where"] for scaler in record.scalers if not scaler["enabled"]]
-    if off and not _is_amp(record):
+    if _HIDE_OVERFLOWS & {key for key, _ in by_place}:
+        by_place = {
+            place: each for place, each in by_place.items() if place[0] != "overflow_hidden"
+        }
+    findings = Findings([*by_place.values()], seen=_seen(record))
+    if not record.determined:
+        findings.all = [replace(f, write=ADVICE[f.key].in_a_loop or f.write) for f in findings]
+    off = [scaler.where for scaler in record.scalers if not scaler.enabled]
+    if off and not record.is_amp:
         findings.notes.append(f"the GradScaler of {off[0]} is switched off, so no AMP was examined")
     findings.sort()
     return findings
 
 
-def _finding(
-    record: Record,
-    key: str,
-    events: Iterable[Event | Where | None],
-    effect: str,
-    level: Level = FAULT,
-) -> Finding:
-    advice = ADVICE[key]
-    lines = dict.fromkeys(e.where if isinstance(e, Event) else e for e in events)
-    write = advice.in_a_trial if record.determined or not advice.in_a_loop else advice.in_a_loop
-    where = tuple(line for line in lines if line is not None)
-    return Finding(key, level, advice.sentence, where, effect, write)
-
-
 def _seen(record: Record) -> str:
-    steps = sum(not step.skipped for step in record.of("step"))
-    skipped = len(record.of("step")) - steps
-    scaler = any(s["enabled"] and s["used"] for s in record.scalers)
-    dtypes = {e.dtype for e in record.of("autocast") if e.grad}
-    amp = f"autocast in {' and '.join(sorted(dtypes))}" if dtypes else "no autocast"
+    steps = record.of("step")
+    skipped = sum(step.skipped for step in steps)
+    dtypes = sorted({region.dtype for region in record.regions})
+    amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
     return (
-        f"{record.batches} batches, {steps} steps, {skipped} skipped, {amp}, "
-        f"{'a GradScaler' if scaler else 'no GradScaler'}"
+        f"{record.batches} batches, {len(steps) - skipped} steps, {skipped} skipped, {amp}, "
+        f"{'a GradScaler' if record.scales else 'no GradScaler'}"
     )
 
 
-# What several rules ask.
+def found(key: str, at: Lines, effect: str, level: Level = FAULT) -> Finding:
+    """A finding at these lines, or at those of these events."""
+    lines = dict.fromkeys(each.where if isinstance(each, Event) else each for each in at)
+    where = tuple(line for line in lines if line is not None)
+    return Finding(key, level, ADVICE[key].sentence, where, effect, ADVICE[key].in_a_trial)
 
 
-def _is_amp(record: Record) -> bool:
-    return any(s["enabled"] for s in record.scalers) or any(e.grad for e in record.of("autocast"))
+def rule(judges: Rule) -> Rule:
+    """Let a function be one of the rules; equal levels are told in the order of the rules."""
+    RULES.append(judges)
+    return judges
 
 
-def _scales(record: Record) -> bool:
-    return any(s["enabled"] and s["used"] for s in record.scalers)
-
-
-def _complete(record: Record) -> list[Window]:
-    return [window for window in record.windows if window.steps]
+# What several rules ask or say.
 
 
 def _usual_steps(record: Record) -> list[Event]:
@@ -102,111 +91,37 @@ def _usual_steps(record: Record) -> list[Event]:
     ]
 
 
-def _some(
-    record: Record,
-    key: str,
-    events: Sequence[Event],
-    effect: str,
-    *,
-    level: Level = FAULT,
-    lines: Iterable[Event | Where | None] | None = None,
-) -> Iterator[Finding]:
-    """A finding of these events, if there are any, that begins with their share of all."""
-    if events:
-        kind = events[0].kind
-        share = _count(len(events), len(record.of(kind)), kind)
-        yield _finding(record, key, events if lines is None else lines, f"{share} {effect}", level)
+def count_of(part: int, whole: int, what: str) -> str:
+    """Such as `1 of 12 steps`."""
+    return f"{part} of {whole} {what}{'' if whole == 1 else 's'}"
 
 
-def _number(value: float) -> str:
+def _share(record: Record, events: Sequence[Event]) -> str:
+    kind = events[0].kind
+    return count_of(len(events), len(record.of(kind)), kind)
+
+
+def number(value: float) -> str:
+    """Three digits, or all of a large whole number."""
     if value >= 1000 and value == int(value):
         return str(int(value))
     return f"{value:.3g}"
 
 
-def _count(part: int, whole: int, what: str) -> str:
-    return f"{part} of {whole} {what}{'' if whole == 1 else 's'}"
-
-
 # Scaling, stepping, updating.
 
 
-def _factors(record: Record) -> Iterator[Finding]:
-    """The gradients of a step are not what the loss says."""
-    steps = _usual_steps(record)
-    wrong: dict[str, list[Event]] = defaultdict(list)
-    for step in steps:
-        if step.again:
-            continue
-        if step.via is None:
-            if step.factor > 1.5:
-                wrong["step_without_scaler"].append(step)
-        elif step.updates:
-            others = any(
-                step.losses and e.optimizer != step.optimizer and e.batch == step.batch
-                for e in record.of("step")
-                if e.number < step.number
-            )
-            wrong["update_per_optimizer" if others else "update_in_window"].append(step)
-        elif step.factor < 0.7:
-            wrong["unscaled_twice" if all(step.losses) else "unscaled_loss"].append(step)
-    for key, events in wrong.items():
-        factor = events[-1].factor
-        many = _count(len(events), len(steps), "step")
-        if key == "step_without_scaler":
-            effect = (
-                f"in {many} the gradients are {_number(factor)} times as large as they should be"
-            )
-            lines: list[Event | Where | None] = [*events]
-        elif key in ("unscaled_loss", "unscaled_twice"):
-            effect = f"in {many} the gradients are 1/{_number(1 / factor)} of what they should be"
-            lines = [*_backwards_of(record, events)] if key == "unscaled_loss" else [*events]
-        else:
-            lines = [*record.of("update")]
-            effect = (
-                f"in {many} the scale was updated before: where it changes, gradients are "
-                "divided by another scale than they were multiplied by"
-            )
-        yield _finding(record, key, lines, effect)
-
-
-def _faint(record: Record) -> Iterator[Finding]:
-    """One of several losses was not scaled, and the scaler divides the gradients of all."""
-    if any(step.via is not None for step in record.of("step")):
-        faint = [event for event in record.of("backward") if event.faint]
-        effect = "added gradients that are divided by the scale and were never multiplied"
-        yield from _some(record, "unscaled_loss", faint, effect)
-
-
-def _backwards_of(record: Record, steps: list[Event]) -> list[Event]:
-    mine = [w for w in record.windows if any(step in w.steps for step in steps)]
-    return [b for window in mine for b in window.backwards if b.loss.scale is None]
-
-
-def _mixed(record: Record) -> Iterator[Finding]:
-    mixed = [event for event in record.of("backward") if event.mixed]
-    if mixed and record.error is None:
-        lines = [e for e in record.of("unscale") if not e.in_step]
-        effect = (
-            f"added gradients that are {_number(mixed[-1].loss.scale)} times as large as those "
-            "which were unscaled before"
-        )
-        yield from _some(record, "unscale_in_window", mixed, effect, lines=lines)
-
-
-def _step_twice(record: Record) -> Iterator[Finding]:
-    twice = [
-        window
-        for window in _complete(record)
-        if not window.forced
-        and any(step.again for step in window.steps)
-        and any(step.via is not None for step in window.steps)
-    ]
-    if twice:
-        steps = [step for window in twice for step in window.steps]
-        many = _count(len(twice), len(_complete(record)), "window")
-        effect = f"{many} had {len(twice[-1].steps)} steps"
-        yield _finding(record, "step_twice", steps, effect)
+@rule
+def _ranks(record: Record) -> Iterator[Finding]:
+    """The ranks of a distributed training have scales of their own."""
+    used = [scales for scales in record.scales_of_ranks if scales]
+    differ = [values for values in zip(*used, strict=False) if len(set(values)) > 1]
+    if len(used) > 1 and (differ or len({len(scales) for scales in used}) > 1):
+        different = sorted(set(differ[-1] if differ else (scales[-1] for scales in used)))
+        effect = f"{len(differ)} of {max(map(len, used))} updates left different scales, as "
+        effect += " and ".join(map(number, different))
+        lines = [scaler.where for scaler in record.scalers if scaler.used]
+        yield found("scale_differs_by_rank", lines, effect)
 
 
 _ERRORS = (
@@ -218,52 +133,132 @@ _ERRORS = (
     ("Attempting to unscale FP16 gradients", "half_weights"),
 )
 
-
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
 _CAST_ON_CUDA = re.compile(r"^(scatter|dot|grid_sampler)\b")
 
 
+@rule
 def _error(record: Record) -> Iterator[Finding]:
     if record.error is None:
         return
     kind, text = record.error
-    after = (
-        f"the training stops in batch {record.batches}: {': '.join([kind, *text.splitlines()[:1]])}"
-    )
-    for words, key in _ERRORS:
-        if words in text:
-            yield _finding(record, _cause(record, key), [record.raised], after)
-            return
-    name = name_in_16_bits(text)
-    # What one device lacks another may have: CUDA's autocast casts the arguments of some operations
-    # for which that of a CPU does not.
-    elsewhere = name in (None, "no_16_bit_kernel") or _CAST_ON_CUDA.search(text)
-    level = SUSPICION if elsewhere else FAULT
-    yield _finding(record, name or "raised", [record.raised], after, level)
+    said = ": ".join([kind, *text.splitlines()[:1]])
+    after = f"the training stops in batch {record.batches}: {said}"
+    level = FAULT
+    key = next((_cause(record, key) for words, key in _ERRORS if words in text), None)
+    if key is None:
+        key = name_in_16_bits(text)
+        # What one device lacks another may have: CUDA's autocast casts the arguments of some
+        # operations for which that of a CPU does not.
+        if key in (None, "no_16_bit_kernel") or _CAST_ON_CUDA.search(text):
+            level = SUSPICION
+    yield found(key or "raised", [record.raised], after, level)
 
 
 def _cause(record: Record, key: str) -> str:
     """What an error of GradScaler comes of, if it has several causes."""
     steps = record.of("step")
-    if key == "unscaled_twice" and any(e.mixed for e in record.of("backward")):
+    if key == "unscaled_twice" and _mixed(record):
         return "unscale_in_window"
     if key == "update_missing" and record.of("update"):
         return "step_twice"
-    if key == "update_in_window" and not any(s["used"] for s in record.scalers):
+    if key == "update_in_window" and not any(scaler.used for scaler in record.scalers):
         return "no_loss_scale"
-    if key == "update_in_window" and steps and steps[-1].via is None and steps[-1].factor > 1.5:
+    if key == "update_in_window" and steps and not steps[-1].scaled and steps[-1].factor > 1.5:
         return "step_without_scaler"
     return key
 
 
+@rule
+def _factors(record: Record) -> Iterator[Finding]:
+    """The gradients of a step are not what the loss says."""
+    steps = _usual_steps(record)
+    wrong: dict[str, list[Event]] = defaultdict(list)
+    for step in steps:
+        key = None if step.again else _wrong_factor(record, step)
+        if key:
+            wrong[key].append(step)
+    for key, events in wrong.items():
+        factor = events[-1].factor
+        many = f"in {count_of(len(events), len(steps), 'step')}"
+        lines = events
+        if key == "step_without_scaler":
+            effect = f"the gradients are {number(factor)} times as large as they should be"
+        elif key.startswith("update"):
+            lines = [update for update in record.of("update") if update.early]
+            another = "divided by another scale than they were multiplied by"
+            effect = f"the scale was updated before: where it changes, gradients are {another}"
+        else:
+            effect = f"the gradients are 1/{number(1 / factor)} of what they should be"
+            if key == "unscaled_loss":
+                lines = [b for step in events for b in step.backwards if b.loss.scale is None]
+        yield found(key, lines, f"{many} {effect}")
+
+
+def _wrong_factor(record: Record, step: Event) -> str | None:
+    if not step.scaled:
+        return "step_without_scaler" if step.factor > 1.5 else None
+    if step.updates:
+        others = any(
+            step.backwards and e.optimizer != step.optimizer and e.batch == step.batch
+            for e in record.of("step")
+            if e.number < step.number
+        )
+        return "update_per_optimizer" if others else "update_in_window"
+    if step.factor < 0.7:
+        scaled = all(backward.loss.scale for backward in step.backwards)
+        return "unscaled_twice" if scaled else "unscaled_loss"
+    return None
+
+
+@rule
+def _faint(record: Record) -> Iterator[Finding]:
+    """One of several losses was not scaled, and the scaler divides the gradients of all."""
+    unscaled = [b for b in record.of("backward") if not (b.loss.scale or b.loss.has_gradient)]
+    faint = [b for b in unscaled if any(factor > 1 for factor in b.onto)]
+    if faint and any(step.scaled for step in record.of("step")):
+        effect = "added gradients that are divided by the scale and were never multiplied"
+        yield found("unscaled_loss", faint, f"{_share(record, faint)} {effect}")
+
+
+def _mixed(record: Record) -> list[Event]:
+    """Backwards that added scaled gradients to others that were unscaled before."""
+    return [b for b in record.of("backward") if b.loss.scale not in (None, 1.0) and 1.0 in b.onto]
+
+
+@rule
+def _unscaled_early(record: Record) -> Iterator[Finding]:
+    mixed = _mixed(record)
+    if mixed and record.error is None:
+        times = f"{number(mixed[-1].loss.scale)} times as large as those which were unscaled before"
+        effect = f"{_share(record, mixed)} added gradients that are {times}"
+        lines = [event for event in record.of("unscale") if not event.in_step]
+        yield found("unscale_in_window", lines, effect)
+
+
+@rule
+def _step_twice(record: Record) -> Iterator[Finding]:
+    usual = [window.steps for window in record.complete if not window.forced]
+    again = [steps for steps in usual if any(step.again for step in steps)]
+    twice = [steps for steps in again if any(step.scaled for step in steps)]
+    if twice:
+        many = count_of(len(twice), len(record.complete), "window")
+        lines = [step for steps in twice for step in steps]
+        yield found("step_twice", lines, f"{many} had {len(twice[-1])} steps")
+
+
+# Clipping.
+
+
+@rule
 def _clips(record: Record) -> Iterator[Finding]:
     by_line: dict[Where | None, list[Event]] = defaultdict(list)
-    for event in record.of("clip"):
-        if any(factor > 1.5 for factor in event.factors.values()):
-            by_line[event.where].append(event)
+    for clip in record.of("clip"):
+        if any(factor > 1.5 for factor in clip.factors):
+            by_line[clip.where].append(clip)
     for line, clips in by_line.items():
-        factors = [max(f for f in event.factors.values() if f > 1.5) for event in clips]
-        limits = [event.limit / factor for event, factor in zip(clips, factors, strict=True)]
+        factors = [max(f for f in clip.factors if f > 1.5) for clip in clips]
+        limits = [clip.limit / factor for clip, factor in zip(clips, factors, strict=True)]
         last, factor = clips[-1], factors[-1]
         if len(set(factors)) > 1:
             times_scale = max(limits) <= 1.01 * min(limits)
@@ -271,146 +266,136 @@ def _clips(record: Record) -> Iterator[Finding]:
             times_scale = last.limit >= max(100.0, 0.05 * factor)
         if times_scale or math.isinf(last.limit):
             continue  # the limit was multiplied by the scale, or nothing is clipped
-        norms = [e.norm for e in clips if math.isfinite(e.norm)]
+        norms = [clip.norm for clip in clips if math.isfinite(clip.norm)]
         seen = f"; the norm of the true gradients was {norms[-1] / factor:.3g}" if norms else ""
         effect = (
-            f"at scale {_number(factor)} the limit {last.limit:g} clips true gradients at "
-            f"{last.limit / factor:.3g}, 1/{_number(factor)} of the limit{seen}"
+            f"at scale {number(factor)} the limit {last.limit:g} clips true gradients at "
+            f"{last.limit / factor:.3g}, 1/{number(factor)} of the limit{seen}"
         )
         key = "clip_scaled" if last.of == "norm" else "clip_value_scaled"
-        yield _finding(record, key, [line], effect)
+        yield found(key, [line], effect)
 
 
+@rule
 def _clips_by_hand(record: Record) -> Iterator[Finding]:
     changed = [e for e in record.of("changed") if e.factor > 1.5 or math.isnan(e.factor)]
-    if len(changed) < 3 or not _scales(record):
+    if len(changed) < 3 or not record.scales:
         return
-    for number, what in enumerate(("norm", "largest element")):
-        after, before = [e.after[number] for e in changed], [e.before[number] for e in changed]
+    for which, what in enumerate(("norm", "largest element")):
+        after, before = [e.after[which] for e in changed], [e.before[which] for e in changed]
         if max(after) <= 1.001 * min(after) and max(before) > 1.01 * min(before):
             effect = f"in {len(changed)} steps the scaled gradients got the {what} {after[-1]:.3g}"
-            yield _finding(record, "clip_by_hand_scaled", changed, effect)
+            yield found("clip_by_hand_scaled", changed, effect)
             return
 
 
+@rule
 def _hidden_overflow(record: Record) -> Iterator[Finding]:
-    forced = [w for w in _complete(record) if w.forced and w.steps[0].via is not None]
-    forced = [w for w in forced if not w.dropped]
-    stepped = [w for w in forced if not w.skipped and math.isfinite(w.steps[0].norm)]
+    forced = [w for w in record.complete if w.forced and w.steps[0].scaled and not w.dropped]
+    first = [window.steps[0] for window in forced if not window.skipped]
+    stepped = [step for step in first if math.isfinite(step.norm)]
     if stepped:
-        effect = f"{_count(len(stepped), len(forced), 'forced overflow')} did not skip the step"
-        yield _finding(record, "overflow_hidden", [w.steps[0] for w in stepped], effect)
+        many = count_of(len(stepped), len(forced), "forced overflow")
+        yield found("overflow_hidden", stepped, f"{many} did not skip the step")
 
 
 # Schedules.
 
 
+@rule
 def _schedules(record: Record) -> Iterator[Finding]:
-    for number, scheduler in enumerate(record.schedulers):
-        if scheduler["ours"] or scheduler["inner"]:
+    for schedule in record.schedules:
+        if schedule.ours or schedule.inner:
             continue
-        moves = [e for e in record.of("move") if e.scheduler == number]
-        windows = [w for w in _complete(record) if w.optimizer == scheduler.get("optimizer")]
-        if not moves:
-            yield from _never(record, scheduler, windows)
-            continue
-        moved = [[e for e in window.moves if e.scheduler == number] for window in windows]
-        applied = sum(not w.skipped for w in windows)
-        if len(windows) < 3 or sum(map(bool, moved)) < _BY_STEPS * applied:
-            continue
-        if record.epochs >= _BY_STEPS * len(windows):
-            continue  # an epoch is one step, and the schedule may be one of epochs
-        twice = [m for m in moved if len({_mover(e, scheduler) for e in m}) > 1]
-        if len(twice) > 0.5 * len(windows):
-            effect = (
-                f"the rate moved {len(moves)} times in {len(windows)} steps: the schedule ends at "
-                f"{len(windows) / len(moves):.0%} of the training"
-            )
-            yield _finding(record, "schedule_twice", [_mover(e, scheduler) for e in moves], effect)
-        elif len(moves) > 1.5 * len(windows) and any(e.where for e in moves):
-            effect = f"the rate moved {len(moves)} times in {len(windows)} steps"
-            lines = [e.where for e in moves]
-            yield _finding(record, "schedule_per_batch", lines, effect, SUSPICION)
-        skipped = [m for w, m in zip(windows, moved, strict=True) if w.skipped]
-        on_skipped = [m for m in skipped if m]
-        if on_skipped:
-            effect = f"{_count(len(on_skipped), len(skipped), 'skipped step')} moved the schedule"
-            lines = [_mover(e, scheduler) for m in on_skipped for e in m]
-            yield _finding(record, "schedule_on_skipped", lines, effect)
+        windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
+        if any(move.schedule is schedule for move in record.of("move")):
+            yield from _moves(record, schedule, windows)
+        elif len(windows) >= 3 and not schedule.wrapped and record.is_amp:
+            yield _never(record, schedule, len(windows))
 
 
+def _never(record: Record, schedule: Schedule, steps: int) -> Finding:
+    # Outside of Determined's loop a library may move it, after an epoch.
+    proven = schedule.never_named and (record.determined or record.epochs > 1)
+    epochs = f"{record.epochs} epoch{'' if record.epochs == 1 else 's'}"
+    effect = f"{schedule.kind} did not move in {steps} steps and {epochs}"
+    return found("schedule_never", [schedule.where], effect, FAULT if proven else SUSPICION)
+
+
+def _moves(record: Record, schedule: Schedule, windows: list[Window]) -> Iterator[Finding]:
+    moves = [move for move in record.of("move") if move.schedule is schedule]
+    # By window, the lines that moved it: where Determined did, the line that made the scheduler.
+    moved = [
+        [move.where or schedule.where for move in window.moves if move.schedule is schedule]
+        for window in windows
+    ]
+    steps, applied = len(windows), sum(not window.skipped for window in windows)
+    if steps < 3 or sum(map(bool, moved)) < _BY_STEPS * applied:
+        return
+    if record.epochs >= _BY_STEPS * steps:
+        return  # an epoch is one step, and the schedule may be one of epochs
+    effect = f"the rate moved {len(moves)} times in {steps} steps"
+    if sum(len(set(lines)) > 1 for lines in moved) > 0.5 * steps:
+        effect += f": the schedule ends at {steps / len(moves):.0%} of the training"
+        yield found("schedule_twice", [move.where or schedule.where for move in moves], effect)
+    elif len(moves) > 1.5 * steps and any(move.where for move in moves):
+        yield found("schedule_per_batch", moves, effect, SUSPICION)
+    skipped = [lines for window, lines in zip(windows, moved, strict=True) if window.skipped]
+    on_skipped = [lines for lines in skipped if lines]
+    if on_skipped:
+        many = count_of(len(on_skipped), len(skipped), "skipped step")
+        lines = [line for lines in on_skipped for line in lines]
+        yield found("schedule_on_skipped", lines, f"{many} moved the schedule")
+
+
+@rule
 def _rates_by_hand(record: Record) -> Iterator[Finding]:
     """A rate that no scheduler of torch's moves, and that moves on skipped steps."""
-    scheduled = {scheduler["optimizer"] for scheduler in record.schedulers}
-    for number in {*range(len(record.optimizers))} - scheduled:
-        windows = [w for w in _complete(record) if w.optimizer == number]
-        moved = [
-            window
-            for window, later in pairwise(windows)
-            if window.steps[0].rates != later.steps[0].rates
-        ]
-        skipped = [window for window in windows[:-1] if window.skipped]
-        on_skipped = [window for window in moved if window.skipped]
+    scheduled = {schedule.optimizer for schedule in record.schedules}
+    for optimizer in {*range(record.optimizers)} - scheduled:
+        windows = [w for w in record.complete if w.optimizer == optimizer]
+        rates = [window.steps[0].rates for window in windows]
+        moved = [w for w, (now, then) in zip(windows, pairwise(rates), strict=False) if now != then]
+        skipped = sum(window.skipped for window in windows[:-1])
+        on_skipped = sum(window.skipped for window in moved)
         if len(moved) >= _BY_STEPS * (len(windows) - 1) and on_skipped:
-            what = _count(len(on_skipped), len(skipped), "skipped step")
+            what = count_of(on_skipped, skipped, "skipped step")
             effect = f"{what} moved a learning rate that no scheduler of torch has"
-            yield _finding(record, "schedule_on_skipped", record.rates_set_at, effect, SUSPICION)
-
-
-def _mover(move: Event, scheduler: Mapping[str, Any]) -> Where | None:
-    """The line that moved it; where Determined did, the line that made the scheduler."""
-    return move.where or scheduler["where"]
-
-
-def _never(
-    record: Record, scheduler: Mapping[str, Any], windows: list[Window]
-) -> Iterator[Finding]:
-    if len(windows) < 3 or scheduler.get("wrapped") or not _is_amp(record):
-        return
-    # Outside of Determined's loop a library may move it, after an epoch.
-    proven = scheduler["never_named"] and (record.determined or record.epochs > 1)
-    effect = (
-        f"{scheduler['kind']} did not move in {len(windows)} steps and {record.epochs} "
-        f"epoch{'' if record.epochs == 1 else 's'}"
-    )
-    level = FAULT if proven else SUSPICION
-    yield _finding(record, "schedule_never", [scheduler["where"]], effect, level)
+            yield found("schedule_on_skipped", record.rates_set_at, effect, SUSPICION)
 
 
 # Windows of several batches.
 
 
+@rule
 def _accumulation(record: Record) -> Iterator[Finding]:
-    windows = [w for w in _complete(record) if not w.forced]
-    if len(windows) < 2 or not _is_amp(record):
+    windows = [window for window in record.complete if not window.forced]
+    several = [window for window in windows if _is_accumulated(window)]
+    if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
-    several = [w for w in windows if len(w.backwards) > 1]
-    batches = [w for w in several if len({b.batch for b in w.backwards}) == len(w.backwards)]
-    if len(batches) < len(windows) - 1:
+    if any(len({b.where for b in window.backwards}) > 1 for window in several):
         return
-    one_line = [w for w in batches if len({b.where for b in w.backwards}) == 1]
-    if len(one_line) < len(batches):
-        return
-    last = batches[-1]
-    size = len(last.backwards)
-    zeroed = [w for w in batches if len(w.dropped) >= len(w.backwards) - 1]
+    last = several[-1]
+    size, losses = len(last.backwards), [backward.loss for backward in last.backwards]
+    zeroed = [w for w in several if len(w.dropped) >= len(w.backwards) - 1]
     if len(zeroed) >= len(windows) - 1:
         effect = f"{size - 1} of {size} micro-batches of each step are thrown away"
-        lines = [e for w in zeroed for e in w.dropped]
-        yield _finding(record, "zero_grad_in_window", lines, effect)
-        return
-    losses = [b.loss for b in last.backwards]
-    divisor = losses[-1].divisor
-    if record.aggregation > 1 and record.averages:
-        if abs(divisor / record.aggregation - 1) < 1e-3:
+        yield found("zero_grad_in_window", [e for w in zeroed for e in w.dropped], effect)
+    elif record.aggregation > 1 and record.averages:
+        if abs(losses[-1].divisor / record.aggregation - 1) < 1e-3:
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
             level = SUSPICION if losses[-1].sums else FAULT
-            yield _finding(record, "loss_divided_twice", last.backwards, effect, level)
-        return
-    if all(abs(loss.divisor - 1) < 1e-3 for loss in losses) and not _is_divided(record, last):
+            yield found("loss_divided_twice", last.backwards, effect, level)
+    elif all(abs(loss.divisor - 1) < 1e-3 for loss in losses) and not _is_divided(record, last):
         effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
         level = FAULT if all(loss.mean for loss in losses) else SUSPICION
-        yield _finding(record, "loss_not_divided", last.backwards, effect, level)
+        yield found("loss_not_divided", last.backwards, effect, level)
+
+
+def _is_accumulated(window: Window) -> bool:
+    """Whether it has the gradients of several batches, of one backward each."""
+    batches = {backward.batch for backward in window.backwards}
+    return 1 < len(window.backwards) == len(batches)
 
 
 def _is_divided(record: Record, window: Window) -> bool:
@@ -423,251 +408,153 @@ def _is_divided(record: Record, window: Window) -> bool:
 # What is computed in what.
 
 
+@rule
 def _autocast(record: Record) -> Iterator[Finding]:
-    inside = [event for event in record.of("backward") if event.autocast]
-    yield from _some(record, "autocast_backward", inside, "ran under autocast")
-    regions = [e for e in record.of("autocast") if e.grad]
-    uses = bool(regions) or _scales(record)
-    halves = {"float16", "bfloat16"} & {*record.weights}
-    if uses and record.forwards[False] and not record.forwards[True] and not halves:
-        off = record.of("autocast_off")
-        level = SUSPICION if off and not regions and not record.has_cuda else FAULT
-        effect = (
-            f"0 of {record.forwards[False]} forwards of modules with weights ran under autocast"
-        )
-        if level is SUSPICION:
-            effect += "; a region is switched off here, as it may be without a GPU"
-        yield _finding(record, "autocast_covers_nothing", regions or off, effect, level)
-    if halves and uses:
-        dtype = halves.pop()
-        effect = (
-            f"an update smaller than 1/{2048 if dtype == 'float16' else 256} of a weight is lost"
-        )
-        where: list[Event] = [e for e in record.of("step") if e.where][:1]
+    inside = [backward for backward in record.of("backward") if backward.autocast]
+    if inside:
+        yield found("autocast_backward", inside, f"{_share(record, inside)} ran under autocast")
+    if not record.mixes:
+        return
+    halves = {"float16", "bfloat16"} & record.weights
+    if halves:
+        dtype = min(halves)
+        lost = 2048 if dtype == "float16" else 256
+        effect = f"weights are in {dtype}: an update smaller than 1/{lost} of a weight is lost"
+        lines = [step for step in record.of("step") if step.where][:1]
         if record.error is None or "FP16" not in record.error[1]:
-            yield _finding(record, "half_weights", where, f"weights are in {dtype}: {effect}")
+            yield found("half_weights", lines, effect)
+    elif record.forwards[False] and not record.forwards[True]:
+        off, level = record.of("autocast_off"), FAULT
+        modules = f"{record.forwards[False]} forwards of modules with weights"
+        effect = f"0 of {modules} ran under autocast"
+        if off and not record.regions and not record.has_cuda:
+            level = SUSPICION
+            effect += "; a region is switched off here, as it may be without a GPU"
+        yield found("autocast_covers_nothing", record.regions or off, effect, level)
 
 
-def _losses(record: Record) -> Iterator[Finding]:
-    backwards = record.of("backward")
-    mixed = bool([e for e in record.of("autocast") if e.grad]) or _scales(record)
-    for dtype, level in (("float16", FAULT), ("bfloat16", SUSPICION)):
-        events = [e for e in backwards if e.loss.dtype == dtype and not e.loss.has_gradient]
-        limit = (
-            "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
-            if dtype == "float16"
-            else "it has 3 digits"
-        )
-        if mixed:
-            effect = f"began at a loss in {dtype}: {limit}"
-            yield from _some(record, "loss_16_bits", events, effect, level=level)
-    penalties = [e for e in backwards if e.loss.penalty]
+@rule
+def _loss_in_16_bits(record: Record) -> Iterator[Finding]:
+    float16 = "a loss above 65504 is inf, one below 6e-8 is 0, and a scale of 65536 is inf in it"
+    limits = (("float16", FAULT, float16), ("bfloat16", SUSPICION, "it has 3 digits"))
+    losses = [b for b in record.of("backward") if not b.loss.has_gradient]
+    for dtype, level, limit in limits if record.mixes else ():
+        events = [backward for backward in losses if backward.loss.dtype == dtype]
+        if events:
+            effect = f"{_share(record, events)} began at a loss in {dtype}: {limit}"
+            yield found("loss_16_bits", events, effect, level)
+
+
+@rule
+def _penalty(record: Record) -> Iterator[Finding]:
+    penalties = [backward for backward in record.of("backward") if backward.loss.penalty]
     if penalties:
-        effect = f"the gradients in it are {_number(penalties[-1].loss.penalty)} times as large"
-        yield _finding(record, "penalty_scaled", penalties, effect)
-    hidden = [e for e in backwards if e.loss.hides_nan]
-    gradients = [e for e in record.of("hide") if e.of_gradient]
-    replaced = [e for e in gradients if e.hidden]
-    if hidden and mixed:
-        effect = "began at a loss whose NaN would be 0"
-        yield from _some(record, "nan_hidden", hidden, effect)
-    elif replaced:
-        values = sum(e.hidden for e in replaced)
-        effect = (
-            f"{values} values of gradients that were not finite were replaced, and stepped with"
-        )
-        yield _finding(record, "nan_hidden", replaced, effect)
-    elif mixed and (gradients or any(e.hidden for e in record.of("hide"))):
-        where = gradients or [e for e in record.of("hide") if e.hidden]
-        effect = f"{sum(e.hidden for e in where)} values that were not finite were replaced here"
-        yield _finding(record, "nan_hidden", where, effect, SUSPICION)
+        times = number(penalties[-1].loss.penalty)
+        yield found("penalty_scaled", penalties, f"the gradients in it are {times} times as large")
 
 
+@rule
+def _hidden_nan(record: Record) -> Iterator[Finding]:
+    losses = [backward for backward in record.of("backward") if backward.loss.hides_nan]
+    gradients = [event for event in record.of("hide") if event.of_gradient]
+    replaced = [event for event in record.of("hide") if event.hidden]
+    if losses and record.mixes:
+        effect = f"{_share(record, losses)} began at a loss whose NaN would be 0"
+        lines = [event for event in record.of("hide") if event.scalar and event.where]
+        yield found("nan_hidden", lines or losses, effect)
+        return
+    stepped_with = [event for event in gradients if event.hidden]
+    events = stepped_with or gradients or replaced
+    values = f"{sum(event.hidden for event in events)} values"
+    if stepped_with:
+        effect = "of gradients that were not finite were replaced, and stepped with"
+        yield found("nan_hidden", events, f"{values} {effect}")
+    elif events and record.mixes:
+        effect = "that were not finite were replaced here"
+        yield found("nan_hidden", events, f"{values} {effect}", SUSPICION)
+
+
+@rule
 def _scaler_and_dtype(record: Record) -> Iterator[Finding]:
-    regions = [e for e in record.of("autocast") if e.grad]
-    dtypes = {e.dtype for e in regions}
-    enabled = [s for s in record.scalers if s["enabled"] and not s["ours"]]
-    scaled = any(e.loss.scale or e.loss.divisor < 1 / 8 for e in record.of("backward"))
-    if dtypes == {"bfloat16"} and _scales(record) and all(e.explicit for e in regions):
-        waits = [e for e in record.of("step") if e.via is not None]
-        effect = "asked the device whether to skip, for nothing"
-        lines = [s["where"] for s in enabled]
-        yield from _some(record, "bfloat16_with_scaler", waits, effect, lines=lines)
-    if "float16" in dtypes and not scaled and record.of("backward"):
+    regions = record.regions
+    dtypes = {region.dtype for region in regions}
+    enabled = [scaler for scaler in record.scalers if scaler.enabled and not scaler.ours]
+    waits = [step for step in record.of("step") if step.scaled]
+    explicit = all(region.explicit for region in regions)
+    if dtypes == {"bfloat16"} and record.scales and explicit and waits:
+        effect = f"{_share(record, waits)} asked the device whether to skip, for nothing"
+        yield found("bfloat16_with_scaler", [scaler.where for scaler in enabled], effect)
+    losses = [backward.loss for backward in record.of("backward")]
+    if "float16" in dtypes and losses and not any(x.scale or x.divisor < 1 / 8 for x in losses):
         flush = "gradients of 16-bit products below 6e-8 are 0"
-        unused = [s["where"] for s in enabled if not s["used"]]
+        unused = [scaler.where for scaler in enabled if not scaler.used]
         if unused:
             effect = f"a GradScaler is made and scales nothing: {flush}"
-            yield _finding(record, "no_loss_scale", unused, effect)
-        elif not _scales(record):
-            where = [e.where for e in regions]
-            yield _finding(record, "no_loss_scale", where, flush, SUSPICION)
+            yield found("no_loss_scale", unused, effect)
+        elif not record.scales:
+            yield found("no_loss_scale", regions, flush, SUSPICION)
 
 
-def _tf32(record: Record) -> Iterator[Finding]:
-    for event in record.of("tf32"):
-        by = str(event.by)
-        ours = any(f"/{name}/" in by for name in ("torch", "determined", "determined_amp"))
-        if ours and not event.in_batch:
-            continue
-        what = f"{event.name} = {event.value}"
-        if event.in_batch:
-            yield _finding(record, "tf32", [event], f"{what} while batch {event.batch} trains")
-            return
-        if "site-packages" in by and _is_amp(record):
-            yield _finding(record, "tf32", [event], f"{what}, set by {by}", SUSPICION)
-            return
-
-
-def _averages(record: Record) -> Iterator[Finding]:
-    moved = [e for e in record.of("skipped step") if e.moved]
-    lines = [line for event in moved for line in event.lines]
-    effect = "moved it, though no weight had moved"
-    yield from _some(record, "average_on_skipped", moved, effect, lines=lines)
-
-
-def _syncs(record: Record) -> Iterator[Finding]:
-    lines: Counter[Where] = Counter()
-    for (where, _), count in record.syncs.items():
-        lines[where] += count
-    often = {where: n for where, n in lines.items() if n >= 0.5 * record.batches > 0}
-    if often and _is_amp(record):
-        total = sum(often.values()) / record.batches
-        methods = sorted({method for where, method in record.syncs if where in often})
-        effect = f"{total:.3g} in each batch, by {', '.join(methods)}"
-        yield _finding(record, "synchronisation", often, effect, COST)
-
-
+@rule
 def _metrics(record: Record) -> Iterator[Finding]:
     for name, (as_is, exact) in record.metrics.items():
         if not math.isfinite(exact):
             continue
         change = abs(as_is - exact) / max(abs(exact), 1e-12) if as_is != exact else 0.0
         if math.isnan(change) or change > _MAYBE_CHANGED:
-            sure = not change <= _CHANGED
+            level = SUSPICION if change <= _CHANGED else FAULT
             effect = f"{name} of the same weights: {as_is:.4g}, in float32 {exact:.4g}"
-            regions = [e for e in record.of("autocast") if not e.grad]
-            yield _finding(record, "eval_16_bits", regions, effect, FAULT if sure else SUSPICION)
+            yield found("eval_16_bits", record.regions_of_validation, effect, level)
 
 
+# What is saved, averaged, switched and waited for.
+
+
+@rule
 def _checkpoint_of_a_loop(record: Record) -> Iterator[Finding]:
     """In a loop of the user's own: the optimizer is saved, and the scaler is not."""
-    saves = [e for e in record.of("save") if e.optimizer]
-    if record.determined or not saves or not _scales(record):
+    saves = [save for save in record.of("save") if save.optimizer]
+    if record.determined or not saves or not record.scales:
         return
-    if not any(e.scale for e in record.of("save")):
+    if not any(save.scale for save in record.of("save")):
         updates = record.of("update")
         effect = "after a resume it begins at init_scale again"
-        effect += f", not at {_number(updates[-1].after)}" if updates else ""
-        yield _finding(record, "scaler_not_saved", saves, effect)
+        effect += f", not at {number(updates[-1].after)}" if updates else ""
+        yield found("scaler_not_saved", saves, effect)
 
 
-def _ranks(record: Record) -> Iterator[Finding]:
-    """The ranks of a distributed training have scales of their own."""
-    used = [scales for scales in record.scales_of_ranks if scales]
-    differ = [values for values in zip(*used, strict=False) if len(set(values)) > 1]
-    if len(used) > 1 and (differ or len({len(scales) for scales in used}) > 1):
-        different = sorted(set(differ[-1] if differ else (scales[-1] for scales in used)))
-        effect = f"{len(differ)} of {max(map(len, used))} updates left different scales, as "
-        effect += " and ".join(map(_number, different))
-        lines = [scaler["where"] for scaler in record.scalers if scaler["used"]]
-        yield _finding(record, "scale_differs_by_rank", lines, effect)
+@rule
+def _averages(record: Record) -> Iterator[Finding]:
+    moved = [event for event in record.of("skipped step") if event.moved]
+    if moved:
+        effect = f"{_share(record, moved)} moved it, though no weight had moved"
+        lines = [line for event in moved for line in event.lines]
+        yield found("average_on_skipped", lines, effect)
 
 
-RULES: tuple[Rule, ...] = (
-    _ranks,
-    _error,
-    _factors,
-    _faint,
-    _mixed,
-    _step_twice,
-    _clips,
-    _clips_by_hand,
-    _hidden_overflow,
-    _schedules,
-    _rates_by_hand,
-    _accumulation,
-    _autocast,
-    _losses,
-    _scaler_and_dtype,
-    _metrics,
-    _checkpoint_of_a_loop,
-    _averages,
-    _tf32,
-    _syncs,
-)
-
-
-# What several runs show together.
-
-
-def judge_checkpoint(record: Record) -> Iterator[Finding]:
-    """What is wrong with the checkpoint that a run left."""
-    if record.empty_scaler_state:
-        off = [s for s in record.scalers if not s["enabled"]]
-        effect = (
-            "a run that goes on from it with AMP ends: 0 of the 5 values of its state are there"
-        )
-        by_device = not record.has_cuda and any(s["by_device"] for s in off)
-        level = SUSPICION if by_device else FAULT  # it may be enabled on a GPU
-        yield _finding(record, "empty_scaler_state", [s["where"] for s in off], effect, level)
-
-
-def judge_resume(before: Record, after: Record) -> Iterator[Finding]:
-    """What a resumed run has lost.
-
-    Args:
-        before: The run that saved the checkpoint at its end.
-        after: A run in a fresh process that began with it.
-    """
-    if after.error is not None and "start" not in after.states:
-        kind, text = after.error
-        effect = ": ".join([kind, *text.splitlines()[:1]])
-        yield _finding(before, "resume_fails", [after.raised], effect, SUSPICION)
-        return
-    if "end" not in before.states or "start" not in after.states:
-        return
-    end, start = before.states["end"], after.states["start"]
-    for number, (old, new) in enumerate(zip(end["scale"], start["scale"], strict=False)):
-        if old is not None and new is not None and old != new and before.scalers[number]["used"]:
-            effect = f"scale {_number(old)} became {_number(new)} after resume"
-            yield _finding(before, "scaler_not_saved", [before.scalers[number]["where"]], effect)
-    for number, (old, new) in enumerate(zip(end["place"], start["place"], strict=False)):
-        scheduler = before.schedulers[number]
-        if scheduler["ours"] or scheduler["inner"] or old == new or old is None:
+@rule
+def _tf32(record: Record) -> Iterator[Finding]:
+    for event in record.of("tf32"):
+        ours = any(f"/{name}/" in event.by for name in ("torch", "determined", "determined_amp"))
+        if ours and not event.in_batch:
             continue
-        effect = f"{scheduler['kind']} was at step {old} and is at step {new} after resume"
-        yield _finding(before, "schedule_not_saved", [scheduler["where"]], effect)
+        what = f"{event.name} = {event.value}"
+        if event.in_batch:
+            yield found("tf32", [event], f"{what} while batch {event.batch} trains")
+            return
+        if not is_users(event.by) and record.is_amp:
+            yield found("tf32", [event], f"{what}, set by {event.by}", SUSPICION)
+            return
 
 
-# Steps of one and the same training whose gradients differ by this much are different ones.
-_DEPENDS = 1.5
-
-
-def dependence(low: Record, high: Record) -> float:
-    """How much gradients of the same steps differ between two scales; 1 if they are equal."""
-    ratios = [1.0]
-    steps = ([s for w in _complete(run) for s in w.steps] for run in (low, high))
-    for one, other in list(zip(*steps, strict=False))[:2]:
-        if 0 < one.norm * other.norm < math.inf:
-            ratios += [max(one.norm / other.norm, other.norm / one.norm)]
-    return max(ratios)
-
-
-# Faults that say why gradients depend on the scale.
-_EXPLAIN = {
-    *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-    *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
-    *("half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"),
-    *("beyond_float16", "mixed_dtypes", "no_16_bit_kernel"),
-}
-
-
-def confirm(findings: Findings, record: Record, ratio: float, scales: tuple[float, float]) -> None:
-    """Add a finding if the gradients of two runs depend on the scale and no rule says why."""
-    if ratio > _DEPENDS and not _EXPLAIN & {finding.key for finding in findings.faults}:
-        low, high = map(_number, scales)
-        effect = f"from scale {low} to {high} the gradients of a step change {ratio:.3g} times"
-        steps = [e for e in record.of("step") if e.via is not None][:1]
-        findings.all.append(_finding(record, "depends_on_scale", steps, effect))
-    findings.sort()
+@rule
+def _syncs(record: Record) -> Iterator[Finding]:
+    lines: Counter[Where] = Counter()
+    for (where, _), times in record.syncs.items():
+        lines[where] += times
+    often = {where: n for where, n in lines.items() if n >= 0.5 * record.batches > 0}
+    if often and record.is_amp:
+        total = sum(often.values()) / record.batches
+        methods = sorted({method for where, method in record.syncs if where in often})
+        effect = f"{total:.3g} in each batch, by {', '.join(methods)}"
+        yield found("synchronisation", often, effect, COST)

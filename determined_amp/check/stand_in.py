@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import autocast_mode
+from torch.overrides import TorchFunctionMode
 
+from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
-from determined_amp.check.record import is_users
+from determined_amp.amp.precision import autocast_is_on
+from determined_amp.check.lines import is_users
 
 # What only a GPU can show.
 ONLY_ON_A_GPU = (
@@ -33,32 +36,63 @@ def cpu_for_cuda(*, pretends: bool = True) -> Iterator[None]:
         pretends: Whether `torch.cuda.is_available()` says yes to every line of the user's, so that
             all that is switched on by it is examined; else to lines about mixed precision alone.
     """
+    rules = _RulesOfCuda()
     with ExitStack() as stack:
-        has_cuda = torch.cuda.is_available()
-        if not has_cuda:
+        if not torch.cuda.is_available():
             for owner, name, make in _replaced(_ANY if pretends else _SWITCHES):
                 stack.enter_context(patched(owner, name, make(getattr(owner, name))))
             stack.enter_context(warnings.catch_warnings())
             for words in ("CUDA is not available", ".*torch.cuda.amp", "User provided device_type"):
                 warnings.filterwarnings("ignore", words)
-        stack.enter_context(_noting_dtypes(has_cuda))
+            stack.enter_context(rules)
+        make = _noting(torch.autocast.__init__, rules)
+        stack.enter_context(patched(torch.autocast, "__init__", make))
         yield
 
 
-@contextmanager
-def _noting_dtypes(has_cuda: bool) -> Iterator[None]:
+class _RulesOfCuda(TorchFunctionMode):
+    """Computes in float32 what autocast does on CUDA, and leaves in 16 bits on the CPU.
+
+    Attributes:
+        apply: Whether an autocast of CUDA was made, and none of the CPU.
+    """
+
+    apply: bool | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            self.apply
+            and getattr(func, "__name__", "") in _FLOAT32_ON_CUDA
+            and autocast_is_on("cpu")
+        ):
+            args, kwargs = as_float32((args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _noting(own: Callable[..., Any], rules: _RulesOfCuda) -> Callable[..., Any]:
     """Remember of each autocast whether its dtype was chosen by the user."""
-    own = torch.autocast.__init__
 
     @wraps(own)
     def make(region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         region._given_dtype = dtype is not None
-        if dtype is None and _is_cuda(device_type) and not has_cuda:
-            dtype = torch.float16  # CUDA's own
+        if _is_cuda(device_type):
+            rules.apply = rules.apply is not False
+        elif is_users(sys._getframe(1).f_code.co_filename):  # not torch's own for a checkpoint
+            rules.apply = False
         own(region, device_type, dtype, *args, **kwargs)
 
-    with patched(torch.autocast, "__init__", make):
-        yield
+    return make
+
+
+def _autocast(own: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(own)
+    def make(region: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if dtype is None and _is_cuda(device_type):
+            dtype = torch.float16  # CUDA's own
+        own(region, _on_cpu(device_type), dtype, *args, **kwargs)
+
+    return make
 
 
 def _is_cuda(device: Any) -> bool:
@@ -140,6 +174,20 @@ class _Absent:
 _SWITCHES = re.compile(r"GradScaler|autocast|amp|fp16|half", re.IGNORECASE)
 _ANY = re.compile(r"^(?!.*(fused|nccl|triton|flash))", re.IGNORECASE)
 
+# docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32"
+_FLOAT32_ON_CUDA = frozenset(
+    (
+        *("__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "cdist", "cosh"),
+        *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "cosine_similarity"),
+        *("cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm"),
+        *("hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p"),
+        *("log2", "log_softmax", "margin_ranking_loss", "mse_loss", "multi_margin_loss"),
+        *("multilabel_margin_loss", "nll_loss", "norm", "pdist", "poisson_nll_loss", "pow"),
+        *("prod", "reciprocal", "renorm", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss"),
+        *("softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss"),
+    )
+)
+
 _TAKE_A_DEVICE = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "normal", "ones", "rand"),
     *("randint", "randn", "randperm", "tensor", "zeros", "empty_like", "full_like", "ones_like"),
@@ -150,7 +198,7 @@ _TAKE_A_DEVICE = (
 def _replaced(lines: re.Pattern[str]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What is replaced, and what makes the replacement from it."""
     yield torch.amp.GradScaler, "__init__", _by_default
-    yield torch.autocast, "__init__", _here
+    yield torch.autocast, "__init__", _autocast
     if hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", _question
         yield torch, "get_autocast_dtype", _question

@@ -34,7 +34,8 @@ def watching(overflows: Collection[int] = OVERFLOWS) -> Iterator[Findings]:
             the step is skipped. With an empty tuple the training is left undisturbed; what it does
             on a skipped step is then seen only if one is skipped anyway.
     """
-    findings, spies = Findings(), Spies(overflows, meets=True)
+    findings, spies = Findings(), Spies(overflows)
+    spies.meet_optimizers()
     spies.record.has_cuda = torch.cuda.is_available()
     try:
         with cpu_for_cuda(), _batches_of_loaders(spies), spies.watching():

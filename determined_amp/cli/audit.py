@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     config = checked_configuration(options)
     # These import torch, which takes seconds.
     from determined_amp.audit import AuditError  # noqa: PLC0415
-    from determined_amp.local.audit import audit_here  # noqa: PLC0415
+    from determined_amp.local.open_trial import audit_here  # noqa: PLC0415
 
     try:
         audit, precision = audit_here(config, options.config, options.trial)

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     config = checked_configuration(options)
     start_server("determined_amp.check.doctor")
     # Imported after the server starts: both spend seconds importing torch, at the same time.
-    from determined_amp.check.doctor import PATIENCE, RUNS, examine  # noqa: PLC0415
+    from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
+    from determined_amp.check.fresh_process import PATIENCE  # noqa: PLC0415
 
     def show(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.cli.options import add_batches_option, checked_configuration, is_task, parser_of
+from determined_amp.experiment.files import write_together
 
 if TYPE_CHECKING:
     from determined_amp.finder.advice import FoundScale
@@ -48,8 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _save(answer: FoundScale, options: argparse.Namespace) -> None:
-    from determined_amp.experiment.files import write_together  # noqa: PLC0415
-
     try:
         if options.json:
             answer.write(options.json)
@@ -62,17 +62,6 @@ def _save(answer: FoundScale, options: argparse.Namespace) -> None:
             print(f"written: {options.plot}")
     except OSError as error:
         raise UserError(f"the answer cannot be written: {error}; allowed: another file") from error
-
-
-def _is_replaceable(target: Path, begins: bytes) -> bool:
-    """Whether a file of an earlier answer is there, or none; a device or a pipe is never full."""
-    if not target.is_file():
-        return True
-    try:
-        with target.open("rb") as file:
-            return file.read(len(begins)) == begins
-    except OSError:
-        return False
 
 
 def _check_targets(options: argparse.Namespace) -> None:
@@ -95,9 +84,12 @@ def _problem(target: Path, begins: bytes) -> str | None:
         return f"got {target}, whose folder does not exist"
     if target.is_dir():
         return f"got {target}, which is a folder; allowed: a file"
-    if not _is_replaceable(target, begins):
-        return f"got {target}, which is there and no answer of this command; allowed: another file"
-    return None
+    if not target.is_file():  # a device or a pipe is never full
+        return None
+    with suppress(OSError), target.open("rb") as file:
+        if file.read(len(begins)) == begins:  # an earlier answer
+            return None
+    return f"got {target}, which is there and no answer of this command; allowed: another file"
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

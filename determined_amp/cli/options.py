@@ -64,11 +64,7 @@ def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: if the YAML cannot be read, or an override is malformed.
     """
     config = with_overrides(read_yaml(options.config), options.overrides)
-    if "precision" not in options:
-        return config
-    key = "hyperparameters.amp.precision="
-    chosen = [change.removeprefix(key) for change in options.overrides if change.startswith(key)]
-    return in_precision(config, options.precision or (chosen[-1] if chosen else None))
+    return in_precision(config, getattr(options, "precision", None))
 
 
 def checked_configuration(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from determined_amp.amp.errors import UserError
 from determined_amp.report import ReportError, precision_report
-from determined_amp.report.master_runs import fetch_comparison, is_compare_command
+from determined_amp.report.master_runs import fetch_comparison
 from determined_amp.report.sources import (
     check_report,
     folder_beside,
@@ -24,6 +24,7 @@ from determined_amp.report.sources import (
     report_for,
 )
 from determined_amp.search.search_folder import Search
+from determined_amp.search.task import Topic
 
 # By report: its own options.
 _OPTIONS = {
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = options.output or folder_beside(options.sources[0])
     if report == "loss-scale":
         _report_loss_scale(searches[0], options, folder)
-    elif is_compare_command(searches[0].config) and is_experiment(options.sources[0]):
+    elif Topic.of(searches[0].config) is Topic.COMPARISON and is_experiment(options.sources[0]):
         _fetch_comparison(int(options.sources[0]), options, folder)
     else:
         _report_precisions(searches, options, folder)

@@ -52,29 +52,21 @@ def _train_here(options: argparse.Namespace, raw: Mapping[str, Any]) -> int:
 
     config = parse(raw, options.config, trial=options.trial)
     resume = Resume.latest(Path(options.resume)) if options.resume else None
+    given = options.resume or options.run_folder
 
     def choose_folder() -> RunFolder:
-        folder = named_folder()
-        held.enter_context(folder.locked())
-        return folder
-
-    def named_folder() -> RunFolder:
-        if options.resume:
-            return RunFolder(Path(options.resume))
-        if not options.run_folder:
-            return RunFolder.new(Path("runs"), config.name)
-        folder = RunFolder(Path(options.run_folder))
-        if folder.foreign:
-            text = f"{options.run_folder} holds no run, and {', '.join(folder.foreign)}"
-            raise ConfigError("--run-folder", [f"{text}; allowed: a new folder, or that of a run"])
-        if complete_checkpoints(folder.checkpoints):
-            raise ConfigError(
-                "--run-folder",
-                [
-                    f"{options.run_folder} holds a run already; allowed: another folder, or "
-                    f"--resume {options.run_folder}"
-                ],
+        folder = RunFolder(Path(given)) if given else RunFolder.new(Path("runs"), config.name)
+        problem = None
+        if resume is None and folder.foreign:
+            problem = (
+                f"{given} holds no run, and {', '.join(folder.foreign)}; allowed: a new folder, or "
+                "that of a run"
             )
+        elif resume is None and complete_checkpoints(folder.checkpoints):
+            problem = f"{given} holds a run already; allowed: another folder, or --resume {given}"
+        if problem is not None:
+            raise ConfigError("--run-folder", [problem])
+        held.enter_context(folder.locked())
         return folder
 
     with ExitStack() as held:

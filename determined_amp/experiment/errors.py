@@ -18,7 +18,6 @@ from determined_amp.amp.errors import UserError, one_line, printable
 # A log policy in the YAMLs matches these words, so the cluster does not restart the trial.
 NO_RETRY = "no retry can help: "
 
-
 _OURS = (str(Path(__file__).parents[1]), sys.base_prefix, "<")
 
 # RuntimeError messages of torch and numpy about sizes that do not fit in memory.
@@ -34,18 +33,16 @@ _IN_16_BITS = re.compile(
     r"|Expected self\.dtype to be equal to src\.dtype"
 )
 
-# What an operation in 16 bits can fail of, the first that fits: a name, torch's words, our words,
+# What an operation in 16 bits can fail of, the first that fits, by name: torch's words, our words,
 # and what to write.
-_FAULTS_IN_16_BITS = (
-    (
-        "beyond_float16",
+_FAULTS_IN_16_BITS = {
+    "beyond_float16": (
         re.compile("without overflow"),
         "a number is beyond float16, which ends at 65504",
         "torch.finfo(x.dtype).min in place of a constant such as -1e9, amp.precision amp_bf16, or "
         "amp.fp32_modules with the module that computes it",
     ),
-    (
-        "no_16_bit_kernel",
+    "no_16_bit_kernel": (
         re.compile(
             r"not implemented for|not supported|unsupported|only supported|create a primitive"
             r"|but got BFloat16 and"
@@ -54,14 +51,13 @@ _FAULTS_IN_16_BITS = (
         "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the operation, "
         "amp.fp32_modules with the module that computes it, or a GPU if only this device lacks it",
     ),
-    (
-        "mixed_dtypes",
+    "mixed_dtypes": (
         re.compile(r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"),
         "an operation gets a 16-bit tensor that autocast made together with one of another dtype",
         "one dtype for both, as in value.to(other.dtype), or amp.fp32_modules with the module that "
         "computes it",
     ),
-)
+}
 
 
 @contextmanager
@@ -100,16 +96,16 @@ def fault_in_16_bits(error: Exception) -> str | None:
     None for an error that has nothing to do with 16 bits.
     """
     name = None if isinstance(error, UserError) else name_in_16_bits(str(error))
-    for other, _, fault, remedy in _FAULTS_IN_16_BITS:
-        if name == other:
-            return f"{fault}: {one_line(error)}{_place(error)}; allowed: {remedy}"
-    return None
+    if name is None:
+        return None
+    _, fault, remedy = _FAULTS_IN_16_BITS[name]
+    return f"{fault}: {one_line(error)}{_place(error)}; allowed: {remedy}"
 
 
 def name_in_16_bits(message: str) -> str | None:
     """`beyond_float16`, `no_16_bit_kernel`, `mixed_dtypes`, or None: what a message is about."""
     if _IN_16_BITS.search(message):
-        for name, words, _, _ in _FAULTS_IN_16_BITS:
+        for name, (words, _, _) in _FAULTS_IN_16_BITS.items():
             if words.search(message):
                 return name
     return None

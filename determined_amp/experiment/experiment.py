@@ -29,9 +29,11 @@ from determined_amp.amp.settings import AmpSettings, setting
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.fields import is_settings_class, plain, read
-from determined_amp.experiment.plan import (
+from determined_amp.experiment.training import (
     ONE_BATCH,
+    Length,
     Plan,
+    TrainingSettings,
     for_test,
     has_our_form,
     in_our_form,
@@ -39,7 +41,6 @@ from determined_amp.experiment.plan import (
     keys_without_effect,
     read_plan,
 )
-from determined_amp.experiment.training import Length, TrainingSettings
 from determined_amp.experiment.yaml_text import load_yaml, read_text
 
 if TYPE_CHECKING:
@@ -294,14 +295,7 @@ def _check(
 ) -> tuple[Experiment, str]:
     """The experiment as far as it is known without its trial, and the key that names the trial."""
     problems: list[str] = []
-    values = _hyperparameters(config, hyperparameters, problems)
-    if has_our_form(values) and is_test(config):
-        config, values = for_test(config), {**values, "training": ONE_BATCH}
-    values = constants(values)
-    if hyperparameters is not None:
-        values = with_power_of_two(values, config)
-        config = {**config, "hyperparameters": values}
-    config, values = _with_trial_seed(config, values, problems)
+    config, values = _with_values(config, hyperparameters, problems)
     named = None if problems else _named_trial(config, values, trial, problems)
     platform = read(Platform, config, "", problems, strict=False)
     known = _read_known(values, problems)
@@ -330,15 +324,22 @@ def _check(
     return experiment, key
 
 
-def _hyperparameters(
+def _with_values(
     config: Mapping[str, Any], chosen: Mapping[str, Any] | None, problems: list[str]
-) -> Mapping[str, Any]:
-    raw = config.get("hyperparameters", {}) if chosen is None else chosen
-    if isinstance(raw, Mapping):
-        return raw
-    text = f"got {raw!r}; allowed: a mapping of keys to values"
-    problems.append(Problem("hyperparameters", text))
-    return {}
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Configuration and hyperparameters of one trial, which the searcher may have chosen."""
+    values = config.get("hyperparameters", {}) if chosen is None else chosen
+    if not isinstance(values, Mapping):
+        text = f"got {values!r}; allowed: a mapping of keys to values"
+        problems.append(Problem("hyperparameters", text))
+        values = {}
+    if has_our_form(values) and is_test(config):
+        config, values = for_test(config), {**values, "training": ONE_BATCH}
+    values = constants(values)
+    if chosen is not None:
+        values = with_power_of_two(values, config)
+        config = {**config, "hyperparameters": values}
+    return _with_trial_seed(config, values, problems)
 
 
 def with_power_of_two(values: Mapping[str, Any], search: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -366,7 +367,10 @@ def _with_trial_seed(
         text = f"got {seed!r}; allowed: an integer >= 0 and below 2^32"
         problems.append(Problem(f"hyperparameters.{TRIAL_SEED}", text))
         return config, others
-    reproducibility = {**(config.get("reproducibility") or {}), "experiment_seed": seed}
+    given = config.get("reproducibility") or {}
+    if not isinstance(given, Mapping):  # which is a mistake of its own
+        return config, others
+    reproducibility = {**given, "experiment_seed": seed}
     changed = {**config, "hyperparameters": others, "reproducibility": reproducibility}
     return changed, others
 
@@ -377,9 +381,10 @@ def constants(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in hyperparameters.items():
         if isinstance(value, Mapping) and value.get("type") == "const":
             values[key] = copy.deepcopy(value.get("val"))
+        elif isinstance(value, Mapping):
+            values[key] = constants(value)
         else:
-            nested = isinstance(value, Mapping)
-            values[key] = constants(value) if nested else copy.deepcopy(value)
+            values[key] = copy.deepcopy(value)
     return values
 
 

@@ -14,23 +14,15 @@ import dataclasses
 import difflib
 import enum
 import math
-import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.amp.settings import DECLARED
+from determined_amp.amp.settings import BOUNDS, DECLARED
 
 T = TypeVar("T")
-
-_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "at_least": (">=", operator.ge),
-    "above": (">", operator.gt),
-    "at_most": ("<=", operator.le),
-    "below": ("<", operator.lt),
-}
 
 
 @typing.runtime_checkable
@@ -82,15 +74,15 @@ def read(
             problems.append(Problem(_join(path, key), text))
     values: dict[str, object] = {}
     for name, field in fields.items():
-        if name in raw:
-            place = _join(path, name)
-            values[name] = _value(hints[name], raw[name], place, field, problems, strict=strict)
-        elif field.default is dataclasses.MISSING and dataclasses.is_dataclass(hints[name]):
-            # Read an empty section to report the keys that are missing in it.
-            values[name] = read(hints[name], {}, _join(path, name), problems, strict=strict)
-        elif field.default is dataclasses.MISSING:
-            text = f"missing; allowed: {_allowed(hints[name], field)}"
-            problems.append(Problem(_join(path, name), text))
+        place, hint, given = _join(path, name), hints[name], raw.get(name)
+        if name not in raw:
+            if field.default is not dataclasses.MISSING:
+                continue
+            if not dataclasses.is_dataclass(hint):
+                problems.append(Problem(place, f"missing; allowed: {_allowed(hint, field)}"))
+                continue
+            given = {}  # to name the keys that are missing in this section
+        values[name] = _value(hint, given, place, field, problems, strict=strict)
     if len(problems) > before:
         return None
     make: Callable[..., T] = cls
@@ -154,7 +146,7 @@ def _value(
         return read(typing.cast("type[object]", kinds[0]), raw, path, problems, strict=strict)
     value = next((v for kind in kinds if (v := _converted(kind, raw)) is not None), None)
     bounds = [] if isinstance(value, enum.Enum) else _bounds(field)
-    if value is None or not all(_BOUNDS[name][1](value, bound) for name, bound in bounds):
+    if value is None or not all(BOUNDS[name][1](value, bound) for name, bound in bounds):
         allowed = f"{_allowed(hint, field)}{_hint_for(kinds[0], raw)}"
         problems.append(Problem(path, f"got {_shown(raw)}; allowed: {allowed}"))
     return value
@@ -195,7 +187,7 @@ def _kinds(hint: Any) -> tuple[list[Any], bool]:
 
 
 def _bounds(field: dataclasses.Field[Any]) -> list[tuple[str, float]]:
-    return [(name, bound) for name, bound in field.metadata.items() if name in _BOUNDS]
+    return [(name, bound) for name, bound in field.metadata.items() if name in BOUNDS]
 
 
 def _allowed(hint: Any, field: dataclasses.Field[Any]) -> str:
@@ -215,7 +207,7 @@ def _described(kind: Any, field: dataclasses.Field[Any]) -> str:
     else:
         text = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]
     bounds = " and ".join(
-        f"{_BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
+        f"{BOUNDS[name][0]} {bound if isinstance(bound, int) else f'{bound:g}'}"
         for name, bound in _bounds(field)
     )
     return text + (f" {bounds}" if bounds else "")

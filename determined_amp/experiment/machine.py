@@ -36,7 +36,7 @@ class Machine:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         versions = {
             "python": platform.python_version(),
-            **{name: version for name in _PACKAGES if (version := _version(name))},
+            **{name: version for name in _PACKAGES if (version := installed_version(name))},
             "platform": platform.platform(),
             "commit": _commit(),
         }
@@ -58,7 +58,7 @@ def machine_of(device: torch.device, slots: int, versions: Mapping[str, Any]) ->
     return Machine(name, slots, on_gpu, support.tf32, torch.__version__, versions)
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The version of an optional package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from determined_amp.amp.errors import ConfigError, Problem
-from determined_amp.experiment.plan import UNITS
+from determined_amp.experiment.training import UNITS
 from determined_amp.experiment.yaml_text import load_yaml
 
 
@@ -22,10 +22,10 @@ def with_overrides(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not (key and equals):
+        *parents, last = path = key.split(".")
+        if not equals or "" in path:
             raise ConfigError("--config", [f"got {override!r}; allowed: KEY=VALUE"])
         section: dict[str, Any] = changed
-        *parents, last = key.split(".")
         for parent in parents:
             if section.get(parent) is None:
                 section[parent] = {}

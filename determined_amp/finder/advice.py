@@ -298,7 +298,9 @@ def yaml_changes(answer: FoundScale) -> dict[str, Any]:
     """The changes to the `amp` section for this verdict, by key; None removes the key."""
     finding, run = answer.finding, answer.run
     if finding.verdict in (Verdict.BF16, Verdict.FORWARD_OVERFLOW):
-        return {"precision": _without_a_scale(finding), **dict.fromkeys(SCALER_KEYS)}
+        # What was recorded in float16 cannot run in bfloat16.
+        precision = "amp_bf16" if finding.recorded_log2 is None else "fp32"
+        return {"precision": precision, **dict.fromkeys(SCALER_KEYS)}
     if finding.verdict is Verdict.ISLANDS:
         names = (name.rpartition(": ")[2] for name in finding.islands)  # without the model's number
         patterns = (f"^{name.replace('.', '[.]')}$" for name in names)
@@ -322,11 +324,6 @@ def lines_to_paste(answer: FoundScale) -> str:
     if finding.recorded_log2 is not None:
         return "float32, without autocast and GradScaler"
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"
-
-
-def _without_a_scale(finding: Finding) -> str:
-    """The precision for a trial that no loss scale helps."""
-    return "amp_bf16" if finding.recorded_log2 is None else "fp32"  # it cannot run in bfloat16
 
 
 def _plain(value: Any) -> Any:

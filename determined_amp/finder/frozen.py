@@ -45,7 +45,8 @@ class Gradients:
         """
         if not self.parameters:
             raise LossScaleError("no parameter gets a gradient: there is nothing to scale")
-        norms = torch._foreach_norm(list(self.parameters), float("inf"))
+        filled = [gradient for gradient in self.parameters if gradient.numel()]
+        norms = torch._foreach_norm(filled, float("inf"))
         return bool(torch.isfinite(torch.stack([norm.float() for norm in norms])).all())
 
 

@@ -93,7 +93,7 @@ class Prediction:
     @property
     def headroom_log2(self) -> float:
         """log2 of the largest scale, not rounded to a power of two, at which nothing overflows."""
-        return math.log2(_FIRST_INFINITE / self.largest)
+        return _headroom(self.largest)
 
     def flushed_share(self, scale_log2: int) -> float:
         """The largest share of any tensor that float16 flushes to 0 at a loss scale.

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from determined_amp.amp.origin import Origin, backwards_through, hooked, only_views
 from determined_amp.amp.patched import patched
-from determined_amp.amp.tensors import parameters_in, tensors_of
+from determined_amp.amp.tensors import is_batched, parameters_in, tensors_of
 from determined_amp.finder.histogram import Histogram, Tally
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -237,6 +237,10 @@ def _dense(values: Any) -> Iterator[torch.Tensor]:
     for tensor in tensors_of(values):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # by torch.func
             tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: PLW2901
+        level = 1
+        while is_batched(tensor):
+            tensor = torch._remove_batch_dim(tensor, level, 1, 0)  # noqa: PLW2901
+            level += 1
         if tensor.layout is torch.strided:
             yield tensor
         elif tensor.layout is torch.sparse_coo:

@@ -188,17 +188,12 @@ def score_batches(
     # Not finite: everything was flushed, or an infinity reached no parameter.
     if not math.isfinite(headroom):
         headroom = prediction.headroom_log2 - scale_log2
-    error = 1.0
-    if not skipped:
-        errors = [_gradient_error(batch, scale_log2) for batch in batches]
-        slots = context.distributed.allgather(sum(errors) / len(errors))
-        error = sum(slots) / len(slots)
     steps = steps_lost(skipped, seen.flushed_share, growth_interval)
     return Score(
         init_scale_log2=scale_log2,
         loss_scale_score=score_of(steps),
         steps_lost=steps,
-        gradient_error=error,
+        gradient_error=1.0 if skipped else _gradient_error(context, batches, scale_log2),
         backward_headroom_bits=min(headroom, 0.0) if skipped else headroom,
         flushed_share=seen.flushed_share,
         overflow=float(skipped > 0),
@@ -250,15 +245,21 @@ def _until_applied(
     return skipped, seen
 
 
-def _gradient_error(batch: FrozenBatch, scale_log2: float) -> float:
-    exact = _in_float32(batch).parameters
-    scaled = batch.backward(torch.float16, scale_log2).parameters
-    errors = []
-    for reference, gradient in zip(exact, scaled, strict=True):
-        norm = reference.double().norm()
-        difference = (gradient.double() / 2.0**scale_log2 - reference.double()).norm()
-        errors.append(torch.where(norm > 0, (difference / norm).clamp(max=1.0), norm))
-    return float(torch.stack(errors).mean())
+def _gradient_error(context: Place, batches: Sequence[FrozenBatch], scale_log2: float) -> float:
+    """The mean over all batches of all slots, see `Score`."""
+
+    def of(batch: FrozenBatch) -> float:
+        exact = _in_float32(batch).parameters
+        scaled = batch.backward(torch.float16, scale_log2).parameters
+        errors = []
+        for reference, gradient in zip(exact, scaled, strict=True):
+            norm = reference.double().norm()
+            difference = (gradient.double() / 2.0**scale_log2 - reference.double()).norm()
+            errors.append(torch.where(norm > 0, (difference / norm).clamp(max=1.0), norm))
+        return float(torch.stack(errors).mean())
+
+    slots = context.distributed.allgather(sum(map(of, batches)) / len(batches))
+    return float(sum(slots) / len(slots))
 
 
 def _in_float32(batch: FrozenBatch) -> Gradients:

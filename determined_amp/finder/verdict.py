@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from determined_amp.amp.fp32_modules import meanwhile_in_float32
@@ -168,26 +168,24 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         LossScaleError: if there is nothing to scale.
     """
     prediction = predict(context, batches)
-    top, above = _top(context, batches, prediction)
+
+    def measure(scale_log2: int) -> Observation:
+        return observe(context, batches, scale_log2, prediction)
+
+    predicted_top, above = _top(measure, prediction)
+    verified = _verified(measure, predicted_top, above)
+    top, gave_up = int(verified[-1].scale_log2), verified[-1].overflow
     low = prediction.smallest_scale_log2(FLUSHED_LIMIT)
-    measured = next((seen for seen in above if seen.scale_log2 == top), None)
-    verified = [measured or observe(context, batches, top, prediction)]
-    # At a large scale the loss itself may overflow in float16. At a scale of 1 it must not.
-    hopeless = verified[0].overflow and not observe(context, batches, 0, prediction).loss_is_finite
-    while verified[-1].overflow and not hopeless and len(verified) <= _MOST_DECREMENTS:
-        top -= 1
-        verified.append(observe(context, batches, top, prediction))
-    gave_up, choice = verified[-1].overflow, choice_of(low, top)
+    choice = choice_of(low, top)
     if choice != top and not gave_up:
-        verified.append(observe(context, batches, choice, prediction))
+        verified.append(measure(choice))
     (verdict, islands), cause = _judge(context, batches, prediction, low, top), ""
     if gave_up:
         verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)
     if sweep:
         done = [int(seen.scale_log2) for seen in (*above, *verified)]
         shown = {*_shown_scales(low, top, done)} - {*done}
-        more = sorted(at for at in shown if at <= LARGEST_LOG2)
-        verified = [*(observe(context, batches, at, prediction) for at in more), *verified]
+        verified = [*map(measure, sorted(at for at in shown if at <= LARGEST_LOG2)), *verified]
     known = {seen.scale_log2 for seen in verified}
     verified = [*(seen for seen in above if seen.scale_log2 not in known), *verified]
     rows = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
@@ -210,7 +208,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
 
 
 def _top(
-    context: Place, batches: Sequence[FrozenBatch], prediction: Prediction
+    measure: Callable[[int], Observation], prediction: Prediction
 ) -> tuple[int, list[Observation]]:
     """log2 of the largest power of two at which nothing overflows, measured from the prediction up.
 
@@ -224,7 +222,7 @@ def _top(
     seen: list[Observation] = []
 
     def overflows(scale_log2: int) -> bool:
-        seen.append(observe(context, batches, scale_log2, prediction))
+        seen.append(measure(scale_log2))
         return seen[-1].overflow
 
     while first <= LARGEST_LOG2 and not overflows(first):
@@ -234,6 +232,23 @@ def _top(
         middle = (works + first) // 2
         works, first = (works, middle) if overflows(middle) else (middle, first)
     return min(works, LARGEST_LOG2), seen
+
+
+def _verified(
+    measure: Callable[[int], Observation], top: int, above: Sequence[Observation]
+) -> list[Observation]:
+    """What is measured at the predicted top, and at the scales below it until nothing overflows.
+
+    The last one overflows if that never ends.
+    """
+    measured = next((seen for seen in above if seen.scale_log2 == top), None)
+    verified = [measured or measure(top)]
+    # At a large scale the loss itself may overflow in float16. At a scale of 1 it must not.
+    hopeless = verified[0].overflow and not measure(0).loss_is_finite
+    while verified[-1].overflow and not hopeless and len(verified) <= _MOST_DECREMENTS:
+        top -= 1
+        verified.append(measure(top))
+    return verified
 
 
 def _module(prediction: Prediction, name: str) -> ModuleGradients:

@@ -1,4 +1,4 @@
-"""Makes a trial on this machine, and for a measurement the context of a run without a folder."""
+"""Makes a trial on this machine to measure it: its loss scale, or what a batch is computed in."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ import torch
 from determined import core, pytorch
 
 from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.precision import DeviceSupport
+from determined_amp.amp.settings import Precision
+from determined_amp.audit import Audit, AuditError, audited
 from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import Experiment, indivisible_batch, parse
 from determined_amp.experiment.files import directory_kept, temporary_folder
@@ -23,8 +26,14 @@ from determined_amp.finder.advice import FoundScale
 from determined_amp.local.checkpoint_storage import LocalCheckpoints, Resume
 from determined_amp.runs.run import RunState
 from determined_amp.trial.checkpoint import CheckpointError
-from determined_amp.trial.determined_0_38 import average_by_default
+from determined_amp.trial.determined_0_38 import (
+    SafeController,
+    average_by_default,
+    controlled_by,
+    end_loop,
+)
 from determined_amp.trial.frozen import find_in_trial, score
+from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.unmodified import trial_of
 
 
@@ -137,6 +146,44 @@ def open_trial(
         context = trial_context(core_context, experiment)
         with faults_of_the_trial():
             yield OpenTrial(trial_of(experiment, context), context, experiment, name)
+
+
+def audit_here(
+    config: Mapping[str, Any], source: str, trial: str | None = None
+) -> tuple[Audit, Precision | None]:
+    """Train one batch here, in Determined's loop and without writing files.
+
+    Returns:
+        The audit of the batch, and the precision that the trial asks for. The precision is None
+        for a trial without a `MixedPrecision`; then nothing is judged.
+
+    Raises:
+        AuditError: if the batch is not computed in the precision that the trial asks for.
+        ConfigError: if the configuration is wrong or names no trial.
+    """
+    done: list[Audit] = []
+
+    def stop(audit: Audit) -> None:
+        done.append(audit)
+        end_loop()
+
+    with open_trial(config, source, trial) as opened:
+        context, amp = opened.context, MixedPrecision.of(opened.context)
+        precision = None if amp is None else amp.settings.precision
+        if amp is not None:
+            amp.guard.enabled = False  # otherwise it audits the batch as well
+            amp.finds_scale = False
+        has_tf32 = DeviceSupport.of(context.device).tf32
+        audited(opened.trial, precision or Precision.FP32, stop, has_tf32=has_tf32)
+        try:
+            with controlled_by(SafeController):
+                trainer = pytorch.Trainer(opened.trial, context)
+                trainer.fit(max_length=pytorch.Batch(1), checkpoint_policy="none")
+        except AuditError as error:
+            if precision is not None:
+                raise
+            done.append(error.audit)
+    return done[0], precision
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -39,14 +39,7 @@ def process_group() -> Iterator[core.DistributedContext]:
         return
     # torch 2.3 hangs in a second group of the same process, so an existing one is used.
     owned = not distributed.is_initialized()
-    needed = (*_OF_TORCHRUN, *(_OF_A_NEW_GROUP if owned else ()))
-    missing = [name for name in needed if not os.environ.get(name)]
-    if missing or not size.isdecimal() or size == "0":
-        without = f" without {', '.join(missing)}" if missing else ""
-        raise UserError(
-            f"WORLD_SIZE: got {size!r} in the environment{without}; allowed: what torchrun sets, "
-            "or unset WORLD_SIZE to train in one process"
-        )
+    _check_environment(size, (*_OF_TORCHRUN, *(_OF_A_NEW_GROUP if owned else ())))
     # Determined wraps models in DistributedDataParallel only under its own launcher, or with this.
     os.environ["USE_TORCH_DISTRIBUTED"] = "True"
     if owned:
@@ -58,7 +51,7 @@ def process_group() -> Iterator[core.DistributedContext]:
         yield _Processes(
             _gpu(),
             rank=int(os.environ["RANK"]),
-            size=int(os.environ["WORLD_SIZE"]),
+            size=int(size),
             local_rank=int(os.environ["LOCAL_RANK"]),
             local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             cross_rank=int(os.environ["GROUP_RANK"]),
@@ -70,6 +63,16 @@ def process_group() -> Iterator[core.DistributedContext]:
     finally:
         if owned:
             distributed.destroy_process_group()
+
+
+def _check_environment(size: str, needed: Sequence[str]) -> None:
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing or not size.isdecimal() or size == "0":
+        without = f" without {', '.join(missing)}" if missing else ""
+        raise UserError(
+            f"WORLD_SIZE: got {size!r} in the environment{without}; allowed: what torchrun sets, "
+            "or unset WORLD_SIZE to train in one process"
+        )
 
 
 class _Processes(core.DistributedContext):

@@ -25,7 +25,6 @@ from determined_amp.experiment.errors import faults_of_the_trial
 from determined_amp.experiment.experiment import CheckpointPolicy, Experiment
 from determined_amp.experiment.files import directory_kept
 from determined_amp.experiment.machine import Machine
-from determined_amp.experiment.training import Length
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
@@ -53,10 +52,10 @@ class RunRecorder(RunListener):
     it was.
     """
 
-    def __init__(self, experiment: Experiment, batches: int, slots: int, *, resumed: bool) -> None:
+    def __init__(self, experiment: Experiment, resume: Resume | None, slots: int) -> None:
         self._experiment = experiment
-        self._resumed = resumed
-        self._batches = batches
+        self._resumed = resume is not None
+        self._batches = resume.batches if resume else 0
         self._slots = slots
         self._total: int | None = None  # until the training starts
 
@@ -127,8 +126,7 @@ class LocalController(SafeController):
     directory into every checkpoint; this class copies the user's code only.
 
     Args:
-        experiment: Has the metric that ranks checkpoints.
-        length: Length of the whole run.
+        experiment: Has the metric that ranks checkpoints, and the length of the whole run.
         listeners: Notified when the training starts.
         first_batch: Number of batches that earlier processes trained.
         directory: Where the run began; the user's code is there.
@@ -138,7 +136,6 @@ class LocalController(SafeController):
     def __init__(
         self,
         experiment: Experiment,
-        length: Length,
         listeners: Sequence[RunListener],
         first_batch: int,
         directory: Path,
@@ -153,7 +150,7 @@ class LocalController(SafeController):
             policy = CheckpointPolicy.ALL
         fitted["checkpoint_policy"] = policy.value
         super().__init__(**fitted)
-        self._length = length
+        self._length = experiment.max_length
         self._listeners = listeners
         self._directory = directory
 
@@ -220,8 +217,7 @@ def train(
         InvalidTrialError: if the hyperparameters cannot train.
         PrecisionError: if the device only emulates the precision.
     """
-    first_batch = resume.batches if resume else 0
-    length = experiment.max_length
+    _ = experiment.max_length  # raises where there is none, before there is a folder
     with (
         directory_kept(),
         translating_invalid_trials(),
@@ -234,36 +230,56 @@ def train(
         folder = chosen or RunFolder(path)
         processes.allgather(None)  # no rank may make the folder after another has discarded it
         console = Console(quiet=not (chief and show))
-        metric = experiment.platform.searcher.metric
-        display = [Display(experiment.name, console, metric)] if show else []
-        recorder = RunRecorder(experiment, first_batch, processes.size, resumed=resume is not None)
-        notified = [recorder, *display, *listeners] if chief else []
+        notified: list[RunListener] = []
+        if chief:
+            metric = experiment.platform.searcher.metric
+            display = [Display(experiment.name, console, metric)] if show else []
+            recorder = RunRecorder(experiment, resume, processes.size)
+            notified = [recorder, *display, *listeners]
         with translating_disk_errors(folder.path):
-            reports = None
-            if chief:
-                reports = LocalReports(folder, experiment, notified, first_batch)
-            core_context = core.Context(
-                checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
-                distributed=processes,
-                preempt=stop,
-                train=reports or core.DummyTrainContext(folder.tensorboard),
+            _fit(
+                experiment,
+                resume,
+                folder,
+                notified,
+                processes=processes,
+                stop=stop,
+                console=console,
             )
-            logged = logging_to(folder.log if chief else None, console)
-            loop = partial(LocalController, experiment, length, notified, first_batch, Path.cwd())
-            with (
-                logged,
-                core_context,
-                _notifying(notified, folder, stop),
-                faults_of_the_trial(),
-                controlled_by(loop),
-            ):
-                context = trial_context(core_context, experiment, first_batch)
-                trial = trial_of(experiment, context)
-                start = resume.checkpoint if resume else None
-                # The controller restores the experiment's policy; `Trainer` refuses `best` here.
-                policy = CheckpointPolicy.ALL.value
-                fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
         return folder
+
+
+def _fit(
+    experiment: Experiment,
+    resume: Resume | None,
+    folder: RunFolder,
+    listeners: Sequence[RunListener],
+    *,
+    processes: core.DistributedContext,
+    stop: StopOnSignal,
+    console: Console,
+) -> None:
+    """Train in this process; the chief alone has listeners, and writes into the folder."""
+    first_batch, start = (resume.batches, resume.checkpoint) if resume else (0, None)
+    reports = LocalReports(folder, experiment, listeners, first_batch) if listeners else None
+    core_context = core.Context(
+        checkpoint=LocalCheckpoints(processes, folder.checkpoints, reports),
+        distributed=processes,
+        preempt=stop,
+        train=reports or core.DummyTrainContext(folder.tensorboard),
+    )
+    with (
+        logging_to(folder.log if listeners else None, console),
+        core_context,
+        _notifying(listeners, folder, stop),
+        faults_of_the_trial(),
+        controlled_by(partial(LocalController, experiment, listeners, first_batch, Path.cwd())),
+    ):
+        context = trial_context(core_context, experiment, first_batch)
+        trial = trial_of(experiment, context)
+        # The controller restores the experiment's policy; `Trainer` refuses `best` here.
+        policy = CheckpointPolicy.ALL.value
+        fit(trial, context, latest_checkpoint=start, checkpoint_policy=policy)
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import mean, stdev
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -33,14 +31,15 @@ from determined_amp.report.page import (
     AMBER,
     BLUE,
     GREEN,
-    HALO,
     INK,
     MUTED,
     PAPER,
     STYLE,
     VERMILION,
+    dots,
+    note,
 )
-from determined_amp.runs.run import Run
+from determined_amp.runs.run import SCORE, Run
 from determined_amp.search.search_folder import Search
 
 _WIDTH = 9.0
@@ -59,6 +58,9 @@ _MOST_NAMES = 28
 # One colour, nearly transparent at first: small shares fade into a light or a dark background.
 _HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(BLUE, 0.1), to_rgba(BLUE)])
 
+# A measured number on a predicted line.
+_DOT = {"markersize": 4.5, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
+
 
 @dataclass(frozen=True)
 class Point:
@@ -71,86 +73,52 @@ class Point:
     whole: bool = True  # whether the training ran to its end
 
 
-class _Panel(NamedTuple):
-    """A panel of the figure; its height is in inches."""
-
-    height: float
-    draw: Callable[[Axes], None]
-    is_over_scales: bool = True
+# A panel: its height in inches, and what draws it.
+_Panel = tuple[float, Callable[[Axes], None]]
 
 
 def draw(prediction: FoundScale | None, search: Search | None) -> Figure:
-    """Draw prediction and observations of one experiment; panels without data are left out.
-
-    Args:
-        prediction: The prediction of the finder.
-        search: The runs of a search.
-    """
+    """Draw what the finder predicts and a search measured; panels without data are left out."""
     finding = prediction.finding if prediction else None
     with matplotlib.rc_context(STYLE):
-        drawn = list(_panels(prediction, search))
-        heights = [panel.height for panel in drawn]
+        panels = list(_over_scales(prediction, search))
+        heights = [height for height, _ in panels]
+        if finding is not None:
+            count = sum(bool(module.values_by_log2) for module in finding.modules)
+            heights.append(min(1.1 + 0.2 * count, 5.5))
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)[:, 0]
+        axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         limits = _limits(finding, search.runs if search else ())
-        for panel, ax in zip(drawn, axes, strict=True):
-            panel.draw(ax)
-            if panel.is_over_scales:
-                if finding is not None:
-                    _mark_scales(ax, finding, label=ax is axes[0])
-                ax.set_xlim(*limits)
-        over_scales = [ax for panel, ax in zip(drawn, axes, strict=True) if panel.is_over_scales]
-        if over_scales:
-            over_scales[-1].set_xlabel("log₂ of the initial loss scale")
+        for (_, draw_panel), ax in zip(panels, axes, strict=False):
+            draw_panel(ax)
+            if finding is not None:
+                _mark_scales(ax, finding, label=ax is axes[0])
+            ax.set_xlim(*limits)
+        if panels:
+            axes[len(panels) - 1].set_xlabel("log₂ of the initial loss scale")
+        if finding is not None:
+            _draw_modules(axes[-1], finding)
         return figure
 
 
-def _panels(prediction: FoundScale | None, search: Search | None) -> Iterator[_Panel]:
+def _over_scales(prediction: FoundScale | None, search: Search | None) -> Iterator[_Panel]:
+    """The panels over the loss scale, from what was predicted and measured."""
     finding = prediction.finding if prediction else None
     runs = search.runs if search else ()
     flushed = [
-        Point(run.scale_log2, run.metrics["flushed_share"])
+        (run.scale_log2, run.metrics["flushed_share"])
         for run in runs
         if "flushed_share" in run.metrics and not run.overflow
     ]
     overflowed = [run.scale_log2 for run in runs if run.overflow]
     if finding is not None or flushed or overflowed:
-        yield _Panel(2.7, lambda axes: _draw_shares(axes, finding, flushed, overflowed))
+        yield 2.7, lambda axes: _draw_shares(axes, finding, flushed, overflowed)
     points = [] if search is None else points_of(search)
     if search is not None and points:
-        yield _Panel(2.3, partial(_draw_metric, prediction, search, points))
-    skips = [
-        Point(run.scale_log2, run.skipped_steps) for run in runs if run.skipped_steps is not None
-    ]
+        yield 2.3, lambda axes: _draw_metric(axes, prediction, search, points)
+    skips = [(r.scale_log2, r.skipped_steps) for r in runs if r.skipped_steps is not None]
     if skips:
-        yield _Panel(1.2, lambda axes: _draw_skips(axes, skips, finding))
-    if finding is not None:
-        count = sum(bool(module.values_by_log2) for module in finding.modules)
-        draw_modules = partial(_draw_modules, finding=finding)
-        yield _Panel(min(1.1 + 0.2 * count, 5.5), draw_modules, is_over_scales=False)
-
-
-def _draw_metric(
-    prediction: FoundScale | None, search: Search, points: Sequence[Point], axes: Axes
-) -> None:
-    alone = not search.also_searched
-    title = search.metric.replace("_", " ").capitalize()
-    if search.metric == "loss_scale_score":
-        title += ": log₂(1 + optimizer steps lost)"
-        if prediction is not None:
-            low, high = _limits(prediction.finding, search.runs)
-            scales = range(math.ceil(low), math.floor(high) + 1)
-            scores = [predicted_score(prediction, scale) for scale in scales]
-            axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
-            title += " (line: predicted; dots: measured)"
-    # All scored trials have the same seed, so there is no spread over seeds.
-    seeds = alone and not any(run.is_scored for run in search.runs)
-    window = prediction.finding if prediction else None
-    _draw_points(axes, points, search.metric, window, band=seeds)
-    _mark_best(axes, points[0])
-    axes.set_title(
-        title if alone else f"{title} (differ also in {', '.join(search.also_searched)})"
-    )
+        yield 1.2, lambda axes: _draw_skips(axes, skips, finding)
 
 
 def points_of(search: Search) -> list[Point]:
@@ -195,38 +163,24 @@ def _mark_scales(axes: Axes, window: Window, *, label: bool) -> None:
     safe = f"safe window {power(low)} to {power(top)}" if low <= top else "no safe window"
     axes.text(top, 1.03, safe, transform=above, color=GREEN, ha="right")
     axes.text(top + 1, 1.03, "overflow", transform=above, color=VERMILION)
-    if choice == DEFAULT_LOG2:
-        _left_of(axes, choice, f"choice = default {power(choice)}", GREEN, 0.87)
-        return
+    labels = {DEFAULT_LOG2: (0.77, f"default {power(DEFAULT_LOG2)}", MUTED)}
     if choice is not None:
-        _left_of(axes, choice, f"choice {power(choice)}", GREEN, 0.87)
-    _left_of(axes, DEFAULT_LOG2, f"default {power(DEFAULT_LOG2)}", MUTED, 0.77)
-
-
-def _left_of(axes: Axes, scale: float, text: str, color: str, height: float) -> None:
-    axes.annotate(
-        text,
-        (scale, height),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(-4, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        color=color,
-        path_effects=HALO,
-    )
+        word = "choice = default" if choice == DEFAULT_LOG2 else "choice"
+        labels[choice] = (0.87, f"{word} {power(choice)}", GREEN)
+    for scale, (height, text, color) in labels.items():
+        place = {"xycoords": above, "ha": "right", "va": "center"}
+        note(axes, text, (scale, height), (-4, 0), color=color, **place)
 
 
 def _draw_shares(
-    axes: Axes, finding: Finding | None, flushed: Sequence[Point], overflowed: Sequence[float]
+    axes: Axes,
+    finding: Finding | None,
+    flushed: Sequence[tuple[float, float]],
+    overflowed: Sequence[float],
 ) -> None:
     """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow.
 
-    Args:
-        axes: Where to draw.
-        finding: Gives the predicted lines, and the finder's own measurements.
-        flushed: Measured shares of trials without overflow.
-        overflowed: log2 of the scales of the trials that overflowed.
+    The trials give points (log2 of the scale, share) without, and scales with an overflow.
     """
     if finding is not None:
         scales = [p.scale_log2 for p in finding.predicted]
@@ -236,21 +190,19 @@ def _draw_shares(
         axes.plot(scales, over, color=VERMILION, linewidth=1.6, label="overflow, predicted")
         _name_line(axes, scales, lost, "flushed to 0")
         kept = [m for m in finding.verified if not m.overflow]
-        flushed = [*flushed, *(Point(m.scale_log2, m.flushed_share) for m in kept)]
+        flushed = [*flushed, *((m.scale_log2, m.flushed_share) for m in kept)]
         overflowed = [*overflowed, *(m.scale_log2 for m in finding.verified if m.overflow)]
         axes.axhline(FLUSHED_LIMIT, color=MUTED, linewidth=0.7, linestyle=":")
-    _dots(axes, [(p.scale_log2, p.value) for p in flushed], BLUE, "flushed to 0, measured")
-    if overflowed:
-        axes.plot(
-            overflowed,
-            [0.94] * len(overflowed),
-            transform=axes.get_xaxis_transform(),
-            color=VERMILION,
-            marker="x",
-            markersize=5,
-            linestyle="none",
-            label="overflow, measured (a step is skipped)",
-        )
+    dots(axes, flushed, BLUE, "flushed to 0, measured", **_DOT)
+    dots(
+        axes,
+        [(scale, 0.94) for scale in overflowed],
+        VERMILION,
+        "overflow, measured (a step is skipped)",
+        marker="x",
+        markersize=5,
+        transform=axes.get_xaxis_transform(),
+    )
     axes.set_yscale("symlog", linthresh=1e-4, linscale=0.5)
     axes.yaxis.set_major_locator(FixedLocator([0.0, 1e-4, 1e-2, 1.0]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share * 100:g} %"))
@@ -272,62 +224,52 @@ def _name_line(axes: Axes, scales: list[int], values: list[float], text: str) ->
         )
 
 
-def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str) -> None:
-    if points:
-        axes.plot(
-            *zip(*points, strict=True),
-            color=color,
-            marker="o",
-            markersize=4.5,
-            markeredgecolor=PAPER,
-            markeredgewidth=0.6,
-            linestyle="none",
-            label=label,
-        )
-
-
-def _draw_points(
-    axes: Axes, points: Sequence[Point], name: str, window: Window | None, *, band: bool = True
+def _draw_metric(
+    axes: Axes, prediction: FoundScale | None, search: Search, points: Sequence[Point]
 ) -> None:
-    """Draw a validation metric by scale: a thin line per seed, their mean and their spread.
+    """Draw the searcher's metric by scale: the trials, their spread over seeds, and the best."""
+    name, others = search.metric, search.also_searched
+    title = name.replace("_", " ").capitalize()
+    is_score = name == SCORE
+    if is_score:
+        title += ": log₂(1 + optimizer steps lost)"
+    if is_score and prediction is not None:
+        low, high = _limits(prediction.finding, search.runs)
+        scales = range(math.ceil(low), math.floor(high) + 1)
+        scores = [predicted_score(prediction, scale) for scale in scales]
+        axes.plot(scales, scores, color=BLUE, linewidth=1.6, alpha=0.5, label="predicted")
+        title += " (line: predicted; dots: measured)"
+    _draw_trials(axes, points)
+    # There is no spread over the seeds of scored trials, which have the same one.
+    is_over_seeds = not others and not any(run.is_scored for run in search.runs)
+    band = seed_band(points, prediction.finding) if prediction and is_over_seeds else None
+    if band is not None:
+        centre, spread = band
+        axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
+        axes.axhline(centre, color=AMBER, linewidth=0.8)
+    values = [point.value for point in points]
+    if min(values) > 0 and max(values) > 10 * min(values) and not is_score:
+        axes.set_yscale("log")
+    best = (points[0].scale_log2, points[0].value)
+    dots(axes, [best], INK, markersize=9, markerfacecolor="none")
+    note(axes, f"best {power(best[0])}", best, (0, 13), ha="center")
+    axes.set_ylabel(name.replace("_", " "))
+    axes.set_title(f"{title} (differ also in {', '.join(others)})" if others else title)
 
-    Args:
-        axes: Where to draw.
-        points: Measured values.
-        name: Name of the metric.
-        window: The scales whose points give the spread over seeds.
-        band: Whether to draw that spread. False if points differ in more than scale and seed.
-    """
+
+def _draw_trials(axes: Axes, points: Sequence[Point]) -> None:
+    """Draw a thin line per seed, a dot per trial, hollow if it was stopped early, and the mean."""
     seeds = _by_seed(points)
     for points_of_seed in seeds.values():
-        line = sorted(points_of_seed, key=lambda point: point.scale_log2)
-        x, y = [p.scale_log2 for p in line], [p.value for p in line]
-        axes.plot(x, y, color=BLUE, linewidth=0.7, alpha=0.5)
-    for whole in (True, False):
+        line = sorted((p.scale_log2, p.value) for p in points_of_seed)
+        axes.plot(*zip(*line, strict=True), color=BLUE, linewidth=0.7, alpha=0.5)
+    for whole, face in ((True, BLUE), (False, "none")):
         ended = [(p.scale_log2, p.value) for p in points if p.whole is whole]
-        if ended:
-            axes.plot(
-                *zip(*ended, strict=True),
-                color=BLUE,
-                marker="o",
-                markersize=3.5,
-                markerfacecolor=BLUE if whole else "none",
-                linestyle="none",
-                alpha=0.7,
-            )
+        dots(axes, ended, BLUE, markersize=3.5, markerfacecolor=face, alpha=0.7)
     if any(len(line) > 1 for line in seeds.values()) and len(seeds) > 1:
         scales = sorted({point.scale_log2 for point in points})
         means = [mean(p.value for p in points if p.scale_log2 == scale) for scale in scales]
         axes.plot(scales, means, color=INK, linewidth=1.6)
-    drawn = seed_band(points, window) if band else None
-    if drawn is not None:
-        centre, spread = drawn
-        axes.axhspan(centre - spread, centre + spread, color=AMBER, alpha=0.18, linewidth=0)
-        axes.axhline(centre, color=AMBER, linewidth=0.8)
-    values = [point.value for point in points]
-    if min(values) > 0 and max(values) > 10 * min(values) and name != "loss_scale_score":
-        axes.set_yscale("log")
-    axes.set_ylabel(name.replace("_", " "))
 
 
 def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
@@ -335,28 +277,6 @@ def predicted_score(prediction: FoundScale, scale_log2: float) -> float:
     skipped = prediction.finding.expected_skips(scale_log2)
     share = prediction.finding.at(scale_log2 - skipped).flushed_share
     return score_of(steps_lost(skipped, share, prediction.run.growth_interval))
-
-
-def _mark_best(axes: Axes, best: Point) -> None:
-    """Draw a ring around the best point, and label it with its scale."""
-    axes.plot(
-        [best.scale_log2],
-        [best.value],
-        color=INK,
-        marker="o",
-        markersize=9,
-        markerfacecolor="none",
-        linestyle="none",
-    )
-    axes.annotate(
-        f"best {power(best.scale_log2)}",
-        (best.scale_log2, best.value),
-        xytext=(0, 13),
-        textcoords="offset points",
-        ha="center",
-        color=INK,
-        path_effects=HALO,
-    )
 
 
 def _by_seed(points: Sequence[Point]) -> dict[object, list[Point]]:
@@ -378,14 +298,14 @@ def seed_band(points: Sequence[Point], window: Window | None) -> tuple[float, fl
     return (mean(of_seeds), stdev(of_seeds)) if len(of_seeds) >= 3 else None
 
 
-def _draw_skips(axes: Axes, points: Sequence[Point], window: Window | None) -> None:
+def _draw_skips(axes: Axes, skips: Sequence[tuple[float, float]], window: Window | None) -> None:
     """Draw skipped optimizer steps by scale: those expected at the start, and those counted."""
-    if window is not None and points:
-        ends = [p.scale_log2 for p in points]
-        scales = np.arange(math.floor(min(ends)), math.ceil(max(ends)) + 1)
-        expected = [window.expected_skips(float(scale)) for scale in scales]
+    if window is not None:
+        ends = [scale for scale, _ in skips]
+        scales = range(math.floor(min(ends)), math.ceil(max(ends)) + 1)
+        expected = [window.expected_skips(scale) for scale in scales]
         axes.plot(scales, expected, color=VERMILION, linewidth=1.4)
-    _dots(axes, [(p.scale_log2, p.value) for p in points], VERMILION, "skipped steps")
+    dots(axes, skips, VERMILION, "skipped steps", **_DOT)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_ylim(bottom=-0.6)
     axes.set_ylabel("skipped steps")

@@ -22,8 +22,9 @@ from determined_amp.report import ReportError, page
 from determined_amp.report.loss_scale_figure import draw, points_of, predicted_score, seed_band
 from determined_amp.report.master_runs import read_finding
 from determined_amp.report.sources import is_experiment
-from determined_amp.runs.run import SCALE, is_scale
+from determined_amp.runs.run import SCALE, SCORE, is_scale
 from determined_amp.search.search_folder import Search
+from determined_amp.search.task import BATCHES
 
 NAME = "loss_scale"
 
@@ -64,80 +65,74 @@ def write_report(
     Raises:
         UserError: if the report cannot be made.
     """
-    predicted = None
-    if finding:
-        number = int(finding) if is_experiment(finding) else None
-        predicted = FoundScale.read(Path(finding)) if number is None else read_finding(number)
     search = over_loss_scale(source)
-    missing: list[str] = []
-    if predicted is None:
-        predicted, missing = _predicted(search)
-    lines = [*_answer(predicted), *sentences(predicted, search), *missing]
-    if predicted and not finding and on_cluster:
-        lines.append(
-            f"predicted here, on {predicted.run.device} with torch {predicted.run.torch}, which "
-            "the cluster need not have: det experiment create hp_search/find_loss_scale.yaml . "
-            "predicts there, for --finding ID"
-        )
+    predicted, remarks = _prediction(search, finding, on_cluster=on_cluster)
+    of_the_finder = finder_sentences(predicted) if predicted else ()
+    answer_first = sorted(of_the_finder, key=lambda line: not line.startswith("verdict: "))
+    lines = [*answer_first, *sentences(predicted, search), *remarks]
+    heads, rows = _facts(search)
     record = {
         "answer": lines[0],
         "sentences": lines,
         "search": search.origin,
         "metric": search.metric,
-        "trials": [dict(zip(*row, strict=True)) for row in _facts(search)],
+        "trials": [dict(zip(heads, row, strict=True)) for row in rows],
         "finding": predicted.as_json() if predicted else None,
     }
     markdown, figure = text(lines, predicted, search), draw(predicted, search)
     return lines, page.write(folder, NAME, markdown, figure, record)
 
 
-def _predicted(search: Search) -> tuple[FoundScale | None, list[str]]:
-    """The finding, or a sentence on why there is none: the report is useful without it too."""
+def _prediction(
+    search: Search, finding: str | None, *, on_cluster: bool
+) -> tuple[FoundScale | None, list[str]]:
+    """The given finding, or one made here; and a sentence if there is none, or another device's."""
+    if finding:
+        on_master = is_experiment(finding)
+        return read_finding(int(finding)) if on_master else FoundScale.read(Path(finding)), []
     try:
-        return predict(search), []
-    except UserError as error:
+        predicted = predict(search)
+    except UserError as error:  # the report is useful without it, too
         return None, [
             f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
             "find CONFIG --json FILE` or `det experiment create hp_search/find_loss_scale.yaml .` "
             "makes one for --finding"
         ]
-
-
-def _answer(predicted: FoundScale | None) -> list[str]:
-    """The finder's sentences, its verdict first."""
-    of_the_finder = finder_sentences(predicted) if predicted else ()
-    return sorted(of_the_finder, key=lambda sentence: not sentence.startswith("verdict: "))
+    here = (
+        f"predicted here, on {predicted.run.device} with torch {predicted.run.torch}, which the "
+        "cluster need not have: det experiment create hp_search/find_loss_scale.yaml . predicts "
+        "there, for --finding ID"
+    )
+    return predicted, [here] if on_cluster else []
 
 
 def text(lines: Sequence[str], predicted: FoundScale | None, search: Search) -> str:
     """The report as Markdown: the answer first, then sentences, the picture and the trials."""
-    facts = _facts(search)
-    rows = [[_cell(value) for value in values] for _, values in facts]
+    heads, rows = _facts(search)
     parts = [
         f"# {lines[0]}",
         f"```yaml\n{lines_to_paste(predicted)}\n```" if predicted else "",
         "\n".join(f"* {sentence}" for sentence in lines[1:]),
         f"![{_CAPTION}]({NAME}.png)",
-        page.table(facts[0][0], rows),
+        page.table(heads, ([_cell(value) for value in row] for row in rows)),
         _origin(predicted, search),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _facts(search: Search) -> list[tuple[list[str], list[Any]]]:
-    """The names and the values of what the table says of each trial, the smallest scale first."""
+def _facts(search: Search) -> tuple[list[str], list[list[Any]]]:
+    """The heads and the rows of the table of trials, the smallest scale first."""
+    others = search.also_searched
     known = {name for run in search.runs for name in run.metrics}
     metrics = [m for m in dict.fromkeys((search.metric, *_METRICS)) if m in known]
     skips = any(run.skipped_steps is not None for run in search.runs)
-    heads = ["trial", "init_scale", *search.also_searched, "state", "batches", *metrics]
-    heads += [MetricName.SKIPPED_STEPS] if skips else []
-    facts = []
+    heads = ["trial", "init_scale", *others, "state", "batches", *metrics]
+    rows = []
     for run in sorted(search.runs, key=lambda run: (run.scale_log2, run.number)):
-        others = [run.hparams.get(name) for name in search.also_searched]
-        values = [run.number, 2.0**run.scale_log2, *others, run.state.value, run.batches]
-        values += [run.metrics.get(name) for name in metrics]
-        facts.append((heads, [*values, run.skipped_steps] if skips else values))
-    return facts
+        row = [run.number, 2.0**run.scale_log2, *map(run.hparams.get, others)]
+        row += [run.state.value, run.batches, *map(run.metrics.get, metrics)]
+        rows.append([*row, run.skipped_steps] if skips else row)
+    return [*heads, MetricName.SKIPPED_STEPS] if skips else heads, rows
 
 
 def _cell(value: Any) -> str:
@@ -186,105 +181,84 @@ def over_loss_scale(search: Search) -> Search:
     return dataclasses.replace(search, runs=runs)
 
 
-def predict(search: Search, batches: int = 4) -> FoundScale:
+def predict(search: Search) -> FoundScale:
     """Run the finder on the experiment of a search, with the seed of the search.
 
-    Args:
-        search: The search. Hyperparameters other than the scale come from its first trial.
-        batches: Number of training batches to use.
+    The scale is the default. Other searched hyperparameters are those of the first trial.
 
     Raises:
         ConfigError: if the experiment is not on this machine, or is wrong.
         LossScaleError: if no loss scale can be found.
     """
-    config = _experiment(search)
-    with open_trial(config, search.origin) as opened:
-        return opened.find(batches, name=search.name)
-
-
-def _experiment(search: Search) -> dict[str, Any]:
-    """The experiment of a search, with the default scale instead of a searched one."""
-    sample = search.runs[0].hparams
     plain = {key: search.config[key] for key in _SECTIONS if search.config.get(key) is not None}
     frequency = value_at(search.config, "optimizations.aggregation_frequency")
     # Determined's own form has it there; ours has a hyperparameter for it.
     if isinstance(frequency, int) and frequency > 1:
         plain["optimizations"] = {"aggregation_frequency": frequency}
-    constants = flat(search.config["hyperparameters"])
-    values = {n: v for n, v in {**constants, **sample}.items() if not isinstance(v, Mapping)}
-    kept = {n: value for n, value in values.items() if n != TRIAL_SEED and not is_scale(n)}
-    return {**plain, "hyperparameters": nested(kept)}
+    values = {**flat(search.config["hyperparameters"]), **search.runs[0].hparams}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if not (isinstance(value, Mapping) or name == TRIAL_SEED or is_scale(name))
+    }
+    config = {**plain, "hyperparameters": nested(kept)}
+    with open_trial(config, search.origin) as opened:
+        return opened.find(BATCHES, name=search.name)
 
 
 def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
     """Sentences on how well prediction and search agree, and on the best trial."""
-    finding = None if prediction is None else prediction.finding
-    if prediction is not None and finding is not None:
-        yield from _overflow(finding, search)
-        yield from _flush(finding, search)
-        yield from _scores(prediction, search)
-        yield from _skips(finding, search)
-    yield from _best(finding, search)
+    if prediction is not None:
+        yield from _held_against(prediction, search)
+    yield from _best(None if prediction is None else prediction.finding, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
         yield f"{len(failed)} trials failed; trial {failed[0].number}: {failed[0].reason}"
     yield from search.notes
 
 
-def _overflow(finding: Finding, search: Search) -> Iterator[str]:
-    measured = [(run.scale_log2, run.overflow) for run in search.runs if run.overflow is not None]
-    if not measured:
-        return
-    wrong = sorted(scale for scale, over in measured if over is not (scale > finding.top_log2))
-    yield (
-        f"overflow: predicted above 2^{finding.top_log2:g}, and "
-        f"{len(measured) - len(wrong)} of {len(measured)} trials agree"
-        + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
-    )
-
-
-def _flush(finding: Finding, search: Search) -> Iterator[str]:
-    predicted = {p.scale_log2: p.flushed_share for p in finding.predicted}
-    differences = [
-        (abs(run.metrics["flushed_share"] - predicted[int(run.scale_log2)]), run.scale_log2)
-        for run in search.runs
-        if "flushed_share" in run.metrics and not run.overflow and run.scale_log2 in predicted
-    ]
-    yield from _agreement("flushed to 0: predicted and measured shares", differences)
-
-
-def _scores(prediction: FoundScale, search: Search) -> Iterator[str]:
-    differences = [
-        (
-            abs(run.metrics["loss_scale_score"] - predicted_score(prediction, run.scale_log2)),
-            run.scale_log2,
+def _held_against(prediction: FoundScale, search: Search) -> Iterator[str]:
+    """Sentences on the overflows, shares, scores and skips that were predicted and measured."""
+    finding, runs = prediction.finding, search.runs
+    overflows = [(run.scale_log2, run.overflow) for run in runs if run.overflow is not None]
+    wrong = sorted(scale for scale, over in overflows if over is not (scale > finding.top_log2))
+    if overflows:
+        yield (
+            f"overflow: predicted above 2^{finding.top_log2:g}, and "
+            f"{len(overflows) - len(wrong)} of {len(overflows)} trials agree"
+            + (f"; not those at {', '.join(f'2^{scale:g}' for scale in wrong)}" if wrong else "")
         )
-        for run in search.runs
-        if run.is_scored
+    shares = {p.scale_log2: p.flushed_share for p in finding.predicted}
+    flushed = [
+        (run.scale_log2, run.metrics["flushed_share"], shares[int(run.scale_log2)])
+        for run in runs
+        if "flushed_share" in run.metrics and not run.overflow and run.scale_log2 in shares
     ]
-    yield from _agreement("loss_scale_score: predicted and measured", differences)
-
-
-def _agreement(what: str, differences: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """How far two numbers are apart, by the distance and log2 of the scale of each trial."""
-    if differences:
-        most, where = max(differences)
-        apart = f"differ by {most:.2g} at most, at 2^{where:g}" if most else "are the same"
-        yield f"{what} {apart} ({len(differences)} trials)"
-
-
-def _skips(finding: Finding, search: Search) -> Iterator[str]:
-    measured = [
-        (run.skipped_steps, finding.expected_skips(run.scale_log2))
-        for run in search.runs
+    yield from _agreement("flushed to 0: predicted and measured shares", flushed)
+    scores = [
+        (r.scale_log2, r.metrics[SCORE], predicted_score(prediction, r.scale_log2))
+        for r in runs
+        if r.is_scored
+    ]
+    yield from _agreement(f"{SCORE}: predicted and measured", scores)
+    skips = [
+        abs(run.skipped_steps - finding.expected_skips(run.scale_log2)) <= 1
+        for run in runs
         if run.skipped_steps is not None
     ]
-    if measured:
-        near = sum(abs(skipped - expected) <= 1 for skipped, expected in measured)
+    if skips:
         yield (
-            f"skipped steps: {near} of {len(measured)} trials skipped what was expected, or one "
+            f"skipped steps: {sum(skips)} of {len(skips)} trials skipped what was expected, or one "
             "more or less"
         )
+
+
+def _agreement(what: str, trials: Sequence[tuple[float, float, float]]) -> Iterator[str]:
+    """How far two numbers of trials are apart, given with log2 of the scale."""
+    if trials:
+        most, where = max((abs(one - other), scale) for scale, one, other in trials)
+        apart = f"differ by {most:.2g} at most, at 2^{where:g}" if most else "are the same"
+        yield f"{what} {apart} ({len(trials)} trials)"
 
 
 def _best(finding: Finding | None, search: Search) -> Iterator[str]:
@@ -293,13 +267,9 @@ def _best(finding: Finding | None, search: Search) -> Iterator[str]:
         yield f"no trial reported {search.metric} yet"
         return
     best = points[0]
-    yield (
-        f"best trial: 2^{best.scale_log2:g} with {search.metric} {best.value:.4g}"
-        + (
-            ""
-            if finding is None or finding.answer_log2 is None
-            else f"; the finder chose 2^{finding.answer_log2:g}"
-        )
+    choice = None if finding is None else finding.answer_log2
+    yield f"best trial: 2^{best.scale_log2:g} with {search.metric} {best.value:.4g}" + (
+        "" if choice is None else f"; the finder chose 2^{choice:g}"
     )
     if search.also_searched:
         others = ", ".join(search.also_searched)
@@ -310,9 +280,9 @@ def _best(finding: Finding | None, search: Search) -> Iterator[str]:
     )
     if worth is not None:
         yield worth
-    scored = any(run.is_scored for run in search.runs)
-    band = None if scored else seed_band(points, finding)
-    if band is not None and finding is not None:
+    is_scored = any(run.is_scored for run in search.runs)
+    band = None if is_scored else seed_band(points, finding)
+    if band is not None:
         centre, spread = band
         distance = abs(best.value - centre)
         word = "a tie" if distance <= _SDS_OF_A_TIE * spread else "more than the seeds' noise"

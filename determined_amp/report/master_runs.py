@@ -23,7 +23,7 @@ from determined_amp.report.page import write_files
 from determined_amp.runs.master import NONSENSE, answering_in_time, log_in
 from determined_amp.runs.run import SEED, Part, Report, Reports, Run, RunState, judged
 from determined_amp.search.search_folder import Search
-from determined_amp.search.task import Task, Topic, Verb
+from determined_amp.search.task import Topic
 
 if TYPE_CHECKING:
     from determined.common.api import Session
@@ -37,7 +37,7 @@ MASTER = "DET_MASTER"
 _TEXT = "precision.md"
 
 # Topics of experiments whose trials are not compared by their settings.
-_WITHOUT_SETTINGS = (Topic.FINDING, Topic.CHECK, Topic.LOSS_SCALES)
+_WITHOUT_SETTINGS = (Topic.FINDING, Topic.CHECK, Topic.LOSS_SCALES, Topic.COMPARISON)
 
 _SIDE_BY_SIDE = (
     "the master does not tell which trials ran side by side on one machine, which changes their "
@@ -73,33 +73,52 @@ def read_experiment(number: int) -> Search:
             raise TypeError(f"its hyperparameters are {config['hyperparameters']!r}")
         trials = experiment.list_trials()
         reports, noted = _reports(session, trials), _noted(session, number)
-        has_settings = Topic.of(config) not in _WITHOUT_SETTINGS and not is_compare_command(config)
-        runs = []
-        for trial in trials:
-            known, settings = noted.get(trial.id, {}), {}
-            hparams = with_power_of_two(trial.hparams or {}, config)
-            if has_settings:
-                settings = _settings(origin, config, hparams)
-                settings[SEED] = known.get("seed")
-            machine = Machine(**known.get("machine", {}))
-            state, reason = _ended(trial, known, settings, reports[trial.id])
-            run = Run(
-                f"{origin}, trial {trial.id}",
-                state,
-                reason,
-                (Part(settings=settings, machine=machine, date=known.get("date")),),
-                reports[trial.id],
-                number=trial.id,
-                hparams=flat(hparams),
-            )
-            runs.append(run)
-    return Search(origin, tuple(runs), config, notes=_SIDE_BY_SIDE if len(runs) > 1 else ())
+        runs = tuple(
+            _run(trial, origin, config, noted.get(trial.id, {}), reports[trial.id])
+            for trial in trials
+        )
+    return Search(origin, runs, config, notes=_SIDE_BY_SIDE if len(runs) > 1 else ())
 
 
-def is_compare_command(config: Mapping[str, Any]) -> bool:
-    """Whether the entrypoint of an experiment is the command `compare`."""
-    task = Task.of(config)
-    return task is not None and task.verb is Verb.COMPARE
+def _run(
+    trial: Trial,
+    origin: str,
+    config: Mapping[str, Any],
+    noted: Mapping[str, Any],
+    reports: Reports,
+) -> Run:
+    """A trial of an experiment, with the settings of a run folder where they are compared.
+
+    A trial that the master calls completed may have ended early. Only the settings show that,
+    because they hold its length.
+    """
+    hparams, settings = with_power_of_two(trial.hparams or {}, config), {}
+    if Topic.of(config) not in _WITHOUT_SETTINGS:
+        try:
+            settings = parse(config, origin, hyperparameters=hparams).settings
+        except ConfigError as error:
+            raise ReportError(
+                f"{error}\nallowed: an experiment of determined_amp train, read where its code is"
+            ) from error
+        settings[SEED] = noted.get("seed")
+    status = str(trial.state.value if trial.state else "").removeprefix("STATE_")
+    state = _ENDED.get(status, RunState.RUNNING)
+    reason = str(noted.get("failure") or "")
+    if state is RunState.COMPLETED and reason:
+        state = RunState.INVALID
+    elif state is RunState.COMPLETED and settings:
+        state, reason = RunState.PRUNED, "ended early by its search"
+    elif state is RunState.STOPPED:
+        reason = "it was canceled"
+    machine = Machine(**noted.get("machine", {}))
+    return Run(
+        f"{origin}, trial {trial.id}",
+        *judged(state, reason, settings, reports),
+        (Part(settings=settings, machine=machine, date=noted.get("date")),),
+        reports,
+        number=trial.id,
+        hparams=flat(hparams),
+    )
 
 
 def read_finding(number: int) -> FoundScale:
@@ -171,38 +190,6 @@ def _noted(session: Session, experiment: int) -> dict[int, Mapping[str, Any]]:
         noted |= {run.id: (run.metadata or {}).get("amp") or {} for run in runs}
         if len(runs) < _PAGE:
             return noted
-
-
-def _ended(
-    trial: Trial, noted: Mapping[str, Any], settings: Mapping[str, Any], reports: Reports
-) -> tuple[RunState, str]:
-    """How a trial ended, from its state on the master, its metadata and its reports.
-
-    A trial that the master calls completed may have ended early. Only the settings show that,
-    because they hold its length.
-    """
-    status = str(trial.state.value if trial.state else "").removeprefix("STATE_")
-    state = _ENDED.get(status, RunState.RUNNING)
-    reason = str(noted.get("failure") or "")
-    if state is RunState.COMPLETED and reason:
-        state = RunState.INVALID
-    elif state is RunState.COMPLETED and settings:
-        state, reason = RunState.PRUNED, "ended early by its search"
-    elif state is RunState.STOPPED:
-        reason = "it was canceled"
-    return judged(state, reason, settings, reports)
-
-
-def _settings(
-    origin: str, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The configuration of one trial with every default filled in, as in a run folder."""
-    try:
-        return parse(config, origin, hyperparameters=hyperparameters).settings
-    except ConfigError as error:
-        raise ReportError(
-            f"{error}\nallowed: an experiment of determined_amp train, read where its code is"
-        ) from error
 
 
 def _reports(session: Session, trials: Iterable[Trial]) -> dict[int, Reports]:

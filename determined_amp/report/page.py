@@ -22,6 +22,7 @@ from typing import Any
 
 import matplotlib
 from markdown_it import MarkdownIt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
@@ -82,8 +83,7 @@ def write(
     Args:
         folder: The folder.
         name: Name of the files, without their suffix.
-        markdown: The text, which begins with its heading. Where it shows the picture `NAME.png`,
-            the page has the picture itself.
+        markdown: The text, from its heading on. In its picture `NAME.png` the page has `figure`.
         figure: The picture.
         record: The numbers: plain values, dataclasses and enums. JSON has no infinity and no NaN;
             they become null.
@@ -91,7 +91,12 @@ def write(
     Raises:
         ReportError: if a file cannot be written.
     """
-    numbers = {_DRAWN: drawn_with(), **record}
+    drawn = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "matplotlib": matplotlib.__version__,
+    }
+    numbers = {_DRAWN: drawn, **record}
     files = {
         folder / f"{name}.png": as_png(figure),
         folder / f"{name}.html": as_html(markdown, as_svg(figure)).encode(),
@@ -123,13 +128,27 @@ def write_files(folder: Path, files: Mapping[Path, bytes]) -> None:
         ) from error
 
 
-def drawn_with() -> dict[str, str]:
-    """The date of a report, and the versions it was made with."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "matplotlib": matplotlib.__version__,
-    }
+def dots(
+    axes: Axes, points: Sequence[tuple[float, float]], color: str, label: str = "", **style: Any
+) -> None:
+    """Draw these points, if there are any, without a line."""
+    if points:
+        style = {"marker": "o", "linestyle": "none", **style}
+        axes.plot(*zip(*points, strict=True), color=color, label=label or None, **style)
+
+
+def note(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    away: tuple[float, float],
+    color: str = INK,
+    **style: Any,
+) -> None:
+    """Write text beside a point, so many points away from it and readable over lines."""
+    axes.annotate(
+        text, at, away, textcoords="offset points", color=color, path_effects=HALO, **style
+    )
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -159,9 +178,13 @@ def as_html(markdown: str, svg: str) -> str:
 
 def as_png(figure: Figure) -> bytes:
     """A figure as a PNG with a white background."""
+    return _saved(figure, dpi=130, facecolor=PAPER, metadata={"Software": None})
+
+
+def _saved(figure: Figure, **options: Any) -> bytes:
     written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(written, dpi=130, facecolor=PAPER, metadata={"Software": None})
+        figure.savefig(written, **options)
     return written.getvalue()
 
 
@@ -170,10 +193,7 @@ def as_svg(figure: Figure) -> str:
 
     The colours become the page's variables `--ink`, `--muted`, `--paper` and `--blue`.
     """
-    written = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    svg = written.getvalue()
+    svg = _saved(figure, format="svg", transparent=True, metadata={"Date": None}).decode()
     inks = {INK: "--ink", MUTED: "--muted", PAPER: "--paper", BLUE: "--blue"}
     for color, name in inks.items():
         svg = svg.replace(color, f"var({name})")

@@ -63,14 +63,6 @@ class Claim:
     measured: Range | None  # the range of the measurement; None if it was not measured
 
 
-def judge_all(**measured: Range | None) -> list[Claim]:
-    """Judge every claim by the ranges of `speed`, `memory` and `accuracy`; None is not measured."""
-    return [
-        Claim(text, judge(measured[what], low, high), measured[what])
-        for text, (what, low, high) in CLAIMS.items()
-    ]
-
-
 def judge(measured: Range | None, low: float, high: float) -> Judgement:
     """Whether a measured range lies inside the range of a claim, outside of it, or across."""
     if measured is None:
@@ -144,28 +136,21 @@ class Interval:
 def paired(first: Sequence[float], second: Sequence[float]) -> Interval:
     """The interval of paired differences: both sequences have the same seeds in the same order."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    middle, seeds = mean(differences), len(differences)
-    std = stdev(differences) if seeds > 1 else None
-    ends = _ends(middle, std, stats.ttest_rel, first, second)
-    return Interval(middle, seeds, std, *ends, paired=True)
+    std = stdev(differences) if len(differences) > 1 else None
+    ends = _ends(mean(differences), std, lambda: stats.ttest_rel(first, second))
+    return Interval(mean(differences), len(differences), std, *ends, paired=True)
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Interval:
     """The interval of the difference of two means, by Welch's t-test for unequal variances."""
     difference, seeds = mean(first) - mean(second), min(len(first), len(second))
     std = math.sqrt(variance(first) + variance(second)) if seeds > 1 else None
-    ends = _ends(difference, std, stats.ttest_ind, first, second, equal_var=False)
+    ends = _ends(difference, std, lambda: stats.ttest_ind(first, second, equal_var=False))
     return Interval(difference, seeds, std, *ends, paired=False)
 
 
-def _ends(
-    middle: float,
-    std: float | None,
-    test: Callable[..., Any],
-    *groups: Sequence[float],
-    **options: bool,
-) -> tuple[float, float]:
-    """The ends of the interval: anything with one seed, a point without a spread."""
+def _ends(middle: float, std: float | None, test: Callable[[], Any]) -> Range:
+    """The ends of the interval of a test: anything with one seed, a point without a spread."""
     if std is None:
         return -math.inf, math.inf
     if std == 0.0:
@@ -173,7 +158,7 @@ def _ends(
     with warnings.catch_warnings():
         # SciPy warns that its p-value is imprecise if seeds hardly differ; the p-value is not used.
         warnings.simplefilter("ignore", RuntimeWarning)
-        low, high = test(*groups, **options).confidence_interval(_CONFIDENCE)
+        low, high = test().confidence_interval(_CONFIDENCE)
     return float(low), float(high)
 
 
@@ -235,10 +220,6 @@ class Summary:
         """Share of the time that the loop waited for data: the median over the runs."""
         waits = self.spread(lambda run: run.reports.data_wait_share)
         return waits.median if waits else None
-
-    @property
-    def waits_for_data(self) -> bool:
-        return (self.data_wait_share or 0.0) > WAITS_FOR_DATA
 
     def last(self, name: str) -> Spread | None:
         """The spread of a number of the last training report."""
@@ -321,59 +302,67 @@ class Comparison:
         return self.verdict is Equivalence.EQUAL or self.is_better
 
 
-def compare(
-    candidate: Summary,
-    base: Summary,
+def comparisons(
+    compared: Sequence[Summary],
+    base: Precision,
     *,
     smaller_is_better: bool,
     margin: float,
-    judge_claims: bool = False,
-) -> Comparison:
-    """Compare two precisions; both must have completed runs with the metric."""
-    speed = speed_ratio(candidate, base)
-    memory = _ratio(candidate, base, _allocated) if candidate.runs[0].machine.on_gpu else None
-    measured = difference(candidate, base, candidate.metric)
-    claims: Sequence[Claim] = ()
-    if judge_claims and candidate.precision.autocasts:
-        everything = [run.metrics.get(ACCURACY) for run in (*candidate.runs, *base.runs)]
-        # An accuracy above 1 is in percent, and the claim is on a share.
-        has_accuracy = all(value is not None and value <= 1.0 for value in everything)
-        accuracy = difference(candidate, base, ACCURACY) if has_accuracy else None
-        claims = judge_all(
-            speed=(speed.low, speed.high) if speed else None,
-            memory=(memory.low, memory.high) if memory else None,
-            accuracy=accuracy.known_range if accuracy else None,
-        )
-    return Comparison(
-        precision=candidate.precision,
-        against=base.precision,
-        smaller_is_better=smaller_is_better,
-        margin=margin,
-        speed=speed,
-        memory=memory,
-        difference=measured,
-        verdict=measured.verdict(margin),
-        lost_runs=len(candidate.failed),
-        claims=claims,
-    )
-
-
-def comparisons(compared: Sequence[Summary], base: Precision, **options: Any) -> list[Comparison]:
+    judge_claims: bool,
+) -> list[Comparison]:
     """Compare every precision with the baseline, and AMP also with `tf32` on devices with TF32.
 
-    Many programs run in TF32 on such devices if they do not use AMP.
-
-    Args:
-        compared: The summaries.
-        base: The baseline.
-        options: See `compare`.
+    A run of the baseline must have completed. The other options are those of `find`.
     """
+    made = []
+    for candidate, other in _to_compare(compared, base):
+        speed = speed_ratio(candidate, other)
+        memory = _ratio(candidate, other, _allocated) if candidate.runs[0].machine.on_gpu else None
+        measured = difference(candidate, other, candidate.metric)
+        comparison = Comparison(
+            precision=candidate.precision,
+            against=other.precision,
+            smaller_is_better=smaller_is_better,
+            margin=margin,
+            speed=speed,
+            memory=memory,
+            difference=measured,
+            verdict=measured.verdict(margin),
+            lost_runs=len(candidate.failed),
+            claims=_claims(candidate, other, speed, memory) if judge_claims else (),
+        )
+        made.append(comparison)
+    return made
+
+
+def _to_compare(compared: Sequence[Summary], base: Precision) -> list[tuple[Summary, Summary]]:
     completed = {s.precision: s for s in compared if s.runs}
     real = {p: s for p, s in completed.items() if not s.is_only_fp32}
     pairs = [(s, completed[base]) for p, s in real.items() if p is not base]
+    # Where the device has TF32, many programs without AMP run in it.
     if base is Precision.FP32 and Precision.TF32 in real:
         pairs += [(s, real[Precision.TF32]) for p, s in real.items() if p.autocasts]
-    return [compare(candidate, other, **options) for candidate, other in pairs]
+    return pairs
+
+
+def _claims(
+    candidate: Summary, base: Summary, speed: Ratio | None, memory: Ratio | None
+) -> Sequence[Claim]:
+    """The claims of the literature on AMP, judged; none of another precision."""
+    if not candidate.precision.autocasts:
+        return ()
+    accuracies = [run.metrics.get(ACCURACY) for run in (*candidate.runs, *base.runs)]
+    # An accuracy above 1 is in percent, and the claim is on a share.
+    has_accuracy = all(value is not None and value <= 1.0 for value in accuracies)
+    measured = {
+        "speed": (speed.low, speed.high) if speed else None,
+        "memory": (memory.low, memory.high) if memory else None,
+        "accuracy": difference(candidate, base, ACCURACY).known_range if has_accuracy else None,
+    }
+    return [
+        Claim(text, judge(measured[what], low, high), measured[what])
+        for text, (what, low, high) in CLAIMS.items()
+    ]
 
 
 def speed_ratio(candidate: Summary, base: Summary) -> Ratio | None:
@@ -382,26 +371,26 @@ def speed_ratio(candidate: Summary, base: Summary) -> Ratio | None:
 
 
 def difference(candidate: Summary, base: Summary, metric: str) -> Interval:
-    """The difference of a metric that all completed runs have.
-
-    It is paired by seed if both precisions have two or more seeds in common.
-    """
-    pairs = _by_seed(candidate, base)
-    if len(pairs) > 1 or (pairs and min(len(candidate.runs), len(base.runs)) < 2):
-        return paired(
-            *zip(*((a.metrics[metric], b.metrics[metric]) for a, b in pairs), strict=True)
-        )
+    """The difference of a metric that all completed runs have."""
+    by_seed = _by_seed(candidate, base)
+    if by_seed:
+        values = ((run.metrics[metric], other.metrics[metric]) for run, other in by_seed)
+        return paired(*zip(*values, strict=True))
     return welch(*([run.metrics[metric] for run in side.runs] for side in (candidate, base)))
 
 
 def _by_seed(candidate: Summary, base: Summary) -> list[tuple[Run, Run]]:
+    """The pairs of equal seed; none if most runs would be left out for a single pair."""
     others = {run.seed: run for run in base.runs if run.seed is not None}
-    return [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
+    pairs = [(run, others[run.seed]) for run in candidate.runs if run.seed in others]
+    is_enough = len(pairs) > 1 or min(len(candidate.runs), len(base.runs)) == 1
+    return pairs if is_enough else []
 
 
 def _ratio(
     candidate: Summary, base: Summary, value: Callable[[Run], Spread | None]
 ) -> Ratio | None:
+    """The ratio of a number over the pairs of equal seed, or over all pairs of runs."""
     by_seed = _by_seed(candidate, base)
     pairs = [
         (a, b)

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.settings import Precision
-from determined_amp.report.page import AMBER, BLUE, GREEN, HALO, INK, MUTED, STYLE, VERMILION
+from determined_amp.report.page import AMBER, BLUE, GREEN, INK, MUTED, STYLE, VERMILION, dots, note
 from determined_amp.report.precision_comparison import (
     Comparison,
     Equivalence,
@@ -125,22 +125,13 @@ def _columns(
         axes.hlines(spread.median, place - width / 2, place + width / 2, color=color, linewidth=2)
         values = [v for run in summary.runs if (v := value(run)) is not None]
         step = _JITTER / max(len(values) - 1, 1)  # the dots are side by side
-        beside = [place + step * (i - (len(values) - 1) / 2) for i in range(len(values))]
-        axes.plot(beside, values, "o", color=color, markersize=4, mew=0)
+        beside = (place + step * (i - (len(values) - 1) / 2) for i in range(len(values)))
+        dots(axes, list(zip(beside, values, strict=True)), color, markersize=4, mew=0)
         ratio = ratios.get(summary.precision)
         label = f"{ratio.median:.2f}x" if ratio else ""
         if summary.precision is findings.baseline and any(ratios.values()):
             label = "baseline"
-        axes.annotate(
-            label,
-            (place, spread.high),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            color=INK,
-            path_effects=HALO,
-        )
+        note(axes, label, (place, spread.high), (0, 6), ha="center", va="bottom")
     axes.set_xticks(range(len(findings.summaries)), [s.name for s in findings.summaries])
     axes.set_xlim(-0.6, len(findings.summaries) - 0.4)
     axes.tick_params(axis="x", length=0)
@@ -183,16 +174,4 @@ def _difference(axes: Axes, place: int, comparison: Comparison) -> None:
         linewidth=1.6,
     )
     if not known:
-        _note_one_seed(axes, place, interval.mean)
-
-
-def _note_one_seed(axes: Axes, place: int, value: float) -> None:
-    axes.annotate(
-        "no interval\nof one seed",
-        (place, value),
-        xytext=(9, 0),
-        textcoords="offset points",
-        va="center",
-        color=MUTED,
-        path_effects=HALO,
-    )
+        note(axes, "no interval\nof one seed", (place, interval.mean), (9, 0), MUTED, va="center")

@@ -25,6 +25,7 @@ from determined_amp.runs.run import (
     AMP,
     BATCH_SIZE,
     METRIC,
+    OF_A_MACHINE,
     PRECISION,
     SEED,
     SMALLER_IS_BETTER,
@@ -118,54 +119,71 @@ def find(
     Raises:
         ReportError: if the runs cannot be compared, or do not report the metric.
     """
-    everything = [run for source in sources for run in source.runs]
-    known = [run for run in everything if run.settings]
-    for run in known:
-        if PRECISION not in run.settings:
-            raise ReportError(
-                f"{run.name}: {PRECISION}: missing; allowed: a trial with hyperparameters.amp, "
-                "which names its precision"
-            )
-    runs = tuple(run for run in known if _counts(run))
-    left_out = [f"{run.short_name}: {_why_not(run)}" for run in known if not _counts(run)]
-    left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
-    left_out += [reason for source in sources for reason in source.left_out]
-    if not runs:
-        others = "; left out: " + "; ".join(left_out) if left_out else ""
-        raise ReportError(f"no run has finished{others}; allowed: finished runs of two precisions")
-    check_comparable(runs)
-    finished = [run for run in runs if run.state is RunState.COMPLETED]
-    metric = _metric(finished, metric)
-    runs = tuple(_judged_by(run, metric) for run in runs)
-    finished = [run for run in runs if run.state is RunState.COMPLETED]
-    check_comparable(runs)
-    by_precision = summaries(runs, metric)
+    runs, left_out = _countable(sources)
+    _check_comparable(runs)
+    metric = _metric(_finished(runs), metric)
+    runs = [_judged_by(run, metric) for run in runs]
+    _check_comparable(runs)
+    first = _finished(runs)[0]
+    by_precision, base = summaries(runs, metric), _baseline(runs)
     if smaller_is_better is None:
-        smaller_is_better = _smaller_is_better(finished[0], metric)
-    base = baseline(runs)
+        smaller_is_better = _smaller_is_better(first, metric)
     margin = _margin(by_precision, base, metric) if margin is None else margin
-    compared = comparisons(
-        by_precision,
-        base,
-        smaller_is_better=smaller_is_better,
-        margin=margin,
-        judge_claims=judge_claims or str(runs[0].settings[TRIAL]).startswith(_OWN_TRIALS),
-    )
-    settings = {n: value for n, value in finished[0].settings.items() if n not in _MAY_DIFFER}
     days = sorted({run.date[:10] for run in runs if run.date})
     return Findings(
         metric=metric,
         smaller_is_better=smaller_is_better,
         margin=margin,
         baseline=base,
-        settings=settings,
-        machine=finished[0].machine,
+        settings={n: value for n, value in first.settings.items() if n not in _MAY_DIFFER},
+        machine=first.machine,
         dates=list(dict.fromkeys(days[:1] + days[-1:])),
         summaries=by_precision,
-        comparisons=compared,
+        comparisons=comparisons(
+            by_precision,
+            base,
+            smaller_is_better=smaller_is_better,
+            margin=margin,
+            judge_claims=judge_claims or str(first.settings[TRIAL]).startswith(_OWN_TRIALS),
+        ),
         left_out=left_out,
         notes=[note for source in sources for note in source.notes],
     )
+
+
+def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
+    """The runs that say something of their precision, and a sentence for each of the others.
+
+    A run that was stopped, still runs, or changed at a resume says nothing.
+    """
+    runs: list[Run] = []
+    left_out: list[str] = []
+    everything = [run for source in sources for run in source.runs]
+    for run in (run for run in everything if run.settings):
+        if PRECISION not in run.settings:
+            raise ReportError(
+                f"{run.name}: {PRECISION}: missing; allowed: a trial with hyperparameters.amp, "
+                "which names its precision"
+            )
+        changes = [
+            f"{name} changed at a resume: "
+            + ", ".join(f"{value} from batch {first}" for first, value in parts)
+            for name, parts in run.changed.items()
+        ]
+        if changes or not (run.state is RunState.COMPLETED or run.state.is_failure):
+            left_out.append(f"{run.short_name}: {'; '.join(changes) or run.reason}")
+        else:
+            runs.append(run)
+    left_out += [f"{r.name}: {r.state.value}: {r.reason}" for r in everything if not r.settings]
+    left_out += [reason for source in sources for reason in source.left_out]
+    if not runs:
+        others = "; left out: " + "; ".join(left_out) if left_out else ""
+        raise ReportError(f"no run has finished{others}; allowed: finished runs of two precisions")
+    return runs, left_out
+
+
+def _finished(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.state is RunState.COMPLETED]
 
 
 def _judged_by(run: Run, metric: str) -> Run:
@@ -176,24 +194,10 @@ def _judged_by(run: Run, metric: str) -> Run:
     return replace(run, state=RunState.FAILED, reason=f"{metric} is {value} at the end")
 
 
-def _counts(run: Run) -> bool:
-    """Whether a run says anything of its precision: a stopped, running or mixed one does not."""
-    return (run.state is RunState.COMPLETED or run.state.is_failure) and not run.changed
-
-
-def _why_not(run: Run) -> str:
-    changes = (
-        f"{name} changed at a resume: "
-        + ", ".join(f"{value} from batch {first}" for first, value in parts)
-        for name, parts in run.changed.items()
-    )
-    return "; ".join(changes) or run.reason
-
-
 def _metric(finished: Sequence[Run], wanted: str | None) -> str:
     reported = [set(run.metrics) for run in finished]
     common = set.intersection(*reported) - {"epochs"}
-    chosen = wanted or (ACCURACY if ACCURACY in common else _searched(finished[0]))
+    chosen = wanted or (ACCURACY if ACCURACY in common else str(finished[0].settings[METRIC]))
     if chosen not in common:
         raise ReportError(
             f"--metric: {chosen} is not in the last validation of every finished run; allowed: "
@@ -204,21 +208,17 @@ def _metric(finished: Sequence[Run], wanted: str | None) -> str:
 
 def _smaller_is_better(run: Run, metric: str) -> bool:
     """The searcher's direction for its own metric; for others, the one that the name implies."""
-    if metric == _searched(run):
+    if metric == run.settings[METRIC]:
         return bool(run.settings[SMALLER_IS_BETTER])
-    if not is_accuracy(metric) and "loss" not in metric:
+    if not _is_accuracy(metric) and "loss" not in metric:
         raise ReportError(
             f"--metric: whether a larger or a smaller {metric} is better is unknown; allowed: "
             "--better larger or --better smaller with it"
         )
-    return not is_accuracy(metric)
+    return not _is_accuracy(metric)
 
 
-def _searched(run: Run) -> str:
-    return str(run.settings[METRIC])
-
-
-def is_accuracy(metric: str) -> bool:
+def _is_accuracy(metric: str) -> bool:
     """Whether a metric is an accuracy, by its name."""
     return "accuracy" in metric
 
@@ -226,18 +226,15 @@ def is_accuracy(metric: str) -> bool:
 def _margin(by_precision: Sequence[Summary], base: Precision, metric: str) -> float:
     (mean,) = (summary.mean for summary in by_precision if summary.precision is base)
     assert mean is not None  # every finished run has the metric
-    if is_accuracy(metric):
+    if _is_accuracy(metric):
         values = (run.metrics[metric] for summary in by_precision for run in summary.runs)
         in_percent = max(values) > 1.0
         return _ACCURACY_MARGIN * (100 if in_percent else 1)
     return _RELATIVE_MARGIN * abs(mean)
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Check that these runs can be compared.
-
-    Args:
-        runs: Finished and failed runs.
+def _check_comparable(runs: Sequence[Run]) -> None:
+    """Check that finished and failed runs can be compared.
 
     Raises:
         ReportError: if the runs differ in settings, devices or versions that must be the same (the
@@ -258,30 +255,26 @@ def check_comparable(runs: Sequence[Run]) -> None:
         )
 
 
-def baseline(runs: Sequence[Run]) -> Precision:
+def _baseline(runs: Sequence[Run]) -> Precision:
     """The precision to compare with: fp32 if an fp32 run has finished, else tf32."""
-    finished = {run.precision for run in runs if run.state is RunState.COMPLETED}
+    finished = {run.precision for run in _finished(runs)}
     return Precision.FP32 if Precision.FP32 in finished else Precision.TF32
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[str]:
     """A sentence per setting, device or version in which the runs differ."""
-    for key in sorted({key for run in runs for key in run.settings} - _MAY_DIFFER):
-        yield from _difference(key, [(run, run.settings.get(key, "not set")) for run in runs])
+    keys = sorted({key for run in runs for key in run.settings} - _MAY_DIFFER)
+    facts = {key: [(run, run.settings.get(key, "not set")) for run in runs] for key in keys}
     # A failed run may have ended before its log named its machine.
-    finished = [run for run in runs if run.state is RunState.COMPLETED]
-    yield from _difference("device", [(run, run.machine.device) for run in finished])
-    yield from _difference("slots", [(run, run.machine.slots) for run in finished])
-    yield from _difference("torch", [(run, run.machine.torch) for run in finished])
-
-
-def _difference(what: str, values: Sequence[tuple[Run, Any]]) -> Iterator[str]:
-    by_value: dict[str, list[str]] = {}
-    for run, value in values:
-        by_value.setdefault(str(value), []).append(run.short_name)
-    if len(by_value) > 1:
-        parts = (f"{value} in {_some(names)}" for value, names in by_value.items())
-        yield f"{what}: {'; '.join(parts)}"
+    finished = _finished(runs)
+    facts |= {n: [(run, getattr(run.machine, n)) for run in finished] for n in OF_A_MACHINE}
+    for what, of_runs in facts.items():
+        by_value: dict[str, list[str]] = {}
+        for run, value in of_runs:
+            by_value.setdefault(str(value), []).append(run.short_name)
+        if len(by_value) > 1:
+            parts = (f"{value} in {_some(names)}" for value, names in by_value.items())
+            yield f"{what}: {'; '.join(parts)}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -291,8 +284,8 @@ def _some(names: Sequence[str]) -> str:
 
 def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
     by_seed: dict[tuple[Precision, int], list[str]] = {}
-    for run in runs:
-        if run.state is RunState.COMPLETED and run.seed is not None:
+    for run in _finished(runs):
+        if run.seed is not None:
             by_seed.setdefault((run.precision, run.seed), []).append(run.name)
     for (precision, seed), names in by_seed.items():
         if len(names) > 1:
@@ -303,15 +296,14 @@ def _duplicates(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _missing(runs: Sequence[Run]) -> Iterator[str]:
-    if not any(run.state is RunState.COMPLETED for run in runs):
-        reasons = dict.fromkeys(run.reason for run in runs)
-        yield f"no run has finished: {'; '.join(reasons)}"
+    finished = _finished(runs)
+    if not finished:
+        yield f"no run has finished: {'; '.join(dict.fromkeys(run.reason for run in runs))}"
     if len({Precision.FP32 if run.is_only_fp32 else run.precision for run in runs}) < 2:
         names = sorted({run.precision.value for run in runs})
         same = ", which is fp32 on this device," if any(run.is_only_fp32 for run in runs) else ""
         yield f"all runs are {' and '.join(names)}{same} and there is nothing to compare"
-    base = baseline(runs)
-    if not any(run.state is RunState.COMPLETED and run.precision is base for run in runs):
+    if _baseline(runs) not in {run.precision for run in finished}:
         yield "there is no baseline"
 
 
@@ -328,7 +320,11 @@ def advise(findings: Findings) -> Advice:
     good = [c for c in findings.with_baseline if c.is_not_worse and not c.lost_runs]
     faster = [(c.speed.median, c) for c in good if c.speed and c.speed.is_larger]
     if not faster:
-        return Advice(findings.baseline, "; ".join(_against(findings)))
+        reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
+        reasons += [
+            f"{c.precision.value} {_fault(c, findings.metric)}" for c in findings.with_baseline
+        ]
+        return Advice(findings.baseline, "; ".join(reasons))
     times, best = max(faster, key=lambda pair: pair[0])
     metric, why = findings.metric, f"it is {times:.2f} times as fast as {best.against.value}"
     if best.verdict is Equivalence.UNKNOWN:
@@ -342,14 +338,6 @@ def advise(findings: Findings) -> Advice:
     else:
         why += f" with better {metric}"
     return Advice(best.precision, why)
-
-
-def _against(findings: Findings) -> list[str]:
-    """The reasons against each precision that is not the baseline."""
-    reasons = [f"{s.name} has no finished run" for s in findings.summaries if not s.runs]
-    return reasons + [
-        f"{c.precision.value} {_fault(c, findings.metric)}" for c in findings.with_baseline
-    ]
 
 
 def _fault(comparison: Comparison, metric: str) -> str:

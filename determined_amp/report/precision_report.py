@@ -42,21 +42,6 @@ _CAPTION = (
 
 _METHOD = "Speed is that of the steady reports: the first report of every process is left out."
 
-HEADS = (
-    "precision",
-    "runs",
-    "{metric}",
-    "samples/s",
-    "speed",
-    "peak MiB, {memory}",
-    "applied steps",
-    "skipped",
-    "loss scale",
-    "waits for data",
-    "audit",
-    "training s",
-)
-
 
 @dataclass(frozen=True)
 class Written:
@@ -70,20 +55,14 @@ class Written:
 
 
 def write_report(sources: Sequence[Search], folder: Path, **options: Any) -> Written:
-    """Write the report on some runs.
-
-    Args:
-        sources: The runs.
-        folder: The output folder.
-        options: See `find`.
+    """Write the report on some runs into a folder, with the options of `find`.
 
     Raises:
         ReportError: if the runs cannot be compared, or the report cannot be written.
     """
     findings = find(sources, **options)
     advice = advise(findings)
-    title = f"Precisions: {findings.settings[TRIAL]}"
-    text = markdown(title, findings, advice)
+    text = markdown(findings, advice)
     record = {
         "answer": answer(advice),
         "use": advice.precision,
@@ -121,8 +100,8 @@ def _run(run: Run, metric: str) -> dict[str, Any]:
         "samples_per_second": run.speed,
         "peak_memory_mib": run.last(MetricName.PEAK_MEMORY_MIB),
         "peak_reserved_memory_mib": run.last(MetricName.PEAK_RESERVED_MEMORY_MIB),
-        "applied_steps": run.last(MetricName.APPLIED_STEPS),
-        "skipped_steps": run.last(MetricName.SKIPPED_STEPS),
+        "applied_steps": run.of_optimizers(MetricName.APPLIED_STEPS),
+        "skipped_steps": run.of_optimizers(MetricName.SKIPPED_STEPS),
         "loss_scale_log2": run.last(MetricName.LOSS_SCALE_LOG2),
         "data_wait_share": run.reports.data_wait_share,
         "audit_share": run.reports.audit_share,
@@ -196,21 +175,40 @@ def _judged(claim: Claim) -> str:
 
 def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     """Heads and rows, a row per precision."""
-    memory = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
-    heads = [head.format(metric=findings.metric, memory=memory) for head in HEADS]
+    rows = [_row(summary, findings) for summary in findings.summaries]
+    return list(rows[0]), [list(row.values()) for row in rows]
+
+
+def _row(summary: Summary, findings: Findings) -> dict[str, str]:
+    """The cells of a precision by the head of their column."""
+    whose = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
     speeds = {c.precision: c.speed for c in findings.with_baseline}
-    rows = []
-    for summary in findings.summaries:
-        ratio = speeds.get(summary.precision)
-        is_base = summary.precision is findings.baseline
-        times = "1" if is_base else f"{ratio.median:.2f}x" if ratio else ""
-        failed = f", {len(summary.failed)} failed" if summary.failed else ""
-        count = f"{len(summary.runs)}{failed}"
-        rows.append([summary.name, count, *_numbers(summary, times)])
-    return heads, rows
+    ratio = speeds.get(summary.precision)
+    is_baseline = summary.precision is findings.baseline
+    times = "1" if is_baseline else f"{ratio.median:.2f}x" if ratio else ""
+    failed = f", {len(summary.failed)} failed" if summary.failed else ""
+    mean = "" if summary.mean is None else f"{summary.mean:.4g}"
+    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
+    wait, shares = summary.data_wait_share, summary.spread(lambda run: run.reports.audit_share)
+    applied, skipped = MetricName.APPLIED_STEPS, MetricName.SKIPPED_STEPS
+    return {
+        "precision": summary.name,
+        "runs": f"{len(summary.runs)}{failed}",
+        findings.metric: mean + ("" if summary.std is None else f" ± {summary.std:.2g}"),
+        "samples/s": _range(summary.speed),
+        "speed": times,
+        f"peak MiB, {whose}": _range(summary.last(MetricName.PEAK_MEMORY_MIB))
+        + ("" if reserved is None else f"; {_range(reserved)}"),
+        "applied steps": _range(summary.spread(lambda run: run.of_optimizers(applied))),
+        "skipped": _range(summary.spread(lambda run: run.of_optimizers(skipped))),
+        "loss scale": _scale(summary),
+        "waits for data": "" if wait is None else f"{wait:.0%}",
+        "audit": "" if shares is None else _share(shares.low),
+        "training s": _range(summary.spread(lambda run: run.training_seconds)),
+    }
 
 
-def markdown(title: str, findings: Findings, advice: Advice) -> str:
+def markdown(findings: Findings, advice: Advice) -> str:
     """The report as Markdown: the answer first, then sentences, the picture and tables."""
     items = "\n".join(f"* {sentence}" for sentence in sentences(findings))
     heads = ["run", "precision", "seed", "state", "reason"]
@@ -227,7 +225,8 @@ def markdown(title: str, findings: Findings, advice: Advice) -> str:
         page.table(*claims_table(findings)),
         page.table(*table(findings)),
         page.table(heads, rows),
-        f"{title}. {_METHOD} The rule: {RULE}. Versions: {versions}.",
+        f"Precisions: {findings.settings[TRIAL]}. {_METHOD} The rule: {RULE}. "
+        f"Versions: {versions}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -245,29 +244,35 @@ def _left_out(findings: Findings) -> Iterator[str]:
 
 
 def _audited(findings: Findings) -> Iterator[str]:
-    finished = [run for summary in findings.summaries for run in summary.runs]
-    unaudited = [run.short_name for run in finished if run.reports.audit_share is None]
+    if _all_in_precision(findings):
+        yield "audit: every finished run computed all products in the precision that it asks for"
+        return
+    unaudited: list[str] = []
     alike: dict[tuple[Precision, str], list[Run]] = {}
-    for run in finished:
-        if run.reports.audit_share is not None and run.reports.audit_share < 1.0:
-            alike.setdefault((run.precision, f"{run.reports.audit_share:.1%}"), []).append(run)
-    for (precision, share), runs in alike.items():
+    for run in (run for summary in findings.summaries for run in summary.runs):
+        share = run.reports.audit_share
+        if share is None:
+            unaudited.append(run.short_name)
+        elif share < 1.0:
+            alike.setdefault((run.precision, _share(share)), []).append(run)
+    for (precision, shown), runs in alike.items():
         several = f"{precision.value} ({', '.join(run.seed_name for run in runs)})"
-        who = runs[0].short_name if len(runs) == 1 else several
         yield (
-            f"audit: {who} computed {share} of the FLOPs of the first batch in the precision that "
-            "it asks for, the rest in another"
+            f"audit: {runs[0].short_name if len(runs) == 1 else several} computed {shown} of the "
+            "FLOPs of the first batch in the precision that it asks for, the rest in another"
         )
     if unaudited:
         yield f"not audited, so whether the precision was on is unknown: {', '.join(unaudited)}"
-    if _all_in_precision(findings):
-        yield "audit: every finished run computed all products in the precision that it asks for"
 
 
 def _all_in_precision(findings: Findings) -> bool:
-    return all(
-        run.reports.audit_share == 1.0 for summary in findings.summaries for run in summary.runs
-    )
+    finished = (run for summary in findings.summaries for run in summary.runs)
+    return all(run.reports.audit_share == 1.0 for run in finished)
+
+
+def _share(share: float) -> str:
+    """A share in percent; only the whole is rounded to 100 %."""
+    return f"{share if share == 1.0 else min(share, 0.999):.1%}"
 
 
 def _mixed(findings: Findings) -> Iterator[str]:
@@ -330,10 +335,11 @@ def _size(ratio: Ratio, larger: str, smaller: str, same: str) -> str:
 
 
 def _times(ratio: Ratio) -> str:
+    of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
+    if ratio.pairs == 1 and ratio.low == ratio.high:  # such as memory, of which each run has one
+        return f"{ratio.median:.2f}x (in one pair of runs)"
     if ratio.pairs == 1:
         of = "over the reports of one pair of runs"
-    else:
-        of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
     return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f} {of})"
 
 
@@ -364,7 +370,7 @@ def _inconclusive(interval: Interval, margin: float) -> str:
 
 
 def _waiting(findings: Findings) -> Iterator[str]:
-    waiting = [s for s in findings.summaries if s.waits_for_data]
+    waiting = [s for s in findings.summaries if (s.data_wait_share or 0.0) > WAITS_FOR_DATA]
     if waiting:
         shares = ", ".join(f"{s.name} {s.data_wait_share:.0%}" for s in waiting)
         yield (
@@ -373,39 +379,12 @@ def _waiting(findings: Findings) -> Iterator[str]:
         )
 
 
-def _numbers(summary: Summary, times: str) -> list[str]:
-    if not summary.runs:
-        return [""] * (len(HEADS) - 2)
-    std = "" if summary.std is None else f" ± {summary.std:.2g}"
-    shares = summary.spread(lambda run: run.reports.audit_share)
-    wait = summary.data_wait_share
-    return [
-        f"{summary.mean:.4g}{std}",
-        _range(summary.speed),
-        times,
-        _memory(summary),
-        _range(summary.last(MetricName.APPLIED_STEPS)),
-        _range(summary.last(MetricName.SKIPPED_STEPS)),
-        _scale(summary),
-        "" if wait is None else f"{wait:.0%}",
-        "" if shares is None else f"{shares.low:.1%}",
-        _range(summary.spread(lambda run: run.training_seconds)),
-    ]
-
-
-def _memory(summary: Summary) -> str:
-    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
-    also = "" if reserved is None else f"; {_range(reserved)}"
-    return _range(summary.last(MetricName.PEAK_MEMORY_MIB)) + also
-
-
 def _scale(summary: Summary) -> str:
     """The loss scale at the end; only float16 has one."""
     scale = summary.last(MetricName.LOSS_SCALE_LOG2)
     if scale is None or summary.precision is not Precision.AMP_FP16:
-        return "none"
-    ends = dict.fromkeys((scale.low, scale.high))
-    return " to ".join(f"2^{end:g}" for end in ends)
+        return "none" if summary.runs else ""
+    return " to ".join(f"2^{end:g}" for end in dict.fromkeys((scale.low, scale.high)))
 
 
 def _range(spread: Spread | None) -> str:

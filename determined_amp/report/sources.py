@@ -25,9 +25,9 @@ _REPORTS = {
         "searches for the loss scale, in one precision; its report: "
         f"{_REPORT} loss-scale {{source}}",
     ),
-    Topic.PRECISIONS: (
-        ("precision",),
-        f"compares precisions; its report: {_REPORT} precision {{source}}",
+    **dict.fromkeys(
+        (Topic.COMPARISON, Topic.PRECISIONS),
+        (("precision",), f"compares precisions; its report: {_REPORT} precision {{source}}"),
     ),
     Topic.SINGLE_RUN: (
         ("precision",),

@@ -174,7 +174,6 @@ class RunFolder:
         Returns:
             The run, with the new part.
         """
-        before = self._run()
         part = Part(
             first_batch,
             experiment.settings,
@@ -182,11 +181,9 @@ class RunFolder:
             datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             sys.argv,
         )
-        parts = (*(p for p in before.parts if p.first_batch < first_batch), part)
+        before = (part for part in self._run().parts if part.first_batch < first_batch)
         # First what says that this folder is a run's.
-        run = self._write(
-            dataclasses.replace(before, state=RunState.RUNNING, reason="", parts=parts)
-        )
+        run = self._change(state=RunState.RUNNING, reason="", parts=(*before, part))
         # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
         write_whole(self.path / _RESOLVED, dump_yaml(experiment.resolved()))
@@ -194,18 +191,20 @@ class RunFolder:
 
     def describe_trial(self, number: int, hparams: Mapping[str, Any]) -> None:
         """Write which trial of a search this is: its number, and its sampled values by name."""
-        self._write(dataclasses.replace(self._run(), number=number, hparams=hparams))
+        self._change(number=number, hparams=hparams)
 
     def end(self, state: RunState, reason: str = "") -> None:
         """Write how the run ended, and why."""
-        self._write(dataclasses.replace(self._run(), state=state, reason=reason))
+        self._change(state=state, reason=reason)
 
     def _run(self) -> Run:
         if self.record.exists():
             return read_record(self.path)
         return Run(str(self.path), RunState.RUNNING)
 
-    def _write(self, run: Run) -> Run:
+    def _change(self, **changes: Any) -> Run:
+        """Write the run with these changes, and return it."""
+        run = dataclasses.replace(self._run(), **changes)
         kept = ("state", "reason", "number", "hparams", "parts")
         record = {name: value for name, value in dataclasses.asdict(run).items() if name in kept}
         write_whole(self.record, json.dumps(record, indent=2) + "\n")

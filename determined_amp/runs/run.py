@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -32,7 +33,7 @@ METRIC, SMALLER_IS_BETTER = "searcher.metric", "searcher.smaller_is_better"
 TRIAL = "hyperparameters.trial"
 
 ACCURACY = "validation_accuracy"
-SCALE = "init_scale"
+SCALE, SCORE = "init_scale", "loss_scale_score"
 
 # A run keeps this many of its validations, and judges its speed by this many reports.
 _MOST_VALIDATIONS, _MOST_SPEEDS = 400, 4096
@@ -103,29 +104,25 @@ class Spread:
 
 
 class Thinned(Generic[T]):
-    """At most so many items of a stream, evenly spaced, and its last one."""
+    """At most so many items of a stream, an even number, evenly spaced, and its last one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: list[T] = []
-        self._stride = 1
-        self._count = 0
-        self._last: T | None = None
+        self._newest: list[T] = []  # empty if it is kept
+        self._count, self._stride = 0, 1
 
     def add(self, item: T) -> None:
+        self._newest = [item]
         if self._count % self._stride == 0:
-            if len(self._kept) == self._most:
-                self._kept = self._kept[::2]
-                self._stride *= 2
-            if self._count % self._stride == 0:
-                self._kept.append(item)
-        self._last = item
+            self._kept.append(item)
+            self._newest = []
+            if len(self._kept) > self._most:
+                self._kept, self._stride = self._kept[::2], 2 * self._stride
         self._count += 1
 
     def items(self) -> list[T]:
-        if self._last is None or self._kept[-1] is self._last:
-            return list(self._kept)
-        return [*self._kept, self._last]
+        return [*self._kept, *self._newest]
 
 
 class Reports:
@@ -221,7 +218,7 @@ class Run:
         facts = []
         for part in self.parts:
             known = {n: v for n, v in part.settings.items() if not n.startswith(_MAY_CHANGE)}
-            known |= {name: getattr(part.machine, name) for name in _OF_A_MACHINE}
+            known |= {name: getattr(part.machine, name) for name in OF_A_MACHINE}
             facts.append((part.first_batch, known))
         names = dict.fromkeys(name for _, known in facts for name in known)
         values = {n: [(first, known.get(n)) for first, known in facts] for n in names}
@@ -269,13 +266,20 @@ class Run:
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """Batches and value of the validations that have the metric."""
-        validations = self.reports.validations
-        return [(r.batches, r.metrics[metric]) for r in validations if metric in r.metrics]
+        reports = self.reports.validations
+        return [(r.batches, r.metrics[metric]) for r in reports if metric in r.metrics]
 
     def last(self, name: str) -> float | None:
         """A number of the last training report; None if it is not finite, or too large to be."""
         value = self.reports.training.metrics.get(name) if self.reports.training else None
         return value if value is not None and abs(value) < _MOST else None
+
+    def of_optimizers(self, name: str) -> float | None:
+        """A number that the last training report has of each optimizer: the sum over them."""
+        reported = self.reports.training.metrics if self.reports.training else {}
+        own = (self.last(n) for n in reported if n == name or re.fullmatch(rf"{name}_\d+", n))
+        numbers = [number for number in own if number is not None]
+        return sum(numbers) if numbers else None
 
     @property
     def speed(self) -> Spread | None:
@@ -307,7 +311,7 @@ class Run:
     @property
     def is_scored(self) -> bool:
         """Whether it was measured on frozen parameters, not trained."""
-        return "loss_scale_score" in self.metrics
+        return SCORE in self.metrics
 
     @property
     def skipped_steps(self) -> float | None:
@@ -328,7 +332,7 @@ class Run:
 _LARGEST_LOG2 = 127
 
 # What makes two parts of a run different trainings, besides their settings.
-_OF_A_MACHINE = ("device", "slots", "torch")
+OF_A_MACHINE = ("device", "slots", "torch")
 
 # Settings that a resume may change: they do not change what a batch trains.
 _MAY_CHANGE = ("name", f"{TRAINING}.", "searcher.", "checkpoint_policy", "profiling.")

@@ -19,8 +19,8 @@ from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import FolderError, fresh_folder, lock
-from determined_amp.runs.run import RunState
-from determined_amp.search.search_display import SearchDisplay
+from determined_amp.runs.run import Report, RunState
+from determined_amp.search.search_display import SearchDisplay, minutes
 from determined_amp.search.search_folder import (
     read_config,
     read_search,
@@ -29,7 +29,7 @@ from determined_amp.search.search_folder import (
 )
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
-from determined_amp.search.workers import FirstBatch, Validation, Worker
+from determined_amp.search.workers import FirstBatch, Worker
 
 # After this many failures in a row for the same reason, the other trials would fail, too.
 SAME_FAILURES = 3
@@ -101,18 +101,22 @@ def _new_folder(search: str, overrides: Sequence[str], workers: int) -> Path:
     return folder
 
 
-def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> bool:
-    """Run the trials of a new comparison, one at a time; whether a signal or the time stopped it.
+def run_comparison(folder: Path, search: Mapping[str, Any], time_limit: float) -> str:
+    """Run the trials of a new comparison in its folder, one at a time.
 
-    Args:
-        folder: The folder of the comparison.
-        search: Its configuration.
-        time_limit: Seconds after which it stops as if by a signal.
+    After `time_limit` seconds it stops as if by a signal.
+
+    Returns:
+        When or why it ended before its last trial, such as "within 3 min"; else an empty text.
     """
     plan = SearchPlan(write_config(folder, search, workers=1))
     create_study(folder, search)
-    display = SearchDisplay(Console(), plan, folder)
-    return _run(folder, plan, display, 1, time_limit).stopping
+    engine = _run(folder, plan, SearchDisplay(Console(), plan, folder), 1, time_limit)
+    if engine.common_failure is not None:
+        return f"because the last {SAME_FAILURES} failed alike: {engine.common_failure}"
+    if engine.time_is_up:
+        return f"within {minutes(time_limit)}"
+    return "when it was interrupted" if engine.stopping else ""
 
 
 def _run(
@@ -120,7 +124,7 @@ def _run(
     plan: SearchPlan,
     display: SearchDisplay,
     workers: int,
-    time_limit: float | None = None,
+    time_limit: float = math.inf,
 ) -> Engine:
     """Run all trials of the search in a folder."""
     with lock(folder, "this search"), storing(folder):
@@ -141,38 +145,30 @@ class Engine:
     """Runs all trials in worker processes, until none is left or a signal stops the search.
 
     The first SIGINT or SIGTERM stops every trial at its next report, with a checkpoint; a second
-    one ends them at once.
-
-    Args:
-        study: The trials of the search.
-        display: Shows the trials that end.
-        workers: Number of trials that run at the same time.
-        time_limit: Seconds after which the search stops as if by a signal; None for no limit.
+    one ends them at once. After `time_limit` seconds the search stops as if by the first.
 
     Attributes:
         blocked: The machine problem that stopped the search, such as a full disk; else None.
+        time_is_up: Whether the time limit stopped it.
     """
 
     def __init__(
-        self,
-        study: SearchStudy,
-        display: SearchDisplay,
-        workers: int,
-        time_limit: float | None = None,
+        self, study: SearchStudy, display: SearchDisplay, workers: int, time_limit: float
     ) -> None:
-        self._ends = math.inf if time_limit is None else time.monotonic() + time_limit
+        self._ends = time.monotonic() + time_limit
         self._study = study
         self._display = display
         self._workers = workers
         self._idle: list[Worker] = []
         self._busy: dict[Worker, int] = {}
         self.blocked: str | None = None
+        self.time_is_up = False
         self._failures: list[str | None] = []
         self._signals = 0
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal asked to stop."""
+        """Whether a signal or the time limit asked to stop."""
         return self._signals > 0
 
     @property
@@ -202,6 +198,7 @@ class Engine:
                 by_connection = {worker.connection: worker for worker in self._busy}
                 ready_ones = connection.wait(list(by_connection), self._patience())
                 if not ready_ones:
+                    self.time_is_up = self.time_is_up or not self.stopping
                     self._stop()
                 for ready in ready_ones:
                     self._handle(by_connection[ready])  # type: ignore[index]  # one of ours
@@ -236,7 +233,7 @@ class Engine:
         message = worker.receive()
         if isinstance(message, FirstBatch):
             return
-        if isinstance(message, Validation):
+        if isinstance(message, Report):
             worker.answer(go_on=self._study.validated(number, message))
             return
         del self._busy[worker]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class SearchDisplay:
         self._metric = plan.settings.metric
         self._compares = plan.compares
         self._ended: dict[int, Run] = {}
+        self._say = partial(say, console)
         self._progress = progress_bar(console, "trials")
 
     @contextmanager
@@ -59,18 +61,18 @@ class SearchDisplay:
 
     def warn_of_sharing(self, workers: int) -> None:
         """Warn that concurrent trials slow each other down."""
-        self._print(
+        self._say(
             f"{workers} trials at a time share the processors, and a GPU if there are fewer: "
             "their accuracies can be compared, their speeds cannot"
         )
 
     def lost(self, number: int, status: int | None) -> None:
         """Print that the process of a trial died."""
-        self._print(f"trial {number:>3}  its process died with status {status}")
+        self._say(f"trial {number:>3}  its process died with status {status}")
 
     def ended(self, run: Run) -> None:
         """Show a trial that has ended."""
-        self._print(self._line(run))
+        self._say(self._line(run))
         self._ended[run.number] = run
         description = "comparing" if self._compares else "searching"
         ranked = Search("", tuple(self._ended.values()), self._plan.search).ranked()
@@ -93,27 +95,27 @@ class SearchDisplay:
         title = f"{self._plan.search.get('name')}: {state}"
         self._console.print(self._table(search, ranked, title))
         if self._compares:
-            self._print(f"compare: python -m determined_amp report precision {self._folder}")
+            self._say(f"compare: python -m determined_amp report precision {self._folder}")
         elif ranked and all(run.overflow for run in ranked):
-            self._print("every scale of this search overflows: search smaller ones")
+            self._say("every scale of this search overflows: search smaller ones")
         elif ranked and ranked[0].hparams:
             worth = worth_of_best(
                 self._metric, [(run.scale_log2, run.metrics.get("steps_lost")) for run in ranked]
             )
             if worth is not None:
-                self._print(worth)
-            self._print(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
+                self._say(worth)
+            self._say(f"best so far, of trial {ranked[0].number}:" if stopped else "best:")
             lines = dump_yaml({"hyperparameters": nested(ranked[0].hparams)})
-            self._print(lines.rstrip())
+            self._say(lines.rstrip())
         lost = search.failed()
         if lost:
-            self._print(
+            self._say(
                 f"{len(lost)} of {len(search.runs)} trials failed; trial {lost[0].number}: "
                 f"{lost[0].reason}"
             )
         if stopped:
-            self._print(f"go on: python -m determined_amp search --resume {self._folder}")
-        self._print(f"study: sqlite:///{self._folder / STUDY_FILE}")
+            self._say(f"go on: python -m determined_amp search --resume {self._folder}")
+        self._say(f"study: sqlite:///{self._folder / STUDY_FILE}")
 
     def _line(self, run: Run) -> str:
         values = "  ".join(f"{name} {_short(value)}" for name, value in run.hparams.items())
@@ -135,13 +137,8 @@ class SearchDisplay:
         rows = [*ranked, *valueless]
         if self._compares:
             rows.sort(key=lambda run: run.number)
-        numbers = [dict(run.metrics) for run in rows]
-        skipped = MetricName.SKIPPED_STEPS
-        for known, run in zip(numbers, rows, strict=True):
-            count = run.last(skipped)
-            if count is not None:
-                known.setdefault(skipped, count)
-        shown = [row for row in _DIAGNOSIS if any(row[0] in known for known in numbers)]
+        numbers = {run.number: _numbers(run) for run in rows}
+        shown = [row for row in _DIAGNOSIS if any(row[0] in known for known in numbers.values())]
         params = [axis.name for axis in self._plan.space.axes]
         if any(name == "init_scale_log2" for name, *_ in shown):
             params = [name for name in params if name != "amp.init_scale"]
@@ -151,8 +148,8 @@ class SearchDisplay:
         titles = [name.rpartition(".")[2] for name in params]
         for column in ("trial", *titles, self._metric, *(title for _, title, _ in shown), "after"):
             table.add_column(column, justify="right", overflow="fold")
-        for run, known in list(zip(rows, numbers, strict=True))[:_MOST_ROWS]:
-            value = result(run, self._metric)
+        for run in rows[:_MOST_ROWS]:
+            value, known = result(run, self._metric), numbers[run.number]
             table.add_row(
                 str(run.number),
                 *(escape(_short(run.hparams.get(name))) for name in params),
@@ -164,8 +161,25 @@ class SearchDisplay:
             table.caption = f"{len(rows) - _MOST_ROWS} more in the folder"
         return table
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+def _numbers(run: Run) -> dict[str, float]:
+    """The last validation metrics, and the skipped steps of the training."""
+    skipped = run.last(MetricName.SKIPPED_STEPS)
+    trained = {} if skipped is None else {MetricName.SKIPPED_STEPS: skipped}
+    return {**trained, **run.metrics}
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def minutes(seconds: float) -> str:
+    """A time in words."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min" + (f" {whole % 60:02d} s" if whole % 60 else "")
 
 
 def _short(value: Any) -> str:

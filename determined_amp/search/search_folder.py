@@ -140,24 +140,19 @@ def read_search(folder: Path) -> Search:
     shared = workers_of(config) > 1
     runs = [dataclasses.replace(run, shares_device=shared) for run in read_trials(folder, damaged)]
     notes = (*damaged, *remarks["notes"])
-    return Search(str(folder), tuple(runs), config, tuple(remarks["left_out"]), notes)
+    return Search(str(folder), tuple(runs), config, remarks["left_out"], notes)
 
 
-def _read_remarks(folder: Path) -> dict[str, list[str]]:
+def _read_remarks(folder: Path) -> dict[str, tuple[str, ...]]:
     """What `write_remarks` wrote; nothing for a search that is no comparison."""
-    file = folder / _REMARKS
-    remarks: dict[str, list[str]] = {"left_out": [], "notes": []}
+    file, names = folder / _REMARKS, ("left_out", "notes")
     if not os.path.lexists(file):
-        return remarks
+        return dict.fromkeys(names, ())
     try:
         written = json.loads(file.read_bytes())
-        remarks = {name: list(written[name]) for name in remarks}
-        is_damaged = not all(isinstance(text, str) for texts in remarks.values() for text in texts)
-    except (OSError, LookupError, TypeError, ValueError, RecursionError):
-        is_damaged = True
-    if is_damaged:
+        return {name: tuple(written[name]) for name in names}
+    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise RunError(
             f"{file}: is damaged; allowed: what `python -m determined_amp compare` writes, or the "
             "search without this file, which only has notes for its report"
-        )
-    return remarks
+        ) from error

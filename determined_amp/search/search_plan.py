@@ -126,20 +126,19 @@ class SearchPlan:
             )
             problems.append(Problem("hyperparameters", text))
         seed = value_at(search, "reproducibility.experiment_seed")
-        if not isinstance(seed, int) or seed < 0:
-            text = f"got {seed!r}; allowed: an integer >= 0"
-            problems.append(Problem("reproducibility.experiment_seed", text))
-        restarts = search.get("max_restarts", 0)
-        if not isinstance(restarts, int) or restarts < 0:
-            text = f"got {restarts!r}; allowed: an integer >= 0"
-            problems.append(Problem("max_restarts", text))
+        restarts = search.get("max_restarts", 5)
+        for key, value in (("reproducibility.experiment_seed", seed), ("max_restarts", restarts)):
+            if not isinstance(value, int) or value < 0:
+                problems.append(Problem(key, f"got {value!r}; allowed: an integer >= 0"))
         task = _task_here(search, problems)
         if settings is None or task is None or problems:
             raise ConfigError("search", problems)
         self.search = search
         self.task: Task = task
         self.settings: SearcherSettings = settings
-        self._seed: int = int(seed or 0)
+        # How often a trial whose process died continues.
+        self.max_restarts: int = restarts
+        self._seed: int = seed
 
     def check(self) -> None:
         """Check the trials at the ends of all ranges: many others would share their mistakes.
@@ -160,11 +159,6 @@ class SearchPlan:
     def compares(self) -> bool:
         """Whether the search compares precisions, so that it ranks nothing."""
         return Topic.of(self.search) is Topic.PRECISIONS
-
-    @property
-    def max_restarts(self) -> int:
-        """How often a trial whose process died continues."""
-        return int(self.search.get("max_restarts", 5))
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:

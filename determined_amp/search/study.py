@@ -6,6 +6,7 @@ values, and which trials wait, run, or have ended. Everything else is in the run
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,10 @@ from determined_amp.experiment.dotted import value_at
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.local.checkpoint_storage import is_of_the_machine
 from determined_amp.runs.folder import RunFolder, read_record, read_run, trial_folder
-from determined_amp.runs.run import Run, RunState
+from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search.search_folder import STUDY_FILE, result
 from determined_amp.search.search_plan import Method, SearchPlan
-from determined_amp.search.workers import Job, TrialResult, Validation
+from determined_amp.search.workers import Job, TrialResult
 
 _SCALE = "amp.init_scale"
 
@@ -97,14 +98,14 @@ class SearchStudy:
         folder.describe_trial(number, hparams)
         return Job(plan.task, config, folder.path)
 
-    def validated(self, number: int, validation: Validation) -> bool:
+    def validated(self, number: int, validation: Report) -> bool:
         """Store a validation, and return whether the trial continues."""
         settings = self._plan.settings
         value = validation.metrics.get(settings.metric)
         length = int(validation.metrics.get(settings.time_metric or "", validation.batches))
         # After the death of its process a trial repeats validations that are stored.
         stored = self._trials()[number].intermediate_values
-        if value is None or length in stored:
+        if value is None or not math.isfinite(value) or length in stored:
             return True
         trial = self._running(number)
         trial.report(value, length)

@@ -57,6 +57,7 @@ class Topic(enum.Enum):
 
     FINDING = enum.auto()
     CHECK = enum.auto()
+    COMPARISON = enum.auto()  # by the command `compare` on a cluster, in one task
     PRECISIONS = enum.auto()
     LOSS_SCALES = enum.auto()
     SINGLE_RUN = enum.auto()
@@ -67,18 +68,23 @@ class Topic(enum.Enum):
         """The topic of a configuration; an empty one is that of a run folder."""
         task = Task.of(config)
         verb = None if task is None else task.verb
+        if verb in _TOPICS:
+            return _TOPICS[verb]
         values = flat(config.get("hyperparameters") or {})
         searched = [name for name, value in values.items() if isinstance(value, Mapping)]
-        if verb is Verb.FIND:
-            return Topic.FINDING
-        if verb is Verb.CHECK:
-            return Topic.CHECK
-        if verb is Verb.COMPARE or "amp.precision" in searched:
+        if "amp.precision" in searched:
             return Topic.PRECISIONS
         if verb is Verb.SCORE or any(map(is_scale, searched)):
             return Topic.LOSS_SCALES
         is_single = value_at(config, "searcher.name") in (None, "single")
         return Topic.SINGLE_RUN if is_single else Topic.OTHER_SEARCH
+
+
+_TOPICS = {
+    Verb.FIND: Topic.FINDING,
+    Verb.CHECK: Topic.CHECK,
+    Verb.COMPARE: Topic.COMPARISON,
+}
 
 
 def _batches(text: str) -> int:

@@ -7,7 +7,6 @@ does each trial have a process of its own.
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import signal
@@ -37,7 +36,7 @@ from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
 from determined_amp.local.run_listener import RunListener, after_first_batch
 from determined_amp.runs.folder import RunFolder
-from determined_amp.runs.run import RunState
+from determined_amp.runs.run import Report, RunState
 from determined_amp.search.task import Task, Verb
 from determined_amp.trial.determined_0_38 import leave_the_cluster
 
@@ -51,14 +50,6 @@ class Job:
     task: Task  # whether to train, score or find
     config: Mapping[str, Any]  # its experiment configuration
     folder: Path  # its run folder; a trial with a checkpoint there continues from it
-
-
-@dataclass(frozen=True)
-class Validation:
-    """A validation of a running trial."""
-
-    batches: int  # number of batches trained before it
-    metrics: Mapping[str, float]  # its finite metrics, by name
 
 
 @dataclass(frozen=True)
@@ -104,20 +95,18 @@ class Worker:
         """Start a trial; its messages arrive at `connection`."""
         self.connection.send(job)
 
-    def receive(self) -> FirstBatch | Validation | TrialResult | None:
-        """The next message; None if the process has died."""
+    def receive(self) -> FirstBatch | Report | TrialResult | None:
+        """The next message, a `Report` of a validation; None if the process has died."""
         try:
-            message: FirstBatch | Validation | TrialResult = self.connection.recv()
+            message: FirstBatch | Report | TrialResult = self.connection.recv()
         except (EOFError, ConnectionError):
             return None
         return message
 
     def answer(self, *, go_on: bool) -> None:
-        """Answer a `Validation`. If the process has died, `receive` returns None."""
-        try:
+        """Answer a validation. If the process has died, `receive` returns None."""
+        with suppress(ConnectionError):
             self.connection.send(go_on)
-        except ConnectionError:
-            return
 
     def close(self, *, kill: bool = False) -> int | None:
         """End the process, and return its exit status."""
@@ -140,7 +129,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     _share_machine(slot, workers)
     os.chdir(directory)  # what imported multiprocessing was elsewhere
 
-    def go_on(validation: Validation) -> bool:
+    def go_on(validation: Report) -> bool:
         try:
             connection.send(validation)
             return bool(connection.recv())
@@ -174,7 +163,7 @@ def _share_machine(slot: int, workers: int) -> None:
 
 
 # Called with every validation of a running trial; returns whether the trial continues.
-GoOn = Callable[[Validation], bool]
+GoOn = Callable[[Report], bool]
 
 
 def run_trial(job: Job, go_on: GoOn, on_first_batch: Callable[[], None]) -> TrialResult:
@@ -267,17 +256,8 @@ class _SearchListener(RunListener):
 
     def ask(self, validation: Mapping[str, Any]) -> bool:
         """Whether the trial continues after this validation."""
-        return self._go_on(Validation(validation["batches"], _finite(validation)))
+        return self._go_on(Report.read(validation["batches"], validation))
 
     def on_end(self, error: BaseException | None, *, stopped: bool) -> None:
         if stopped and self.state is RunState.COMPLETED:
             self.state = RunState.STOPPED
-
-
-def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a report, which can be compared and stored in a database."""
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    }

@@ -155,7 +155,7 @@ def settle_groups(
         then = _at(before.get("constructed"), index, [])
         # A rate that followed the applied steps is computed again from their count.
         scheduled = _at(before.get("scheduled"), index, False)
-        groups = zip(saved["param_groups"], optimizer.param_groups, strict=False)
+        groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
         for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
             was, now = _at(then, number, {}), constructed[index][number]
             if before:
@@ -173,6 +173,15 @@ def settle_groups(
             saved_group.update({key: group[key] for key in group.keys() - saved_group.keys()})
 
 
+def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The groups of a saved optimizer; a wrapper has the state of another one inside."""
+    if "param_groups" in saved:
+        groups: Sequence[dict[str, Any]] = saved["param_groups"]
+        return groups
+    nested = (_groups_in(state) for state in saved.values() if isinstance(state, Mapping))
+    return next(filter(None, nested), ())
+
+
 def _check_kind(
     saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
@@ -180,7 +189,8 @@ def _check_kind(
 
     Then settings are both missing and added. A newer torch, schedulers and users only add.
     """
-    lacks, has = optimizer.defaults.keys() - saved.keys(), saved.keys() - group.keys()
+    defaults: dict[str, Any] = getattr(optimizer, "defaults", {})  # many wrappers have none
+    lacks, has = defaults.keys() - saved.keys(), saved.keys() - group.keys()
     has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
     if lacks and has:
         raise ValueError(

@@ -13,7 +13,7 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.fields import read
-from determined_amp.experiment.plan import Plan, read_plan
+from determined_amp.experiment.training import Plan, read_plan
 from determined_amp.trial.determined_0_38 import aggregation_frequency
 
 

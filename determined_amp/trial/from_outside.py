@@ -1,8 +1,9 @@
 """What makes a float32 trial train in mixed precision, between the trial and its context.
 
-The forward of each wrapped model runs under autocast, `context.backward` scales the loss and leaves
-true gradients, a step of any optimizer is skipped if they overflowed, and each batch ends with one
-`update`. Everything else is `MixedPrecision`, as in a trial that was written for it.
+The forward of each wrapped model, and of its members, runs under autocast, `context.backward`
+scales the loss and leaves true gradients, a step of any optimizer is skipped if they overflowed,
+and each batch ends with one `update`. Everything else is `MixedPrecision`, as in a trial that was
+written for it.
 
 What a model returns is cast to float32. So is what its hooks see, and what it keeps in attributes:
 a loss that is computed outside the model is never in 16 bits.
@@ -25,8 +26,9 @@ from torch.optim.optimizer import (
 )
 
 from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.fp32_modules import as_float32, is_compiled
 from determined_amp.amp.origin import backwards_through
-from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
 from determined_amp.trial.determined_0_38 import (
     ends_step,
@@ -43,18 +45,20 @@ from determined_amp.trial.true_gradients import TrueGradients
 logger = logging.getLogger(__name__)
 
 
-def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forwards the trial calls: the model, or the members of a container.
+def _called(model: nn.Module, *, with_members: bool) -> Iterator[nn.Module]:
+    """The modules whose forwards a trial may call: the model, and its members with parameters.
 
-    A model of another class without a forward is used through its methods, which nobody sees.
+    A trial calls a member in its own code, as in `model.decoder(z)`, or by a method of the model,
+    as in `model.encode(x)`. The members of a module without a forward stand for it.
     """
     # TorchScript's classes have no `forward`, but their models do.
-    has_none = getattr(type(model), "forward", None) is nn.Module.forward
-    if has_none and isinstance(model, (nn.ModuleDict, nn.ModuleList)):
-        for member in model.children():
-            yield from _called(member)
-    else:
+    has_forward = getattr(type(model), "forward", None) is not nn.Module.forward
+    if has_forward:
         yield model
+    if with_members or not has_forward:
+        for member in model.children():
+            if any(True for _ in member.parameters()):
+                yield from _called(member, with_members=with_members and not has_forward)
 
 
 class FromOutside(pytorch.PyTorchCallback):
@@ -92,7 +96,10 @@ class FromOutside(pytorch.PyTorchCallback):
     def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
         self._amp.prepare(model)
-        for part in _called(model):
+        # What is compiled is one whole.
+        compiled = is_compiled(model) or self._amp.settings.compile is not Compile.OFF
+        whole = compiled or isinstance(model, torch.jit.ScriptModule)
+        for part in _called(model, with_members=not whole):
             # On the instance: names, state_dict keys and types stay.
             part.forward = partial(self._autocast, part.forward)
 
@@ -112,11 +119,13 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._losses.clear()
+        self._autocast.wanted.clear()
         if self._gradients is not None:
             self._gradients.begin_batch()
         self._autocast.training = True
         try:
-            result = self._train_batch(*args, **kwargs)
+            # Determined makes arrays of metrics, of which numpy has none in bfloat16.
+            result = as_float32(self._train_batch(*args, **kwargs))
         finally:
             self._autocast.training = False
         losses = self._losses
@@ -154,14 +163,13 @@ class FromOutside(pytorch.PyTorchCallback):
             self._losses.append(kept.clone() if amp.settings.compile.replays_graphs else kept)
 
         def run(scaled: torch.Tensor) -> None:
-            with self._in_backward():
+            with self._in_backward(), self._autocast.handing_on_gradients():
                 backward(scaled)
 
         if gradients is None:
             run(amp.scaler.scale(loss))
         elif amp.is_replaying:  # to find what overflows, which must not be set to 0
-            with gradients.scaled():
-                run(amp.scaler.scale(loss))
+            gradients.replay(loss, run)
         else:
             self._weights_aside.remember(self._context.optimizers)
             gradients.backward(loss, run)
@@ -290,7 +298,9 @@ class FromOutside(pytorch.PyTorchCallback):
         with self._in_backward():
             if self._gradients is None:
                 return run(*args, **kwargs)
-            return self._gradients.grad(run, *args, **kwargs)
+            # The finder sees what is scaled only if it comes to the outermost engine.
+            outermost = torch.autograd.Variable._execution_engine.run_backward
+            return self._gradients.grad(outermost, *args, **kwargs)
 
     # Calls of Determined's loop.
 

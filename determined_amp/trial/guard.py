@@ -14,8 +14,9 @@ import determined as det
 from determined import pytorch
 
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.guard import Guard, is_not_finite
+from determined_amp.amp.guard import Guard
 from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.tensors import is_not_finite
 from determined_amp.experiment.machine import machine_of
 from determined_amp.trial.determined_0_38 import searcher, trial_seed
 from determined_amp.trial.notes import note_on_master

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.fp32_modules import as_float32, write_back
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in
-from determined_amp.trial.outer_autocast import OuterAutocast
+from determined_amp.trial.outer_autocast import OuterAutocast, mark_casts, source_of
 from determined_amp.trial.true_gradients import TrueGradients, are_finite, by_kind, inverse
 
 
@@ -30,66 +30,90 @@ def converted_hooks(
         autocast: Knows whether the models compute in 16 bits, and whether a batch is trained.
         gradients: The true gradients; None without a loss scale.
     """
-    modules = [module for model in amp.models for module in model.modules()]
-    parameters = parameters_in(amp.models, amp.optimizers)
+    of_all = nn.modules.module  # its hooks are called for the modules of all models
+    holders: dict[Any, Sequence[Any]] = {
+        nn.Module: [module for model in amp.models for module in model.modules()],
+        torch.Tensor: parameters_in(amp.models, amp.optimizers),
+        of_all: [of_all],
+    }
     kinds: list[tuple[Any, str, str, Any]] = []
     if autocast.casts:
         to_float32 = partial(partial, _in_float32)
         for kind in ("forward", "forward_pre"):
-            kinds.append((nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32))
-    if gradients is not None:
+            kinds += [
+                (nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32),
+                (of_all, f"register_module_{kind}_hook", f"_global_{kind}_hooks", to_float32),
+            ]
         true = partial(partial, _on_true, gradients)
+        for kind in ("full_backward", "full_backward_pre", "backward"):
+            hooks_of_kind = f"_{kind.removeprefix('full_')}_hooks"
+            kinds += [
+                (nn.Module, f"register_{kind}_hook", hooks_of_kind, true),
+                (of_all, f"register_module_{kind}_hook", f"_global{hooks_of_kind}", true),
+            ]
+        kinds.append((torch.Tensor, "register_hook", "_backward_hooks", true))
+    if gradients is not None:
         of_leaf = partial(partial, _on_true_leaf, gradients)
         of_leaves = "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"
-        kinds += [
-            (nn.Module, "register_full_backward_hook", "_backward_hooks", true),
-            (nn.Module, "register_full_backward_pre_hook", "_backward_pre_hooks", true),
-            (torch.Tensor, "register_hook", "_backward_hooks", true),
-            (torch.Tensor, *of_leaves, of_leaf),
-        ]
+        kinds.append((torch.Tensor, *of_leaves, of_leaf))
     with ExitStack() as patches:
-        if gradients is not None:
+        if autocast.casts:
             retain = _retaining(torch.Tensor.retain_grad, autocast, gradients)
             patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
         for owner, register, attribute, convert in kinds:
-            for it in modules if owner is nn.Module else parameters:
+            for it in holders[owner]:
                 hooks = getattr(it, attribute, None) or {}
                 for key, hook in hooks.items():
                     hooks[key] = convert(hook) if _is_the_trials(hook) else hook
-            method = _registering(getattr(owner, register), convert)
-            patches.enter_context(patched(owner, register, method))
+            registering = _registering(
+                getattr(owner, register), convert, is_method=owner is not of_all
+            )
+            patches.enter_context(patched(owner, register, registering))
         yield
 
 
 def _retaining(
-    retain_grad: Callable[..., Any], autocast: OuterAutocast, gradients: TrueGradients
+    retain_grad: Callable[..., Any], autocast: OuterAutocast, gradients: TrueGradients | None
 ) -> Callable[..., Any]:
     def retain(tensor: torch.Tensor) -> None:
         retain_grad(tensor)
-        if autocast.training:
+        source = source_of(tensor)
+        if source is not None:
+            retain_grad(source)
+            autocast.wanted.append((source, tensor))
+        if autocast.training and gradients is not None:
             gradients.retain(tensor)
 
     return retain
 
 
-def _registering(register: Callable[..., Any], convert: Callable[..., Any]) -> Callable[..., Any]:
+def _registering(
+    register: Callable[..., Any], convert: Callable[..., Any], *, is_method: bool
+) -> Callable[..., Any]:
     def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
 
-    return method
+    def function(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return register(convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
+
+    return method if is_method else function
 
 
 def _is_the_trials(hook: Callable[..., Any]) -> bool:
     """Whether a hook is the trial's own, and not one of torch, Determined or this library."""
     function = hook.func if isinstance(hook, partial) else hook
     module = getattr(function, "__module__", None) or type(function).__module__
+    if getattr(function, "__qualname__", "").startswith("register_multi_grad_hook."):
+        return True  # torch's own around the trial's
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
 def _in_float32(hook: Callable[..., Any], /, *args: Any) -> Any:
     """Call a hook of a forward, and keep what it changes in place."""
     replaced: list[tuple[Any, Any]] = []
-    result = hook(*as_float32(args, replaced))
+    cast = as_float32(args, replaced)
+    mark_casts(replaced)
+    result = hook(*cast)
     if result is None:
         write_back(replaced)
     return result
@@ -98,14 +122,14 @@ def _in_float32(hook: Callable[..., Any], /, *args: Any) -> Any:
 def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *args: Any) -> Any:
     """Call the hook of a tensor, or that of a module, which gets the module first."""
     scale = None if gradients is None else gradients.scale
-    if scale is None:
-        return hook(*args)
     ours = 1 if isinstance(args[0], nn.Module) else 0
-    factor = inverse(scale)
+    factor = 1.0 if scale is None else inverse(scale)
     true = [_each(lambda gradient: as_float32(gradient) * factor, value) for value in args]
     result = hook(*true)
     if result is None:
         result = true[ours]  # which it may have changed in place
+    if scale is None:
+        return _each(lambda new, old: new.to(old.dtype), result, args[ours])
     # A hook may turn infinity into a finite number, but the overflow must not be lost.
     scaled: list[torch.Tensor] = []
     _each(scaled.append, args[ours:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.fp32_modules import as_float32
+from determined_amp.amp.fp32_modules import as_float32, fields_of, is_plain
 from determined_amp.amp.precision import autocast_is_on
 
 _CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
@@ -21,6 +23,8 @@ NO_AMP = (
 
 # The attributes of every module, among them its parameters, buffers and hooks.
 _OF_MODULES = frozenset(vars(nn.Module()))
+# The length from which a container is not searched every time.
+_LONG = 64
 
 
 class OuterAutocast:
@@ -36,6 +40,8 @@ class OuterAutocast:
         casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
+        wanted: The tensors of this batch in 16 bits whose gradients the trial wants, and the casts
+            that it has of them, which no gradient may reach.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -43,9 +49,11 @@ class OuterAutocast:
         self.casts = amp.settings.precision.autocast_dtype is not None
         self._inside = False
         self._forwards = 0
-        self._kept: list[tuple[dict[str, Any], str]] = []
+        self._owned: list[_OwnAttributes] = []  # of every module
+        self._long: set[tuple[int, str]] = set()
         self.training = False
         self.in_backward = False
+        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_on = autocast_is_on(self._amp.device.type)
@@ -62,29 +70,54 @@ class OuterAutocast:
             self._inside = False
         if not self.casts:
             return output
-        if self.training:
-            self._cast_kept()
+        self._cast_kept()
         return as_float32(output)
 
     def _cast_kept(self) -> None:
         """Cast tensors that the models keep in attributes, such as features for the loss.
 
-        The attributes are searched in forwards 1, 2, 4, 8 and so on.
+        Long containers, such as a vocabulary, are searched in forwards 1, 2, 4, 8 and so on, and in
+        every one once they have held such a tensor.
         """
         self._forwards += 1
-        if self._forwards & (self._forwards - 1) == 0:
+        searches_all = self._forwards & (self._forwards - 1) == 0
+        if searches_all:
             modules = (m for model in self._amp.models for m in model.modules())
-            self._kept = [
-                (attributes, name)
-                for attributes in map(vars, modules)
-                for name, value in attributes.items()
-                if name not in _OF_MODULES
-                and isinstance(value, (torch.Tensor, list, tuple, dict))
-                and as_float32(value) is not value
-            ]
-        for attributes, name in self._kept:
-            if name in attributes:
-                attributes[name] = as_float32(attributes[name])
+            self._owned = list(map(_OwnAttributes, modules))
+        casts: list[tuple[Any, Any]] = []
+        for owned in self._owned:
+            attributes = owned.of_module
+            for name in owned.names():
+                value = attributes.get(name)
+                if isinstance(value, torch.Tensor):
+                    attributes[name] = as_float32(value, casts)
+                    continue
+                key = id(attributes), name
+                is_long = isinstance(value, (list, tuple, dict)) and len(value) > _LONG
+                if is_long and not searches_all and key not in self._long:
+                    continue
+                if as_float32(value) is not value:
+                    self._long.add(key)
+                    attributes[name] = _cast_inside(value, casts)
+        mark_casts(casts)
+        for tensor, cast in casts:
+            if isinstance(tensor, torch.Tensor) and tensor.retains_grad:
+                cast.retain_grad()
+
+    @contextmanager
+    def handing_on_gradients(self) -> Iterator[None]:
+        """After a backward in this block, add the gradients of `wanted` tensors to their casts'."""
+        before = [(cast, cast.grad) for _, cast in self.wanted]
+        for _, cast in self.wanted:
+            cast.grad = None
+        yield
+        for tensor, cast in self.wanted:
+            if tensor.grad is not None:
+                # It has what came through the cast, too.
+                cast.grad, tensor.grad = tensor.grad.float(), None
+        for cast, earlier in before:
+            if earlier is not None:
+                cast.grad = earlier if cast.grad is None else earlier + cast.grad
 
     def __deepcopy__(self, memo: object) -> OuterAutocast:
         return self
@@ -93,12 +126,74 @@ class OuterAutocast:
         return _no_autocast, ()
 
 
+class _OwnAttributes:
+    """The attributes of a module, without those that every module has.
+
+    Args:
+        module: The module; it may get other attributes later.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.of_module: dict[str, Any] = vars(module)
+        self._names: list[str] = []
+        self._known = (0, "")
+
+    def names(self) -> list[str]:
+        """The names, which are listed again if one was added or deleted: this runs very often."""
+        attributes = self.of_module
+        known = len(attributes), next(reversed(attributes))  # a new name is the last one
+        if known != self._known:
+            self._known = known
+            self._names = [name for name in attributes if name not in _OF_MODULES]
+        return self._names
+
+
+def _cast_inside(
+    value: Any, casts: list[tuple[Any, Any]], seen: dict[int, object] | None = None
+) -> Any:
+    """Cast tensors; what holds them stays the object that others may hold, too, but for tuples."""
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        return as_float32(value, casts)
+    if is_plain(value) or id(value) in seen:
+        return value
+    seen[id(value)] = value
+    if isinstance(value, (list, deque)):
+        for index, item in enumerate(value):
+            value[index] = _cast_inside(item, casts, seen)
+    elif isinstance(value, MutableMapping):
+        for key, item in [*value.items()]:
+            value[key] = _cast_inside(item, casts, seen)
+    elif isinstance(value, tuple):
+        items = [_cast_inside(item, casts, seen) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    else:
+        for name, item in fields_of(value).items():
+            cast = _cast_inside(item, casts, seen)
+            if cast is not item:
+                object.__setattr__(value, name, cast)  # a frozen one, too
+    return value
+
+
 def _no_autocast() -> Callable[..., Any]:
     return _call
 
 
 def _call(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+def mark_casts(casts: Sequence[tuple[Any, Any]]) -> None:
+    """Note on each cast of a tensor what it was cast from; see `source_of`."""
+    for tensor, cast in casts:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            cast._determined_amp_source = tensor
+
+
+def source_of(cast: torch.Tensor) -> torch.Tensor | None:
+    """The tensor in 16 bits that a tensor was cast from for the trial; None if it was not."""
+    return getattr(cast, "_determined_amp_source", None)
 
 
 def refusal(problem: str, instead: str) -> ConfigError:

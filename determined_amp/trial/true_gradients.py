@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.tensors import parameters_of
+from determined_amp.amp.tensors import is_batched, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +62,17 @@ class TrueGradients:
         # `found_inf` of each group in the newest backward, and the groups that have stepped since.
         self._found_inf: dict[_Owners, torch.Tensor] = {}
         self._closed: set[_Owners] = set()
-        self._inf_of_grad: torch.Tensor | None = None
+        self._versions: dict[_Owners, list[int]] = {}  # of the gradients that it left
+        self._has_gone_backward = False  # in this batch
+        # Overflows in this batch that no gradient shows any more: of `torch.autograd.grad`, and of
+        # backwards whose gradients were dropped. The trial may have kept what it made of them.
+        self._inf_of_others: torch.Tensor | None = None
 
     def begin_batch(self) -> None:
         """Forget what only the last batch needed."""
         self._retained.clear()
-        self._inf_of_grad = None
+        self._has_gone_backward = False
+        self._inf_of_others = None
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward from a loss, and leave true gradients. No synchronisation.
@@ -83,9 +89,12 @@ class TrueGradients:
                 for device, _, gradients in kinds:
                     torch._foreach_mul_(gradients, scale.to(device))
             run(self._scaler.scale(loss))
-        self._unscale([by_kind(leaves) for leaves in groups.values()], found_inf, inverse(scale))
+        made = [by_kind(leaves) for leaves in groups.values()]
+        self._unscale(made, found_inf, inverse(scale))
+        self._versions = dict(zip(groups, map(_versions_of, made), strict=True))
         self._found_inf = dict(zip(groups, found_inf.unbind(), strict=True))
         self._closed.clear()
+        self._has_gone_backward = True
 
     def close(self, optimizer: Optimizer) -> torch.Tensor:
         """End the window of an optimizer that is about to step.
@@ -94,11 +103,32 @@ class TrueGradients:
             Whether a backward of the window overflowed: (), float32, on the device, not 0 if so.
             Its gradients are 0 then.
         """
-        found_inf = [] if self._inf_of_grad is None else [self._inf_of_grad]
+        found_inf = [] if self._inf_of_others is None else [self._inf_of_others]
         for owners in self._groups_with(optimizer):
             found_inf.append(self._found_inf[owners])
             self._closed.add(owners)
         return torch.stack(found_inf).amax() if found_inf else torch.zeros((), device=self._device)
+
+    def replay(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+        """Go backward in a batch that is trained again, to see what overflows.
+
+        The gradients of parameters stay scaled, and are not finite if something has overflowed in
+        this batch. Those of other leaves, which the batch may go on with, are true.
+
+        Args:
+            loss: The unscaled loss.
+            run: Goes backward from the scaled one.
+        """
+        others = [leaf for leaf in self._groups_of(loss)[()] if id(leaf) not in self._known]
+        with self.scaled() as scale:
+            for device, _, gradients in by_kind(others):
+                torch._foreach_mul_(gradients, scale.to(device))
+            scaled, found_inf = self._scaler.scale(loss), self._inf_of_others
+            if found_inf is not None:
+                scaled = scaled * torch.where(found_inf == 0, 1.0, math.nan)
+            run(scaled)
+        for device, _, gradients in by_kind(others):
+            torch._foreach_mul_(gradients, inverse(scale).to(device))
 
     @contextmanager
     def scaled(self) -> Iterator[torch.Tensor]:
@@ -136,14 +166,13 @@ class TrueGradients:
             return run(outputs, gradients, *args, **kwargs)
         self._scaler.has_scaled = True
         with self.scaled() as scale, torch.enable_grad():
-            outputs, gradients = as_float32(tuple(outputs)), as_float32(tuple(gradients))
-            seeds = tuple(None if seed is None else seed * scale for seed in gradients)
-            scaled = run(outputs, seeds, *args, **kwargs)
+            outputs, seeds = as_float32(tuple(outputs)), as_float32(tuple(gradients))
+            outputs = tuple(self._scaler.scale(output) for output in outputs)
+            scaled, batched = _without_batches(run(outputs, seeds, *args, **kwargs))
             finite = are_finite([it for it in scaled if it is not None] or [scale])
-            found_inf, before = (~finite).float(), self._inf_of_grad
-            self._inf_of_grad = found_inf if before is None else torch.maximum(found_inf, before)
+            self._keep_inf((~finite).float())
             factor = inverse(scale)
-            return tuple(
+            return batched(
                 None if it is None else torch.where(finite, as_float32(it) * factor, 0.0)
                 for it in scaled
             )
@@ -230,11 +259,21 @@ class TrueGradients:
 
     def _found_inf_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
         """`found_inf` of the earlier backwards of each window, (groups,), on the device."""
-        if self._found_inf and not self._closed and not any(left.values()):
-            # The gradients of the last backward were dropped, or used without an optimizer.
-            self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
-            self._scaler.update()
-            self._found_inf.clear()
+        if self._found_inf and not self._closed:
+            # Gradients of the last backward were dropped, or used without an optimizer.
+            if self._has_gone_backward:
+                dropped = [one for owners, one in self._found_inf.items() if not left.get(owners)]
+                if dropped:
+                    self._keep_inf(torch.stack(dropped).amax())
+            elif all(_versions_of(left[o]) != self._versions.get(o) for o in left if left[o]):
+                self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
+                self._scaler.update()
+                # What was not zeroed in place, but changed, still counts.
+                self._found_inf = {
+                    owners: one * (_largest_in(left[owners]) != 0)
+                    for owners, one in self._found_inf.items()
+                    if left.get(owners)
+                }
         carried = [
             self._found_inf.get(owners) if kinds and owners not in self._closed else None
             for owners, kinds in left.items()
@@ -243,7 +282,11 @@ class TrueGradients:
         for one, before in zip(found_inf.unbind(), carried, strict=True):
             if before is not None:
                 one.copy_(before)
-        return found_inf if self._inf_of_grad is None else found_inf.maximum(self._inf_of_grad)
+        return found_inf if self._inf_of_others is None else found_inf.maximum(self._inf_of_others)
+
+    def _keep_inf(self, found_inf: torch.Tensor) -> None:
+        before = self._inf_of_others
+        self._inf_of_others = found_inf if before is None else torch.maximum(found_inf, before)
 
     def _unscale(
         self, groups: Sequence[list[_Kind]], found_inf: torch.Tensor, inverse: torch.Tensor
@@ -288,6 +331,17 @@ def by_kind(leaves: Sequence[torch.Tensor]) -> list[_Kind]:
     return [(device, dtype, values) for (device, dtype), values in kinds.items()]
 
 
+def _versions_of(kinds: Sequence[_Kind]) -> list[int]:
+    return [gradient._version for _, _, gradients in kinds for gradient in gradients]
+
+
+def _largest_in(kinds: Sequence[_Kind]) -> torch.Tensor:
+    """The largest magnitude, (), on the device of the first kind; 0 if there is none."""
+    filled = [values for _, _, of_kind in kinds for values in of_kind if values.numel()]
+    largest = torch._foreach_norm(filled, math.inf) if filled else [torch.zeros(())]
+    return torch.stack([it.to(largest[0].device, torch.float32) for it in largest]).amax()
+
+
 def are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether all numbers of all tensors are finite, (), bool, on the device."""
     return torch.stack([torch.isfinite(tensor.detach()).all() for tensor in tensors]).all()
@@ -296,6 +350,30 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 over a loss scale, (), float32."""
     return scale.double().reciprocal().float()  # as `GradScaler` does it
+
+
+def _without_batches(
+    gradients: Sequence[torch.Tensor | None],
+) -> tuple[Sequence[torch.Tensor | None], Callable[[Iterable[torch.Tensor | None]], Any]]:
+    """What many seeds at once have made, as plain tensors with one dimension more.
+
+    That is how `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` run.
+
+    Returns:
+        The plain tensors, and what gives their counterparts the form of `gradients`.
+    """
+    batched = [it is not None and is_batched(it) for it in gradients]
+    if not any(batched):
+        return list(gradients), tuple
+    level = torch._C._vmapmode_decrement_nesting() + 1
+    torch._C._vmapmode_increment_nesting()
+
+    def each(change: Callable[..., Any], values: Iterable[Any], *how: int) -> Any:
+        pairs = zip(values, batched, strict=True)
+        return tuple(change(it, *how) if is_one else it for it, is_one in pairs)
+
+    plain = each(torch._remove_batch_dim, gradients, level, 1, 0)
+    return plain, lambda values: each(torch._add_batch_dim, values, 0, level)
 
 
 def _nothing() -> None:

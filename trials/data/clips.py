@@ -7,7 +7,7 @@ scanned digit, which needs no file and no network and is a function of (seed, ep
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,11 +75,7 @@ class ClipSettings(DatasetSettings):
         return self.channels, self.frames, self.image_size, self.image_size
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        yield from self.dataset_contradictions(
-            given,
-            reads_directory=self.dataset is ClipDataset.VIDEO_LATENTS,
-            synthetic=self.dataset is ClipDataset.SYNTHETIC,
-        )
+        yield from super().contradictions(given)
         if self.dataset is ClipDataset.MOVING_DIGITS:
             if self.channels != 1:
                 yield "channels", f"got {self.channels}, but moving_digits are grey; allowed: 1"
@@ -98,7 +94,20 @@ def load(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
         DataError: if a directory is missing, a file has another shape, or the number of classes
             differs from `settings`.
     """
-    train, validation = _LOADERS[settings.dataset](settings, seed)
+    train: Labelled
+    validation: Labelled
+    if settings.dataset is ClipDataset.MOVING_DIGITS:
+        scans, few = digit_scans()
+        train = MovingDigits(*scans, settings, seed, new_each_epoch=True)
+        validation = MovingDigits(*few, settings, VALIDATION_SEED, new_each_epoch=False)
+    elif settings.dataset is ClipDataset.VIDEO_LATENTS:
+        root = Path(str(settings.directory)).expanduser()
+        train = LatentFolder(root / "train", settings.clip_shape)
+        validation = LatentFolder(root / "val", settings.clip_shape)
+        check_same_classes(root, train.class_names, validation.class_names)
+    else:
+        train = SyntheticClips(settings.samples, settings, seed)
+        validation = SyntheticClips(settings.samples // 10, settings, VALIDATION_SEED)
     settings.check_classes(train)
     return train, validation
 
@@ -192,34 +201,3 @@ class SyntheticClips:
         """A batch: clips (B, C, F, S, S) float32, labels (B,) int64."""
         index = torch.tensor([sample.image for sample in samples])
         return self._clips[index % len(self._clips)], index % self.classes
-
-
-def _moving_digits(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
-    train, validation = digit_scans()
-    return (
-        MovingDigits(*train, settings, seed, new_each_epoch=True),
-        MovingDigits(*validation, settings, VALIDATION_SEED, new_each_epoch=False),
-    )
-
-
-def _video_latents(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
-    root = Path(str(settings.directory)).expanduser()
-    train, validation = (
-        LatentFolder(root / part, settings.clip_shape) for part in ("train", "val")
-    )
-    check_same_classes(root, train.class_names, validation.class_names)
-    return train, validation
-
-
-def _synthetic(settings: ClipSettings, seed: int) -> tuple[Labelled, Labelled]:
-    return (
-        SyntheticClips(settings.samples, settings, seed),
-        SyntheticClips(settings.samples // 10, settings, VALIDATION_SEED),
-    )
-
-
-_LOADERS: dict[ClipDataset, Callable[[ClipSettings, int], tuple[Labelled, Labelled]]] = {
-    ClipDataset.MOVING_DIGITS: _moving_digits,
-    ClipDataset.VIDEO_LATENTS: _video_latents,
-    ClipDataset.SYNTHETIC: _synthetic,
-}

@@ -76,14 +76,9 @@ class DataSettings(DatasetSettings):
     samples: int = setting(1280, at_least=10)
 
     def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
-        on_disk = (DatasetName.MNIST, DatasetName.CIFAR10, DatasetName.IMAGE_FOLDER)
         if self.channels == 2:
             yield "channels", "got 2; allowed: 1 (grey) or 3 (colour)"
-        yield from self.dataset_contradictions(
-            given,
-            reads_directory=self.dataset in on_disk,
-            synthetic=self.dataset in (DatasetName.SYNTHETIC, DatasetName.DEVICE_SYNTHETIC),
-        )
+        yield from super().contradictions(given)
         if self.dataset is DatasetName.DEVICE_SYNTHETIC and self.workers:
             yield "workers", f"got {self.workers}, but device_synthetic loads nothing; allowed: 0"
 
@@ -101,12 +96,24 @@ def load(
     Raises:
         DataError: if a directory is missing, or the number of classes differs from `settings`.
     """
+    train: Labelled
+    validation: Labelled
     if settings.dataset is DatasetName.DEVICE_SYNTHETIC:
         where = device or torch.device("cpu")
-        counts = (settings.samples, settings.samples // 10)
-        on_device, few = (DeviceNoise(count, settings, seed, where) for count in counts)
-        return on_device, few
-    train, validation = _LOADERS[settings.dataset](settings, seed)
+        train = DeviceNoise(settings.samples, settings, seed, where)
+        validation = DeviceNoise(settings.samples // 10, settings, seed, where)
+    elif settings.dataset is DatasetName.IMAGE_FOLDER:
+        root = Path(str(settings.directory)).expanduser()
+        train = FolderImages(root / "train", settings, seed)
+        validation = FolderImages(root / "val", settings, None)
+        check_same_classes(root, train.class_names, validation.class_names)
+    else:
+        classes = settings.classes if settings.dataset is DatasetName.SYNTHETIC else 10
+        augment_seed = seed if settings.dataset is DatasetName.CIFAR10 else None
+        of_training = _in_memory(settings, seed, train=True)
+        of_validation = _in_memory(settings, seed, train=False)
+        train = TensorImages(*of_training, classes, settings, augment_seed)
+        validation = TensorImages(*of_validation, classes, settings)
     settings.check_classes(train)
     return train, validation
 
@@ -268,61 +275,25 @@ def digit_scans() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
     return (scans[train], labels[train]), (scans[validation], labels[validation])
 
 
-def _digits(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    def images(scans: torch.Tensor, labels: torch.Tensor) -> Labelled:
-        pixels = (scans * 255.0).round().to(torch.uint8)[:, None]
-        return TensorImages(pixels, labels, 10, settings)
-
-    train, validation = digit_scans()
-    return images(*train), images(*validation)
-
-
-def _mnist(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    def images(*, train: bool) -> Labelled:
-        with _node_lock("mnist"):
-            raw = datasets.MNIST(str(settings.directory), train=train, download=True)
-        return TensorImages(raw.data[:, None], raw.targets, 10, settings)
-
-    return images(train=True), images(train=False)
-
-
-def _cifar10(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    def images(*, train: bool) -> Labelled:
-        with _node_lock("cifar10"):
-            raw = datasets.CIFAR10(str(settings.directory), train=train, download=True)
-        pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
-        labels = torch.tensor(raw.targets)
-        return TensorImages(pixels, labels, 10, settings, seed if train else None)
-
-    return images(train=True), images(train=False)
-
-
-def _image_folder(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    root = Path(str(settings.directory)).expanduser()
-    train = FolderImages(root / "train", settings, seed)
-    validation = FolderImages(root / "val", settings, None)
-    check_same_classes(root, train.class_names, validation.class_names)
-    return train, validation
-
-
-def _synthetic(settings: DataSettings, seed: int) -> tuple[Labelled, Labelled]:
-    def images(count: int, salt: int) -> Labelled:
-        generator = torch.Generator().manual_seed(seed + salt)
+def _in_memory(settings: DataSettings, seed: int, *, train: bool) -> tuple[torch.Tensor, Any]:
+    """The images of a dataset that fits in memory, (N, C, H, W) uint8, and their labels."""
+    if settings.dataset is DatasetName.DIGITS:
+        scans, labels = digit_scans()[0 if train else 1]
+        return (scans * 255.0).round().to(torch.uint8)[:, None], labels
+    if settings.dataset is DatasetName.SYNTHETIC:
+        count = settings.samples if train else settings.samples // 10
+        generator = torch.Generator().manual_seed(seed + int(not train))
         shape = (count, settings.channels, settings.image_size, settings.image_size)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, settings.classes, (count,), generator=generator)
-        return TensorImages(pixels, labels, settings.classes, settings)
-
-    return images(settings.samples, 0), images(settings.samples // 10, 1)
-
-
-_LOADERS: dict[DatasetName, Callable[[DataSettings, int], tuple[Labelled, Labelled]]] = {
-    DatasetName.DIGITS: _digits,
-    DatasetName.MNIST: _mnist,
-    DatasetName.CIFAR10: _cifar10,
-    DatasetName.IMAGE_FOLDER: _image_folder,
-    DatasetName.SYNTHETIC: _synthetic,
-}
+        return pixels, torch.randint(0, settings.classes, (count,), generator=generator)
+    is_grey = settings.dataset is DatasetName.MNIST
+    download = datasets.MNIST if is_grey else datasets.CIFAR10
+    with _node_lock(settings.dataset.value):
+        raw = download(str(settings.directory), train=train, download=True)
+    if is_grey:
+        return raw.data[:, None], raw.targets
+    pixels = torch.from_numpy(raw.data).permute(0, 3, 1, 2).contiguous()
+    return pixels, torch.tensor(raw.targets)
 
 
 @contextmanager

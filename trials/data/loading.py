@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ from determined_amp.experiment.fields import read_section
 
 # The most loader processes of a slot. Hundreds of thousands would take the machine down.
 MOST_WORKERS = 256
+
+# By their names in the YAML, the datasets that read a directory, and those of any size.
+_IN_A_DIRECTORY = ("mnist", "cifar10", "image_folder", "video_latents")
+_NOISE = ("synthetic", "device_synthetic")
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,15 +50,13 @@ class Samples(Protocol):
     def __getitems__(self, samples: Sequence[Sample]) -> tuple[Any, ...]: ...
 
 
-class Labelled(Protocol):
+class Labelled(Samples, Protocol):
     """`Samples` whose batches are (images or clips, labels in [0, classes)).
 
     If it has a true attribute `on_device`, the batches are on the device already.
     """
 
     classes: int
-
-    def __len__(self) -> int: ...
 
     def __getitems__(self, samples: Sequence[Sample]) -> Batch: ...
 
@@ -79,16 +81,14 @@ class DatasetSettings:
         """
         return read_section(cls, context.get_experiment_config().get("data") or {}, "data")
 
-    def dataset_contradictions(
-        self, given: frozenset[str], *, reads_directory: bool, synthetic: bool
-    ) -> Iterator[tuple[str, str]]:
+    def contradictions(self, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         """A key and a sentence for each key that is missing or that the dataset does not use."""
         name = self.dataset.value
-        if reads_directory and self.directory is None:
+        if name in _IN_A_DIRECTORY and self.directory is None:
             yield "directory", f"missing; dataset {name} needs a directory"
-        if not reads_directory and "directory" in given:
+        if name not in _IN_A_DIRECTORY and "directory" in given:
             yield "directory", f"given, but dataset {name} reads no directory"
-        if not synthetic and "samples" in given:
+        if name not in _NOISE and "samples" in given:
             yield "samples", f"given, but dataset {name} has its own size"
 
     def check_classes(self, found: Labelled) -> None:
@@ -166,7 +166,7 @@ def _loader(
     images: Samples, sampler: EpochSampler, batch_size: int, workers: int, *, drop_last: bool
 ) -> pytorch.DataLoader:
     return pytorch.DataLoader(
-        _AsDataset(images),
+        cast("Dataset[Any]", images),  # an index is enough for torch
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -233,19 +233,6 @@ def check_same_classes(root: Path, train: Sequence[str], validation: Sequence[st
             f"data.directory: {root}/train and {root}/val have different class folders: "
             f"{', '.join(different)}"
         )
-
-
-class _AsDataset(Dataset[tuple[Any, ...]]):
-    """`Samples` as a `Dataset`, which Determined's loader requires."""
-
-    def __init__(self, images: Samples) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitems__(self, samples: Sequence[Sample]) -> tuple[Any, ...]:
-        return self._images.__getitems__(samples)
 
 
 def _identity(batch: Any) -> Any:

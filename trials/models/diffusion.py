@@ -124,12 +124,11 @@ class Diffusion:
     def __init__(self, settings: DiffusionSettings, classes: int, device: torch.device) -> None:
         self._timesteps = settings.num_train_timesteps
         self._null_label = classes
-        unconditional = settings.conditioning is Conditioning.NONE
-        self._dropout = 1.0 if unconditional else settings.class_dropout
+        self._unconditional = settings.conditioning is Conditioning.NONE
+        self._dropout = 1.0 if self._unconditional else settings.class_dropout
         self._scheduler = DDPMScheduler(**settings.scheduler_config())
         # Otherwise the scheduler copies this table to the device in the first batch, and waits.
         self._scheduler.alphas_cumprod = self._scheduler.alphas_cumprod.to(device)
-        self._unconditional = unconditional
         self._generator = torch.Generator(device)
 
     def for_training(self, clips: torch.Tensor, labels: torch.Tensor, seed: int) -> Noised:
@@ -146,7 +145,7 @@ class Diffusion:
         timesteps = torch.randint(self._timesteps, labels.shape, **draw)
         withheld = torch.rand(labels.shape, **draw) < self._dropout
         labels = labels.masked_fill(withheld, self._null_label)
-        return Noised(self._add(clips, noise, timesteps), timesteps, labels, noise)
+        return self._noised(clips, noise, timesteps, labels)
 
     def for_validation(
         self, clips: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, level: torch.Tensor
@@ -162,13 +161,17 @@ class Diffusion:
         timesteps = (level * self._timesteps).long()
         if self._unconditional:
             labels = torch.full_like(labels, self._null_label)
-        return Noised(self._add(clips, noise, timesteps), timesteps, labels, noise)
+        return self._noised(clips, noise, timesteps, labels)
 
-    def _add(
-        self, clips: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-    ) -> torch.Tensor:
-        noisy: torch.Tensor = self._scheduler.add_noise(clips, noise, timesteps)
-        return noisy
+    def _noised(
+        self,
+        clips: torch.Tensor,
+        noise: torch.Tensor,
+        timesteps: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> Noised:
+        noisy = self._scheduler.add_noise(clips, noise, timesteps)
+        return Noised(noisy, timesteps, labels, noise)
 
 
 # Clips, labels, and the seed of the batch.

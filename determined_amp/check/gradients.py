@@ -1,0 +1,166 @@
+"""Follows the gradients of an optimizer: what multiplies them, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch.optim import Optimizer
+
+from determined_amp.amp.tensors import parameters_of
+from determined_amp.check.graph import Loss
+from determined_amp.check.record import Event, Record, Window
+
+Versions = list[tuple[int, int]]
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        record: What happens to them is noted there.
+        overflows: Windows of them that are made to overflow.
+    """
+
+    def __init__(self, optimizer: Optimizer, record: Record, overflows: Collection[int]) -> None:
+        self.number = record.optimizers  # the place of the optimizer among all
+        self.factor = 1.0  # what they are multiplied by; NaN if that is not known
+        self.pending = False  # there are some that no step has used
+        self.norm = math.nan  # when they were looked at last
+        self.updates = 0  # of the scale since the newest backward
+        self.windows = 0  # that have begun
+        self.window = Window(self.number)  # the newest
+        self._optimizer = optimizer
+        self._record = record
+        self._overflows = overflows
+        self._peak = math.nan  # largest size of an element, when they were looked at last
+        self._emptied = False  # after the newest backward
+        self._used: Versions | None = None  # by the newest step
+        record.optimizers += 1
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """What they are the gradients of."""
+        return parameters_of(self._optimizer)
+
+    def dense(self) -> list[torch.Tensor]:
+        """Those there are."""
+        gradients = (p.grad for p in self.weights if p.grad is not None)
+        return [g._values() if g.is_sparse else g for g in gradients]
+
+    def versions(self) -> Versions:
+        """What differs as soon as one of them is another or has other values."""
+        gradients = (p.grad for p in self.weights)
+        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+
+    def measure(self) -> None:
+        """Take their norm and peak."""
+        gradients = [gradient.detach().float() for gradient in self.dense()]
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(g).cpu() for g in gradients]
+            peaks = [g.abs().max().cpu() for g in gradients if g.numel()]
+            self.norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+            self._peak = float(torch.stack(peaks).max()) if peaks else 0.0
+
+    def look(self) -> None:
+        """Note what was done to them by hand since they were looked at last."""
+        if not self.pending:
+            self._look_for_assigned()
+            return
+        before, peak = self.norm, self._peak
+        self.measure()
+        if math.isfinite(self.norm) and not math.isfinite(before):
+            self.factor = math.nan  # somebody has taken an overflow out of them
+        if not (math.isfinite(before) and math.isfinite(self.norm) and before * self.norm):
+            return
+        ratio = self.norm / before
+        if abs(ratio - 1) <= 1e-3:
+            return
+        if self.factor > 1:
+            if abs(ratio * self.factor - 1) < 1e-2:
+                self.factor = 1.0  # divided by the scale
+            elif ratio * self.factor < 1:
+                self.factor = math.nan  # divided by the scale and clipped, or clipped to little
+        changed = {"before": (before, peak), "after": (self.norm, self._peak)}
+        self._record.note("changed", factor=self.factor, **changed)
+
+    def _look_for_assigned(self) -> None:
+        """Those that no backward has left were set by the training, as `p.grad = g`."""
+        gradients = self.dense()
+        if not gradients or self._used is None or self.versions() == self._used:
+            return
+        self.measure()
+        if self.norm == 0:
+            return
+        factors = {getattr(gradient, "_scaled_by", math.nan) for gradient in gradients}
+        self.factor = factors.pop() if len(factors) == 1 else math.nan
+        self.pending = True
+        self._open_window()
+
+    def look_for_zeros(self) -> None:
+        """Before a backward: they may have been zeroed by hand."""
+        if self.pending and self.norm == 0 and not self._emptied:
+            self.empty()
+
+    def empty(self) -> None:
+        """They were zeroed before any step has used them."""
+        self.window.dropped.append(self._record.note("zero_grad"))
+        self.factor, self.norm, self._peak = 1.0, 0.0, 0.0
+        self._emptied = True
+
+    def add(self, backward: Event) -> None:
+        """A backward has added to them."""
+        loss: Loss = backward.loss
+        if self.window.steps or not self.window.backwards:
+            self._open_window()
+        first = self._emptied or not self.window.backwards
+        self.window.backwards.append(backward)
+        if first and loss.scale and self.windows - 1 in self._overflows:
+            for gradient in self.dense():
+                gradient.detach().fill_(math.inf)
+            self.window.forced = True
+        if loss.has_gradient and not loss.scale:
+            self.factor = math.nan  # that of the gradient it was given
+        elif not (self.pending and loss.scale is None and self.factor != 1.0):
+            self.factor = loss.scale or 1.0
+        self.pending, self._emptied, self.updates = True, False, 0
+        self.measure()
+
+    def _open_window(self) -> None:
+        self.window = Window(self.number)
+        self.windows += 1
+        self._record.windows.append(self.window)
+
+    def step(self, *, scaled: bool, skipped: bool, divisor: float = 1.0) -> None:
+        """The optimizer steps with them, or a scaler skips that.
+
+        Args:
+            scaled: Whether it steps through a scaler.
+            skipped: Whether the step is skipped.
+            divisor: What the step itself divides them by.
+        """
+        dtypes = {str(p.dtype) for p in self.weights if p.requires_grad}
+        self._record.weights |= {dtype.removeprefix("torch.") for dtype in dtypes}
+        self.measure()
+        event = self._record.note(
+            "step",
+            optimizer=self.number,
+            scaled=scaled,
+            skipped=skipped,
+            again=not self.pending and self.norm > 0,
+            factor=self.factor / divisor,
+            norm=self.norm / divisor,
+            backwards=self.window.backwards,
+            updates=self.updates,
+            rates=[group.get("lr") for group in self._optimizer.param_groups],
+        )
+        if self.pending or self.norm:  # there are some
+            self.window.steps.append(event)
+        self.pending, self.factor = False, 1.0
+        self.note_used()
+
+    def note_used(self) -> None:
+        """Keep what a step has used: what differs from it later is new."""
+        self._used = self.versions()

@@ -1,0 +1,85 @@
+"""Follows the schedules of a training: what moves each, and which of the user's lines could."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from determined_amp.check.gradients import Gradients
+from determined_amp.check.lines import (
+    lines_that_set_a_rate,
+    passes,
+    text_at,
+    users_line,
+    users_sources,
+)
+from determined_amp.check.record import Record, Schedule
+
+
+class Schedules:
+    """What is known of each scheduler.
+
+    Args:
+        record: What moves them is noted there.
+        gradients_of: Tells the gradients of an optimizer.
+    """
+
+    def __init__(self, record: Record, gradients_of: Callable[[Optimizer], Gradients]) -> None:
+        self.known: dict[Any, Schedule] = {}
+        self._record = record
+        self._gradients_of = gradients_of
+        self._outermost: Any = None  # of the schedulers that move now
+
+    def spy_on_making(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> None:
+        self._run(own, it, *args, **kwargs)  # it moves to its first place
+        self._meet(it)
+
+    def spy_on_step(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._run(own, it, *args, **kwargs)
+        if self._outermost is not None:
+            # A class of the user's calls the method of torch's that it overrides: that is no other.
+            if self._outermost is not it and it in self.known:
+                self.known[it].inner = True
+        elif passes("amp/schedules.py"):
+            self._meet(it).ours = True
+        else:
+            move = self._record.note("move", schedule=self._meet(it))
+            self._gradients_of(it.optimizer).window.moves.append(move)
+        return result
+
+    def _run(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
+        outermost = self._outermost
+        self._outermost = outermost or it
+        try:
+            return own(it, *args, **kwargs)
+        finally:
+            self._outermost = outermost
+
+    def _meet(self, scheduler: Any) -> Schedule:
+        if scheduler not in self.known:
+            optimizer = self._gradients_of(scheduler.optimizer).number
+            self.known[scheduler] = Schedule(type(scheduler).__name__, users_line(), optimizer)
+            self._record.schedules.append(self.known[scheduler])
+        return self.known[scheduler]
+
+    def take_places(self, moment: str) -> None:
+        """Keep the place of each."""
+        for scheduler, schedule in self.known.items():
+            schedule.places[moment] = getattr(scheduler, "last_epoch", None)
+
+    def read_sources(self) -> None:
+        """Note which lines of the user's set a rate, and whether one could move each scheduler."""
+        sources = users_sources()
+        self._record.rates_set_at = lines_that_set_a_rate(sources)
+        for scheduler, schedule in self.known.items():
+            names = re.findall(r"(\w+)\s*=[^=]", text_at(schedule.where).split("(")[0])
+            for holder in gc.get_referrers(scheduler):
+                if isinstance(holder, dict):
+                    names += [str(key) for key, value in holder.items() if value is scheduler]
+            name = "|".join(map(re.escape, names)) or r"\w*sched\w*"
+            moves = re.compile(rf"(?:{name})\b[\w.\[\]]*\.step\(")
+            schedule.never_named = not any(map(moves.search, sources.values()))
