@@ -25,6 +25,8 @@ from benchmarks.loss_scale_tasks import TASKS
 from benchmarks.measured import RESULTS, ROOT
 from determined_amp.finder.verdict import DEFAULT_LOG2
 from determined_amp.report.page import BLUE, GREEN, INK, MUTED, STYLE, VERMILION, as_png
+from determined_amp.report.precision_report import spread_text
+from determined_amp.runs.run import Spread
 
 README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "pictures" / "answers.png"
@@ -32,6 +34,7 @@ PICTURE = ROOT / "docs" / "pictures" / "answers.png"
 PRECISIONS = {
     "MLP": RESULTS / "precision_mlp_cpu.json",
     "wide MLP": RESULTS / "precision_wide_mlp_cpu.json",
+    "ResNet-50": RESULTS / "precision_resnet50_cpu.json",
 }
 SCALES = RESULTS / "loss_scale_cpu.json"
 GPU = RESULTS / "gpu.json"
@@ -135,10 +138,11 @@ def _rows(model: str, found: Mapping[str, Any]) -> Iterator[str]:
         if row is None:  # left out of this comparison
             continue
         speed, ratio = row["samples_per_second"], ratios.get(name)
-        skipped = [run["skipped_steps"] for run in found["runs"] if run["precision"] == name]
+        # None without a loss scale, which alone skips steps.
+        skipped = [run["skipped_steps"] or 0 for run in found["runs"] if run["precision"] == name]
         times = f"{ratio['median']:.2f}x" if ratio else "1"
         accuracy = f"{row['mean']:.3f}, {row['std']:.3f}"
-        speeds = f"{speed['median']:.0f} ({speed['low']:.0f} to {speed['high']:.0f})"
+        speeds = spread_text(Spread(**speed))
         yield f"| {model} | `{name}` | {accuracy} | {speeds} | {times} | {max(skipped):.0f} |"
 
 

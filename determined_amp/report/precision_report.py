@@ -195,16 +195,16 @@ def _row(summary: Summary, findings: Findings) -> dict[str, str]:
         "precision": summary.name,
         "runs": f"{len(summary.runs)}{failed}",
         findings.metric: mean + ("" if summary.std is None else f" ± {summary.std:.2g}"),
-        "samples/s": _range(summary.speed),
+        "samples/s": spread_text(summary.speed),
         "speed": times,
-        f"peak MiB, {whose}": _range(summary.last(MetricName.PEAK_MEMORY_MIB))
-        + ("" if reserved is None else f"; {_range(reserved)}"),
-        "applied steps": _range(summary.spread(lambda run: run.of_optimizers(applied))),
-        "skipped": _range(summary.spread(lambda run: run.of_optimizers(skipped))),
+        f"peak MiB, {whose}": spread_text(summary.last(MetricName.PEAK_MEMORY_MIB))
+        + ("" if reserved is None else f"; {spread_text(reserved)}"),
+        "applied steps": spread_text(summary.spread(lambda run: run.of_optimizers(applied))),
+        "skipped": spread_text(summary.spread(lambda run: run.of_optimizers(skipped))),
         "loss scale": _scale(summary),
         "waits for data": "" if wait is None else f"{wait:.0%}",
         "audit": "" if shares is None else _share(shares.low),
-        "training s": _range(summary.spread(lambda run: run.training_seconds)),
+        "training s": spread_text(summary.spread(lambda run: run.training_seconds)),
     }
 
 
@@ -387,7 +387,7 @@ def _scale(summary: Summary) -> str:
     return " to ".join(f"2^{end:g}" for end in dict.fromkeys((scale.low, scale.high)))
 
 
-def _range(spread: Spread | None) -> str:
+def spread_text(spread: Spread | None) -> str:
     """The median, and the range if its ends still differ after rounding."""
     if spread is None:
         return ""
