@@ -437,6 +437,13 @@ def clips_every_batch_and_ends_none(loop: OwnLoop) -> None:
         loop.amp.clip_gradients(loop.optimizer, 1.0)
 
 
+def goes_backward_between_clip_and_step(loop: OwnLoop) -> None:
+    loop.backward()
+    loop.amp.clip_gradients(loop.optimizer, 1.0)
+    loop.backward()
+    loop.step()
+
+
 def schedules_twice(loop: OwnLoop) -> None:
     for _ in range(2):
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
@@ -457,6 +464,10 @@ def schedules_twice(loop: OwnLoop) -> None:
             "^the loop: it adds scaled gradients to unscaled ones; all",
         ),
         (clips_every_batch_and_ends_none, "^the loop: it adds scaled gradients to unscaled ones"),
+        (
+            goes_backward_between_clip_and_step,
+            "^the loop: it adds scaled gradients to unscaled ones; allowed: a clip after the last",
+        ),
         (scales_no_loss, r"it does not scale the loss; .*\.backward\(\)"),
         (
             schedules_twice,
@@ -475,7 +486,7 @@ def test_mistake_in_a_loop_is_one_sentence(
 
 def test_closure_with_a_loss_scale_is_one_sentence() -> None:
     loop = OwnLoop()
-    with pytest.raises(ConfigError, match="steps with a closure, which no loss scale can; allowed"):
+    with pytest.raises(ConfigError, match="steps with a closure, which a loss scale does not"):
         loop.amp.scaler.step(loop.optimizer, lambda: 0.0)
 
 

@@ -24,12 +24,13 @@ class Mistake(enum.Enum):
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"
     MIXES_SCALES = "it adds scaled gradients to unscaled ones"
-    TAKES_CLOSURE = "it steps with a closure, which no loss scale can"
+    TAKES_CLOSURE = "it steps with a closure, which a loss scale does not allow"
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
-# What each call does to an optimizer in each stage. Two more mistakes are possible in every stage:
-# a step that bypasses the scaler, and one without a scaled loss since the last update.
+# What each call does to an optimizer in each stage. Other mistakes are possible in every stage: a
+# step that bypasses the scaler or takes a closure, one without a scaled loss since the last update,
+# and gradients that are added to others of another scale.
 TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
     (Stage.SCALED, "unscale"): Stage.UNSCALED,
     (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
@@ -46,8 +47,7 @@ TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
 }
 
 _TWICE = "with amp.finish_steps() between two steps of a batch"
-
-_ONCE = "a clip in the last batch of a window only, and optimizer.zero_grad() after a step left out"
+_ONCE = "a clip after the last backward of a step, and optimizer.zero_grad() if a step is left out"
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
 # What to write instead in a loop of one's own.

@@ -72,7 +72,7 @@ class LossScaler(torch.amp.GradScaler):
         self._remedies = remedies
         self._stages: dict[Optimizer, Stage] = {}
         self._outcomes: dict[Optimizer, Skipped] = {}
-        # Unscaled gradients that no step has used, as they were when the loss was scaled last.
+        # Unscaled gradients that no step has used: noted by `update` and before each backward.
         self._left: dict[Optimizer, HeldGradients] = {}
         self._has_moved = False
         self._needs_update = False
@@ -173,10 +173,10 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
-        if not self.is_unscaled(optimizer):
+        if self.is_unscaled(optimizer):
+            self._refuse_two_scales(optimizer)
+        else:
             self.unscale_(optimizer)
-        elif optimizer in self._left and not self._left.pop(optimizer).are_as_they_were:
-            raise error_of(Mistake.MIXES_SCALES, self._remedies)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Every optimizer calls it at the beginning of a step.
@@ -265,7 +265,7 @@ class LossScaler(torch.amp.GradScaler):
         unscaled = [each for each, s in self._stages.items() if s is Stage.UNSCALED]
         # Those are noted anew below: only others, whose step was left out, are read.
         left_out = ((each, it) for each, it in self._left.items() if each not in unscaled)
-        self._left = {each: it for each, it in left_out if it.are_as_they_were}
+        self._left = {each: it for each, it in left_out if not it.have_changed and it.are_there}
         for optimizer in unscaled:
             self._left[optimizer] = HeldGradients(optimizer)
             if not any_gradient(optimizer):  # dropped, after an error between clip and step
@@ -274,7 +274,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _refuse_two_scales(self, optimizer: Optimizer) -> None:
         left = self._left.pop(optimizer, None)
-        if left and not self.is_unscaled(optimizer) and left.are_there:
+        if left and (left.have_changed if self.is_unscaled(optimizer) else left.are_there):
             raise error_of(Mistake.MIXES_SCALES, self._remedies)
 
     def _found_inf(self, optimizer: Optimizer) -> torch.Tensor:

@@ -128,24 +128,18 @@ def largest_of(tensor: torch.Tensor) -> float:
 
 
 class HeldGradients:
-    """The gradients of an optimizer at one time, and whether anything has changed them since.
-
-    Those that a loop has set to 0 are none. To ask waits for the device, to make it does not.
-    """
+    """The gradients of an optimizer at one time, and what has become of them since."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         self._held = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
-        self._were_there = [values_of(gradient).any() for _, gradient, _ in self._held]
 
     @property
     def are_there(self) -> bool:
-        """Whether one is still that of its parameter."""
-        still = any(parameter.grad is gradient for parameter, gradient, _ in self._held)
-        return still and any(map(bool, self._were_there))
+        """Whether one is still that of its parameter, and not set to 0; synchronises."""
+        return any(p.grad is g and bool(values_of(g).any()) for p, g, _ in self._held)
 
     @property
-    def are_as_they_were(self) -> bool:
-        """Whether there were any, and nothing has written to them."""
-        same = all(p.grad is g and g._version == version for p, g, version in self._held)
-        return same and any(map(bool, self._were_there))
+    def have_changed(self) -> bool:
+        """Whether one was replaced or written to."""
+        return any(p.grad is not g or g._version != version for p, g, version in self._held)
