@@ -787,6 +787,20 @@ def test_state_saved_between_step_and_update_has_the_step() -> None:
     assert early["optimizers"][0]["attempted"] == 1
 
 
+def test_state_saved_between_clip_and_step_leaves_the_step_as_it_is() -> None:
+    weights = []
+    for saves in (False, True):
+        made = OneModel(AmpLoop(AmpSettings(Precision.AMP_FP16), "cpu"))
+        loss = made.backward(batches()[0])
+        made.amp.clip_gradients(made.optimizer, 1.0)
+        if saves:
+            made.amp.state_dict()
+        made.amp.scaler.step(made.optimizer)
+        made.end(loss)
+        weights.append(made.model.state_dict())
+    assert same_bits(*weights)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_step_with_a_closure_needs_no_loss_scale(precision: str) -> None:
     amp = AmpLoop(AmpSettings(Precision(precision)), "cpu")

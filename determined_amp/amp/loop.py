@@ -187,7 +187,8 @@ class AmpLoop(AmpCore):
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counts and schedules, in plain numbers; synchronises."""
-        self.finish_steps()  # a step that `update` has not counted yet is in the weights already
+        if self.scaler.outcomes:  # steps that `update` has not counted are in the weights already
+            self.finish_steps()
         return {"scaler": self.scaler.state_dict(), **self.metrics.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
