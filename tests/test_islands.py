@@ -130,7 +130,7 @@ class Keeps(nn.Module):
 class Writes(nn.Module):
     """Writes into everything that it is given."""
 
-    def forward(self, x: torch.Tensor, store: dict[str, Any], history: list[Any]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, store: dict[str, Any], history: Any) -> torch.Tensor:
         x.mul_(2.0)
         store["kept"].add_(1.0)
         store["made"] = 3.0 * store.pop("dropped")
@@ -173,7 +173,8 @@ class TestInputs:
         assert nested["pair"].a is nested["pair"].b[0] is nested["output"].x is x
 
     @DTYPES
-    def test_inputs_are_what_a_module_writes_into_them(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("kind", [list, collections.deque])
+    def test_inputs_are_what_a_module_writes_into_them(self, kind: Any, dtype: torch.dtype) -> None:
         """As without an island, and with the gradients of that."""
         numbers = []
         for patterns in ([], ["^0$"]):
@@ -183,7 +184,7 @@ class TestInputs:
             x = given.to(dtype)
             first, last = x * 1.0, x * 1.0
             store: dict[str, Any] = {"kept": first, "dropped": x * 1.0}
-            history = [last]
+            history = kind([last])
             y = model[0](x * 1.0, store, history)
             assert store.keys() == {"kept", "made"}
             assert store["kept"] is first

@@ -169,8 +169,10 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
         if isinstance(original, torch.Tensor):
             if not cast.is_inference() and cast._version:  # in place
                 original.copy_(cast)
-        elif isinstance(original, list):
-            original[:] = map(back, cast)
+        elif isinstance(original, (list, deque)):
+            items = [*map(back, cast)]
+            original.clear()
+            original.extend(items)
         elif isinstance(original, MutableMapping):
             for key in original.keys() - cast.keys():
                 del original[key]
