@@ -638,11 +638,12 @@ class RetainsInForward(RetainsInHook):
 
 
 class RetainsOverTwoBackwards(RetainsInForward):
-    """Goes backward twice from what its model keeps; the gradients of that are a sum."""
+    """Goes backward twice from what its model keeps, and asks again for its gradient, a sum."""
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         loss, model = self.loss(*batch), self.model
         kept: Any = model.kept
+        kept.retain_grad()
         self.context.backward(loss, retain_graph=True)
         self.context.backward(kept.square().mean())
         self.step()

@@ -657,6 +657,17 @@ def test_several_steps_of_a_batch_are_counted() -> None:
     assert (report["watch_applied_steps_0"], report["watch_applied_steps_1"]) == (8, 24)
 
 
+def test_hook_of_all_modules_is_the_trials_own_again_after_its_training() -> None:
+    """It stays in the process, and the next training must not see it converted."""
+    handle = nn.modules.module.register_module_full_backward_pre_hook(lambda module, out: None)
+    own = dict(nn.modules.module._global_backward_pre_hooks)
+    try:
+        way(habits.Habit, {"precision": "amp_fp16"})
+        assert nn.modules.module._global_backward_pre_hooks == own
+    finally:
+        handle.remove()
+
+
 class Sharper(habits.Functional):
     """Clips in the backward of a function of its own."""
 

@@ -63,13 +63,19 @@ def converted_hooks(
         for owner, register, attribute, convert in kinds:
             for it in holders[owner]:
                 hooks = getattr(it, attribute, None) or {}
-                for key, hook in hooks.items():
-                    hooks[key] = convert(hook) if _is_the_trials(hook) else hook
+                own = {key: hook for key, hook in hooks.items() if _is_the_trials(hook)}
+                hooks.update({key: convert(hook) for key, hook in own.items()})
+                patches.callback(_put_back, hooks, own)
             registering = _registering(
                 getattr(owner, register), convert, is_method=owner is not of_all
             )
             patches.enter_context(patched(owner, register, registering))
         yield
+
+
+def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
+    """Let the hooks that are still there be the trial's own again."""
+    hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
 def _retaining(
@@ -80,7 +86,7 @@ def _retaining(
         source = source_of(tensor)
         if source is not None:
             retain_grad(source)
-            autocast.wanted.append((source, tensor))
+            autocast.wanted[tensor] = source
         if autocast.training and gradients is not None:
             gradients.retain(tensor)
 

@@ -40,8 +40,8 @@ class OuterAutocast:
         casts: Whether the precision has an autocast in 16 bits.
         training: Whether `train_batch` is running.
         in_backward: Whether a backward is running.
-        wanted: The tensors of this batch in 16 bits whose gradients the trial wants, and the casts
-            that it has of them, which no gradient may reach.
+        wanted: By the casts that the trial has, and wants the gradients of, the tensors of this
+            batch in 16 bits that they were cast from. Gradients need not pass through a cast.
     """
 
     def __init__(self, amp: AmpCore) -> None:
@@ -53,7 +53,7 @@ class OuterAutocast:
         self._long: set[tuple[int, str]] = set()
         self.training = False
         self.in_backward = False
-        self.wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.wanted: dict[torch.Tensor, torch.Tensor] = {}
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         is_on = autocast_is_on(self._amp.device.type)
@@ -107,11 +107,11 @@ class OuterAutocast:
     @contextmanager
     def handing_on_gradients(self) -> Iterator[None]:
         """After a backward in this block, add the gradients of `wanted` tensors to their casts'."""
-        before = [(cast, cast.grad) for _, cast in self.wanted]
-        for _, cast in self.wanted:
+        before = [(cast, cast.grad) for cast in self.wanted]
+        for cast in self.wanted:
             cast.grad = None
         yield
-        for tensor, cast in self.wanted:
+        for cast, tensor in self.wanted.items():
             if tensor.grad is not None:
                 # It has what came through the cast, too.
                 cast.grad, tensor.grad = tensor.grad.float(), None
