@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class OuterAutocast:
         self._inside = False
         self._forwards = 0
         self._owned: list[_OwnAttributes] = []  # of every module
-        self._long: set[tuple[int, str]] = set()
+        self._searched: set[tuple[int, str]] = set()  # have held a tensor in 16 bits
         self.training = False
         self.in_backward = False
         self.wanted: dict[torch.Tensor, torch.Tensor] = {}
@@ -88,20 +89,19 @@ class OuterAutocast:
         for owned in self._owned:
             attributes = owned.of_module
             for name in owned.names():
-                value = attributes.get(name)
-                if isinstance(value, torch.Tensor):
-                    attributes[name] = as_float32(value, casts)
+                value, before = attributes.get(name), len(casts)
+                if is_plain(value):
                     continue
                 key = id(attributes), name
                 is_long = isinstance(value, (list, tuple, dict)) and len(value) > _LONG
-                if is_long and not searches_all and key not in self._long:
+                if is_long and not searches_all and key not in self._searched:
                     continue
-                if as_float32(value) is not value:
-                    self._long.add(key)
-                    attributes[name] = _cast_inside(value, casts)
+                attributes[name] = _cast_inside(value, casts)
+                if len(casts) > before:
+                    self._searched.add(key)
         mark_casts(casts)
         for tensor, cast in casts:
-            if isinstance(tensor, torch.Tensor) and tensor.retains_grad:
+            if tensor.retains_grad:
                 cast.retain_grad()
 
     @contextmanager
@@ -149,30 +149,35 @@ class _OwnAttributes:
 
 
 def _cast_inside(
-    value: Any, casts: list[tuple[Any, Any]], seen: dict[int, object] | None = None
+    value: Any, casts: list[tuple[Any, Any]], known: dict[int, tuple[Any, Any]] | None = None
 ) -> Any:
-    """Cast tensors; what holds them stays the object that others may hold, too, but for tuples."""
-    seen = {} if seen is None else seen
+    """Cast the tensors in a container in place, since others may hold it; a tuple is made anew."""
+    known = {} if known is None else known
     if isinstance(value, torch.Tensor):
         return as_float32(value, casts)
-    if is_plain(value) or id(value) in seen:
+    if is_plain(value):
         return value
-    seen[id(value)] = value
-    if isinstance(value, (list, deque)):
-        for index, item in enumerate(value):
-            value[index] = _cast_inside(item, casts, seen)
-    elif isinstance(value, MutableMapping):
-        for key, item in [*value.items()]:
-            value[key] = _cast_inside(item, casts, seen)
-    elif isinstance(value, tuple):
-        items = [_cast_inside(item, casts, seen) for item in value]
+    if id(value) in known:
+        return known[id(value)][1]
+    known[id(value)] = value, value
+    if isinstance(value, tuple):
+        items = [_cast_inside(item, casts, known) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            known[id(value)] = value, made
+        return known[id(value)][1]
+    put: Callable[[Any, Any], None]
+    held: Iterable[tuple[Any, Any]]
+    if isinstance(value, (list, deque)):
+        put, held = value.__setitem__, enumerate(value)
+    elif isinstance(value, MutableMapping):
+        put, held = value.__setitem__, value.items()
     else:
-        for name, item in fields_of(value).items():
-            cast = _cast_inside(item, casts, seen)
-            if cast is not item:
-                object.__setattr__(value, name, cast)  # a frozen one, too
+        put, held = partial(object.__setattr__, value), fields_of(value).items()  # frozen, too
+    for name, item in [*held]:
+        cast = _cast_inside(item, casts, known)
+        if cast is not item:
+            put(name, cast)
     return value
 
 
