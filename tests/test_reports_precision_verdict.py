@@ -539,6 +539,17 @@ def test_steps_of_several_optimizers_are_added_up() -> None:
     assert [(row["applied steps"], row["skipped"]) for row in shown] == [("188", "10")] * 2
 
 
+def test_metric_that_is_named_like_another_column_has_its_own() -> None:
+    """A classifier may report its precision."""
+    made = []
+    for one in (FP32, FP16):
+        reports = Reports([("validation", Report(100, {"precision": 0.75}))])
+        made.append(dataclasses.replace(one, reports=reports))
+    heads, rows = table(findings_of(*made, metric="precision", smaller_is_better=False))
+    assert heads[:3] == ["precision", "runs", "precision"]
+    assert [row[:3] for row in rows] == [["fp32", "1", "0.75"], ["amp_fp16", "1", "0.75"]]
+
+
 def without_single_counts(run: Run) -> Reports:
     """The reports of a run as if it had no single optimizer."""
     assert run.reports.training is not None

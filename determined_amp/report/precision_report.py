@@ -176,11 +176,11 @@ def _judged(claim: Claim) -> str:
 def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
     """Heads and rows, a row per precision."""
     rows = [_row(summary, findings) for summary in findings.summaries]
-    return list(rows[0]), [list(row.values()) for row in rows]
+    return [head for head, _ in rows[0]], [[cell for _, cell in row] for row in rows]
 
 
-def _row(summary: Summary, findings: Findings) -> dict[str, str]:
-    """The cells of a precision by the head of their column."""
+def _row(summary: Summary, findings: Findings) -> list[tuple[str, str]]:
+    """The cells of a precision, each after the head of its column; a metric may be `precision`."""
     whose = "allocated; reserved" if findings.machine.on_gpu else "resident, not judged"
     speeds = {c.precision: c.speed for c in findings.with_baseline}
     ratio = speeds.get(summary.precision)
@@ -188,24 +188,27 @@ def _row(summary: Summary, findings: Findings) -> dict[str, str]:
     times = "1" if is_baseline else f"{ratio.median:.2f}x" if ratio else ""
     failed = f", {len(summary.failed)} failed" if summary.failed else ""
     mean = "" if summary.mean is None else f"{summary.mean:.4g}"
-    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
     wait, shares = summary.data_wait_share, summary.spread(lambda run: run.reports.audit_share)
     applied, skipped = MetricName.APPLIED_STEPS, MetricName.SKIPPED_STEPS
-    return {
-        "precision": summary.name,
-        "runs": f"{len(summary.runs)}{failed}",
-        findings.metric: mean + ("" if summary.std is None else f" ± {summary.std:.2g}"),
-        "samples/s": spread_text(summary.speed),
-        "speed": times,
-        f"peak MiB, {whose}": spread_text(summary.last(MetricName.PEAK_MEMORY_MIB))
-        + ("" if reserved is None else f"; {spread_text(reserved)}"),
-        "applied steps": spread_text(summary.spread(lambda run: run.of_optimizers(applied))),
-        "skipped": spread_text(summary.spread(lambda run: run.of_optimizers(skipped))),
-        "loss scale": _scale(summary),
-        "waits for data": "" if wait is None else f"{wait:.0%}",
-        "audit": "" if shares is None else _share(shares.low),
-        "training s": spread_text(summary.spread(lambda run: run.training_seconds)),
-    }
+    memory = spread_text(summary.last(MetricName.PEAK_MEMORY_MIB))
+    reserved = summary.last(MetricName.PEAK_RESERVED_MEMORY_MIB)
+    return [
+        ("precision", summary.name),
+        ("runs", f"{len(summary.runs)}{failed}"),
+        (findings.metric, mean + ("" if summary.std is None else f" ± {summary.std:.2g}")),
+        ("samples/s", spread_text(summary.speed)),
+        ("speed", times),
+        (
+            f"peak MiB, {whose}",
+            memory if reserved is None else f"{memory}; {spread_text(reserved)}",
+        ),
+        ("applied steps", spread_text(summary.spread(lambda run: run.of_optimizers(applied)))),
+        ("skipped", spread_text(summary.spread(lambda run: run.of_optimizers(skipped)))),
+        ("loss scale", _scale(summary)),
+        ("waits for data", "" if wait is None else f"{wait:.0%}"),
+        ("audit", "" if shares is None else _share(shares.low)),
+        ("training s", spread_text(summary.spread(lambda run: run.training_seconds))),
+    ]
 
 
 def markdown(findings: Findings, advice: Advice) -> str:
