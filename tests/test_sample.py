@@ -103,3 +103,6 @@ def test_checkpoint_with_weights_that_are_not_finite_is_passed_over_or_named(
     assert said in capsys.readouterr().err
     assert sampled(tmp_path / "run", tmp_path / "clip.npy", "--class", "1") == 0
     assert np.isfinite(np.load(tmp_path / "clip.npy")).all()
+    shutil.rmtree(whole)
+    assert sampled(tmp_path / "run", tmp_path / "clip.npy") == 2
+    assert said in capsys.readouterr().err

@@ -112,9 +112,9 @@ def load(source: Path) -> tuple[experiment.Experiment, Denoiser]:
 
 
 def _checkpoint_of(source: Path) -> Path:
-    checkpoints = complete_checkpoints(source / "checkpoints")
-    finite = [path for path in checkpoints if read_metadata(path).get("finite", True)]
-    return finite[-1] if finite else source
+    newest_first = complete_checkpoints(source / "checkpoints")[::-1]
+    finite = (path for path in newest_first if read_metadata(path).get("finite", True))
+    return next(finite, newest_first[0] if newest_first else source)
 
 
 @torch.no_grad()
