@@ -144,6 +144,9 @@ class AmpLoop(AmpCore):
 
         Returns:
             What a trial's `train_batch` must return; a loop can ignore it.
+
+        Raises:
+            ConfigError: if the loss is not one number.
         """
         if self.is_replaying:
             return {}

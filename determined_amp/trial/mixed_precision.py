@@ -146,7 +146,7 @@ class MixedPrecision(ResumedTraining):
         return clip_gradients
 
     def update(
-        self, loss: torch.Tensor | None = None, samples: int | None = None
+        self, loss: torch.Tensor | float | None = None, samples: int | None = None
     ) -> dict[str, float]:
         """End a batch: call `scaler.update()` if an optimizer was stepped, and count everything.
 
@@ -154,15 +154,16 @@ class MixedPrecision(ResumedTraining):
         counts the batch and its samples.
 
         Args:
-            loss: Mean loss of the batch, unscaled, (), on the device. The mean of all calls is
-                reported as `loss`.
+            loss: Mean loss of the batch, unscaled, one number. The mean of all calls is reported as
+                `loss`.
             samples: Samples in the batch; by default what the trial's `get_batch_length` says.
 
         Returns:
             What `train_batch` must return. You can add your own metrics.
 
         Raises:
-            ConfigError: if `build_callbacks` of the trial does not return `callbacks`.
+            ConfigError: if `build_callbacks` of the trial does not return `callbacks`, or the loss
+                is not one number.
         """
         if self.is_replaying:
             return {}
