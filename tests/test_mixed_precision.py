@@ -72,10 +72,25 @@ class CountsItsOwnSamples(Weights):
         return int(batch[0][0])
 
 
+class AddsLossesUp(Weights):
+    """In place, from the first one on."""
+
+    total: Any = None
+
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+        loss = super().backward(batch, which)
+        if self.total is None:
+            self.total = loss.detach()
+        else:
+            self.total += loss.detach()
+        return loss
+
+
 @pytest.mark.parametrize(
     ("trial", "loss"),
     [
         (Weights, (1 + 2.25) / 2),  # the mean over samples of w x: 1 * 1 and 3/4 * 3
+        (AddsLossesUp, (1 + 2.25) / 2),
         (ReportsItsOwnLoss, 7),
         (ReturnsTheLoss, 7),
         (UpdatesWithoutALoss, None),

@@ -668,6 +668,30 @@ def test_hook_of_all_modules_is_the_trials_own_again_after_its_training() -> Non
         handle.remove()
 
 
+class AddsLossesUp(habits.Habit):
+    """Adds the second loss of a batch to the first one in place, and reports neither."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.totals: list[float] = []
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss, other = self.loss(*batch), self.loss(*batch)
+        total = loss.detach()
+        self.context.backward(loss)
+        total += other.detach()
+        self.context.backward(other)
+        self.step()
+        self.totals.append(float(total))
+        return {}
+
+
+def test_losses_that_a_trial_adds_up_in_place_are_reported_as_they_were() -> None:
+    made = fit_as_it_is(AddsLossesUp, {"precision": "fp32"}, reporting_period=8)
+    totals = made.trial.totals
+    assert made.report["loss"] == pytest.approx(sum(totals) / len(totals))
+
+
 class Sharper(habits.Functional):
     """Clips in the backward of a function of its own."""
 

@@ -104,8 +104,6 @@ class AmpCore:
             slots=slots,
             replay=self._replay,
         )
-        # Losses are kept until the report; the next replay of a CUDA graph overwrites this one.
-        self._copies_losses = settings.compile.replays_graphs
         self._prepared: list[nn.Module] = []
         self._unmatched = list(settings.fp32_modules)
         self._hooks: dict[Optimizer, RemovableHandle] = {}
@@ -208,7 +206,9 @@ class AmpCore:
             if loss.numel() != 1:
                 problem = f"got a loss of shape {tuple(loss.shape)}; allowed: its mean, one number"
                 raise self._wrong("update", problem)
-            loss = loss.detach().to(self.device, non_blocking=True, copy=self._copies_losses)
+            # It is kept until the report. Meanwhile the training may add other losses to it in
+            # place, and the next replay of a CUDA graph overwrites it.
+            loss = loss.detach().to(self.device, non_blocking=True, copy=True)
             loss = loss.reshape(()) if loss.dim() else loss
         return self.metrics.add(loss, samples, again=again)
 

@@ -74,7 +74,6 @@ class AmpLoop(AmpCore):
             raise self._wrong(key, problem)
         slots = slots or ProcessGroup(torch.device(device))
         super().__init__(settings, device, slots=slots, models=[], optimizers=[])
-        self._copies_losses = True  # a loop may add the next loss to this one in place
         self.guard.without_replay = _NOT_REPLAYED
         self._newest: tuple[Any, Callable[[Any], torch.Tensor]] | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []

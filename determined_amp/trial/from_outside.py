@@ -158,9 +158,7 @@ class FromOutside(pytorch.PyTorchCallback):
                 "a model that returns one of these, or .float() on what is taken out of it",
             )
         if loss.numel() == 1:
-            kept = loss.detach().reshape(())
-            # The next replay of a CUDA graph overwrites this loss.
-            self._losses.append(kept.clone() if amp.settings.compile.replays_graphs else kept)
+            self._losses.append(loss.detach().clone().reshape(()))  # the trial may change it
 
         def run(scaled: torch.Tensor) -> None:
             with self._in_backward(), self._autocast.handing_on_gradients():
