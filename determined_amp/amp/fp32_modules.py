@@ -203,7 +203,7 @@ def as_float32(
     if isinstance(value, torch.Tensor):
         is_16_bit = value.dtype in (torch.float16, torch.bfloat16)
         cast = value.float() if is_16_bit else value
-    elif is_plain(value):
+    elif holds_no_tensor(value):
         return value
     else:
         known = {} if known is None else known
@@ -217,8 +217,8 @@ def as_float32(
     return cast
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value can be seen at once to hold no tensor: this is asked very often."""
+def holds_no_tensor(value: Any) -> bool:
+    """Whether that is seen at once: this is asked very often. False if a search must tell."""
     kind = type(value)
     if kind is list or kind is tuple:
         return _PLAIN.issuperset(map(type, value))

@@ -13,7 +13,7 @@ from torch import nn
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError
-from determined_amp.amp.fp32_modules import as_float32, fields_of, is_plain
+from determined_amp.amp.fp32_modules import as_float32, fields_of, holds_no_tensor
 from determined_amp.amp.precision import autocast_is_on
 
 _CONVERT = "or write the AMP in the trial itself: docs/your_trial.md shows the ten lines"
@@ -90,7 +90,7 @@ class OuterAutocast:
             attributes = owned.of_module
             for name in owned.names():
                 value, before = attributes.get(name), len(casts)
-                if is_plain(value):
+                if holds_no_tensor(value):
                     continue
                 key = id(attributes), name
                 is_long = isinstance(value, (list, tuple, dict)) and len(value) > _LONG
@@ -155,7 +155,7 @@ def _cast_inside(
     known = {} if known is None else known
     if isinstance(value, torch.Tensor):
         return as_float32(value, casts)
-    if is_plain(value):
+    if holds_no_tensor(value):
         return value
     if id(value) in known:
         return known[id(value)][1]
