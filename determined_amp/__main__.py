@@ -95,7 +95,7 @@ def _do(command: str, words: Sequence[str]) -> int:
     """Import a command and run it; its exit status."""
     _check_surroundings(words)
     try:
-        # It takes seconds. Here, Ctrl-C during it prints no traceback.
+        # The import takes seconds. Here, a Ctrl-C during it prints no traceback.
         module = importlib.import_module(_COMMANDS[command][0])
         return int(module.main(words[1:]))
     except ModuleNotFoundError as error:

@@ -32,7 +32,7 @@ def measure(box: Box) -> Iterator[dict[str, Any]]:
 
     if target.numel() < BATCH_BYTES:
         batch = batch[: target.numel()]
-    # What is measured, the step, the unit, and how much of it a step does; 0 for its time.
+    # What is measured, the step, the unit, and how many of it a step does; 0 to report its time.
     measured: list[tuple[str, Callable[[], object], str, float]] = [
         ("bf16 matmul", lambda: torch.mm(left, right, out=out), "TFLOP/s", 2 * size**3 / 1e12),
         (

@@ -159,7 +159,7 @@ class Guard:
         """Train the newest batch of every slot again; return the first cause that a slot finds."""
         replay, cause = self._replay(), None
         try:
-            # A loop may give its batch on some slots alone, and all of them must look for it.
+            # A loop may give its batch on some slots only, and the search needs all of them.
             given = self._slots.allgather(replay is not None)
             if replay is not None and all(given):
                 cause = find_cause(

@@ -159,7 +159,7 @@ class AmpLoop(AmpCore):
     ) -> dict[str, Any]:
         """The metrics since the last report; see `MetricName`. Synchronises once.
 
-        All slots must call it, as they must call any other collective.
+        It is a collective call: all slots must make it.
 
         Args:
             batch: The newest batch. If the guard has to end the run, it replays this batch to find

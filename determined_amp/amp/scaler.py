@@ -28,7 +28,7 @@ from determined_amp.amp.tensors import HeldGradients, any_gradient, has_closure
 Skipped = bool | torch.Tensor
 
 
-# Optimizers, by id, that a scaler of this process is stepping; an earlier loop may know them, too.
+# Ids of the optimizers that a scaler is stepping. A loop that is over still has its hook on them.
 _STEPPED_NOW: set[int] = set()
 
 
@@ -200,7 +200,7 @@ class LossScaler(torch.amp.GradScaler):
     def finish(self) -> dict[Optimizer, Skipped]:
         """Update the scale, unless that was done; return the outcome of each step.
 
-        What was found before a step that was left out, say for its norm, counts for the scale.
+        An overflow counts for the scale even if its step was left out, say because of the norm.
         """
         if self._needs_update or Stage.UNSCALED in self._stages.values():
             self.update()
@@ -263,7 +263,7 @@ class LossScaler(torch.amp.GradScaler):
     def _look_at_what_is_left(self) -> None:
         """Before a backward: which unscaled gradients would it add scaled ones to?"""
         unscaled = [each for each, s in self._stages.items() if s is Stage.UNSCALED]
-        # Those are noted anew below: only others, whose step was left out, are read.
+        # Those are noted again below. The others, whose step was left out, are read.
         left_out = ((each, it) for each, it in self._left.items() if each not in unscaled)
         self._left = {each: it for each, it in left_out if not it.have_changed and it.are_there}
         for optimizer in unscaled:

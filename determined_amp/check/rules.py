@@ -156,7 +156,7 @@ def _error(record: Record) -> Iterator[Finding]:
 
 
 def _cause(record: Record, key: str) -> str:
-    """What an error of GradScaler comes of, if it has several causes."""
+    """The cause of an error of GradScaler that can have several."""
     steps = record.of("step")
     if key == "unscaled_twice" and _mixed(record):
         return "unscale_in_window"

@@ -41,7 +41,7 @@ class Schedules:
     def spy_on_step(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._run(own, it, *args, **kwargs)
         if self._outermost is not None:
-            # A class of the user's calls the method of torch's that it overrides: that is no other.
+            # A class of the user's may call the method that it overrides: that is no inner one.
             if self._outermost is not it and it in self.known:
                 self.known[it].inner = True
         elif passes("amp/schedules.py"):

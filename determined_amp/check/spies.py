@@ -46,7 +46,7 @@ OVERFLOWS = (5, 8)
 
 _READS = (
     *("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"),
-    *("__format__", "__repr__", "__array__"),  # in these torch reads it, not a line of the user's
+    *("__format__", "__repr__", "__array__"),  # torch does the reading in these
 )
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")  # torch 2.3 has two
 

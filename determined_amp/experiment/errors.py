@@ -33,8 +33,8 @@ _IN_16_BITS = re.compile(
     r"|Expected self\.dtype to be equal to src\.dtype"
 )
 
-# What an operation in 16 bits can fail of, the first that fits, by name: torch's words, our words,
-# and what to write.
+# Why an operation in 16 bits can fail, by name; the first whose pattern fits counts. Each has the
+# pattern of torch's words, our words, and what to write.
 _FAULTS_IN_16_BITS = {
     "beyond_float16": (
         re.compile("without overflow"),

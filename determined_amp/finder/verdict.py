@@ -239,7 +239,7 @@ def _verified(
 ) -> list[Observation]:
     """What is measured at the predicted top, and at the scales below it until nothing overflows.
 
-    The last one overflows if that never ends.
+    The last one still overflows if no scale helps.
     """
     measured = next((seen for seen in above if seen.scale_log2 == top), None)
     verified = [measured or measure(top)]

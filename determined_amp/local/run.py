@@ -217,7 +217,7 @@ def train(
         InvalidTrialError: if the hyperparameters cannot train.
         PrecisionError: if the device only emulates the precision.
     """
-    _ = experiment.max_length  # raises where there is none, before there is a folder
+    _ = experiment.max_length  # raises if there is none, before a folder is made
     with (
         directory_kept(),
         translating_invalid_trials(),

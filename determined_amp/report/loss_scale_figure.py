@@ -180,7 +180,7 @@ def _draw_shares(
 ) -> None:
     """Draw the shares of 16-bit gradients that float16 flushes to 0 (by norm) and that overflow.
 
-    The trials give points (log2 of the scale, share) without, and scales with an overflow.
+    Trials without an overflow give points (log2 of the scale, share), the others only the former.
     """
     if finding is not None:
         scales = [p.scale_log2 for p in finding.predicted]

@@ -86,7 +86,7 @@ def write_report(
 def _prediction(
     search: Search, finding: str | None, *, on_cluster: bool
 ) -> tuple[FoundScale | None, list[str]]:
-    """The given finding, or one made here; and a sentence if there is none, or another device's."""
+    """The given finding, or one made here; and a sentence if none can be, or on which device."""
     if finding:
         on_master = is_experiment(finding)
         return read_finding(int(finding)) if on_master else FoundScale.read(Path(finding)), []
@@ -209,7 +209,7 @@ def predict(search: Search) -> FoundScale:
 def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
     """Sentences on how well prediction and search agree, and on the best trial."""
     if prediction is not None:
-        yield from _held_against(prediction, search)
+        yield from _predicted_and_measured(prediction, search)
     yield from _best(None if prediction is None else prediction.finding, search)
     failed = [run for run in search.runs if run.state.is_failure]
     if failed:
@@ -217,7 +217,7 @@ def sentences(prediction: FoundScale | None, search: Search) -> Iterator[str]:
     yield from search.notes
 
 
-def _held_against(prediction: FoundScale, search: Search) -> Iterator[str]:
+def _predicted_and_measured(prediction: FoundScale, search: Search) -> Iterator[str]:
     """Sentences on the overflows, shares, scores and skips that were predicted and measured."""
     finding, runs = prediction.finding, search.runs
     overflows = [(run.scale_log2, run.overflow) for run in runs if run.overflow is not None]
@@ -254,7 +254,7 @@ def _held_against(prediction: FoundScale, search: Search) -> Iterator[str]:
 
 
 def _agreement(what: str, trials: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    """How far two numbers of trials are apart, given with log2 of the scale."""
+    """How far two numbers are apart; each trial gives log2 of its scale, and both numbers."""
     if trials:
         most, where = max((abs(one - other), scale) for scale, one, other in trials)
         apart = f"differ by {most:.2g} at most, at 2^{where:g}" if most else "are the same"

@@ -83,7 +83,8 @@ def write(
     Args:
         folder: The folder.
         name: Name of the files, without their suffix.
-        markdown: The text, from its heading on. In its picture `NAME.png` the page has `figure`.
+        markdown: The text, beginning with its heading. The page shows `figure` in place of its
+            picture `NAME.png`.
         figure: The picture.
         record: The numbers: plain values, dataclasses and enums. JSON has no infinity and no NaN;
             they become null.
@@ -145,7 +146,7 @@ def note(
     color: str = INK,
     **style: Any,
 ) -> None:
-    """Write text beside a point, so many points away from it and readable over lines."""
+    """Write text beside a point, `away` in points of 1/72 inch, readable over lines."""
     axes.annotate(
         text, at, away, textcoords="offset points", color=color, path_effects=HALO, **style
     )

@@ -104,7 +104,7 @@ class Spread:
 
 
 class Thinned(Generic[T]):
-    """At most so many items of a stream, an even number, evenly spaced, and its last one."""
+    """At most `most` items of a stream, evenly spaced, and its last one; `most` is even."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -275,7 +275,7 @@ class Run:
         return value if value is not None and abs(value) < _MOST else None
 
     def of_optimizers(self, name: str) -> float | None:
-        """A number that the last training report has of each optimizer: the sum over them."""
+        """The sum over all optimizers of a number in the last training report."""
         reported = self.reports.training.metrics if self.reports.training else {}
         own = (self.last(n) for n in reported if n == name or re.fullmatch(rf"{name}_\d+", n))
         numbers = [number for number in own if number is not None]

@@ -136,7 +136,7 @@ class SearchPlan:
         self.search = search
         self.task: Task = task
         self.settings: SearcherSettings = settings
-        # How often a trial whose process died continues.
+        # How often a trial may continue after its process has died.
         self.max_restarts: int = restarts
         self._seed: int = seed
 

@@ -96,7 +96,7 @@ class FromOutside(pytorch.PyTorchCallback):
     def prepare(self, model: nn.Module) -> None:
         """Let a model that is about to be wrapped run under autocast."""
         self._amp.prepare(model)
-        # What is compiled is one whole.
+        # A compiled model is called as a whole.
         compiled = is_compiled(model) or self._amp.settings.compile is not Compile.OFF
         whole = compiled or isinstance(model, torch.jit.ScriptModule)
         for part in _called(model, with_members=not whole):
@@ -124,7 +124,7 @@ class FromOutside(pytorch.PyTorchCallback):
             self._gradients.begin_batch()
         self._autocast.training = True
         try:
-            # Determined makes arrays of metrics, of which numpy has none in bfloat16.
+            # Determined turns metrics into arrays of numpy, which has no bfloat16.
             result = as_float32(self._train_batch(*args, **kwargs))
         finally:
             self._autocast.training = False
@@ -296,7 +296,7 @@ class FromOutside(pytorch.PyTorchCallback):
         with self._in_backward():
             if self._gradients is None:
                 return run(*args, **kwargs)
-            # The finder sees what is scaled only if it comes to the outermost engine.
+            # The finder has replaced the engine, too, and must see the scaled outputs.
             outermost = torch.autograd.Variable._execution_engine.run_backward
             return self._gradients.grad(outermost, *args, **kwargs)
 

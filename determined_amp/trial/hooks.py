@@ -30,7 +30,7 @@ def converted_hooks(
         autocast: Knows whether the models compute in 16 bits, and whether a batch is trained.
         gradients: The true gradients; None without a loss scale.
     """
-    of_all = nn.modules.module  # its hooks are called for the modules of all models
+    of_all = nn.modules.module  # has the hooks that are called for every module
     holders: dict[Any, Sequence[Any]] = {
         nn.Module: [module for model in amp.models for module in model.modules()],
         torch.Tensor: parameters_in(amp.models, amp.optimizers),

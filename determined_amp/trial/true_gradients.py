@@ -268,7 +268,7 @@ class TrueGradients:
             elif all(_versions_of(left[o]) != self._versions.get(o) for o in left if left[o]):
                 self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
                 self._scaler.update()
-                # What was not zeroed in place, but changed, still counts.
+                # The overflow still counts for gradients that were changed, but not zeroed.
                 self._found_inf = {
                     owners: one * (_largest_in(left[owners]) != 0)
                     for owners, one in self._found_inf.items()
