@@ -94,6 +94,14 @@ class LoudAtFirst(ClampsData):
         return loss * 1e6 if self.model.training and self.is_loud else loss
 
 
+class LoudAndClipped(LoudAtFirst):
+    """The same where each batch of a window clips."""
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.context.step_optimizer(self.optimizer)
+
+
 class ClampsInPlace(Habit):
     """And reports the size of the gradients."""
 
@@ -1271,7 +1279,7 @@ class Complex(Habit):
 
 
 # Refused, or made to overflow.
-APART = {LoudAtFirst, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
+APART = {LoudAtFirst, LoudAndClipped, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
 # What these keep Determined does not save: histories, parameters and optimizers that nobody
 # wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {

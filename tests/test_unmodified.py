@@ -594,6 +594,7 @@ def test_window_that_overflows_changes_nothing(habit: Any) -> None:
     [
         # A window of two batches is lost if one overflows; the others wait for their second batch.
         (habits.LoudAtFirst, [0, 1, 2, 4, 6], (0, 1), 2),
+        (habits.LoudAndClipped, [0, 1, 2, 4, 6], (0, 1), 2),
         # The skipped step puts the weights back.
         (habits.SamThatOverflows, [4], (4,), 1),
     ],

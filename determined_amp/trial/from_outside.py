@@ -31,6 +31,8 @@ from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.settings import AmpSettings, Compile
 from determined_amp.amp.tensors import has_closure, is_stand_in, parameters_in, parameters_of
 from determined_amp.trial.determined_0_38 import (
+    aggregation_frequency,
+    current_batch,
     ends_step,
     forget_scaler,
     has_amp_of_its_own,
@@ -121,7 +123,9 @@ class FromOutside(pytorch.PyTorchCallback):
         self._losses.clear()
         self._autocast.wanted.clear()
         if self._gradients is not None:
-            self._gradients.begin_batch()
+            window = aggregation_frequency(self._context)
+            begins_window = (current_batch(self._context) or 0) % window == 0
+            self._gradients.begin_batch(begins_window=begins_window)
         self._autocast.training = True
         try:
             # Determined turns metrics into arrays of numpy, which has no bfloat16.

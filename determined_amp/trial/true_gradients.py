@@ -63,13 +63,19 @@ class TrueGradients:
         self._found_inf: dict[_Owners, torch.Tensor] = {}
         self._closed: set[_Owners] = set()
         self._versions: dict[_Owners, list[int]] = {}  # of the gradients that it left
+        self._begins_window = True
         self._has_gone_backward = False  # in this batch
         # Overflows in this batch that no gradient shows any more: of `torch.autograd.grad`, and of
         # backwards whose gradients were dropped. The trial may have kept what it made of them.
         self._inf_of_others: torch.Tensor | None = None
 
-    def begin_batch(self) -> None:
-        """Forget what only the last batch needed."""
+    def begin_batch(self, *, begins_window: bool) -> None:
+        """Forget what only the last batch needed.
+
+        Args:
+            begins_window: Whether Determined counts this batch as the first of a window.
+        """
+        self._begins_window = begins_window
         self._retained.clear()
         self._has_gone_backward = False
         self._inf_of_others = None
@@ -265,7 +271,11 @@ class TrueGradients:
                 dropped = [one for owners, one in self._found_inf.items() if not left.get(owners)]
                 if dropped:
                     self._keep_inf(torch.stack(dropped).amax())
-            elif all(_versions_of(left[o]) != self._versions.get(o) for o in left if left[o]):
+            elif all(
+                self._begins_window and _versions_of(kinds) != self._versions.get(owners)
+                for owners, kinds in left.items()
+                if kinds
+            ):
                 self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
                 self._scaler.update()
                 # The overflow still counts for gradients that were changed, but not zeroed.
