@@ -1044,6 +1044,29 @@ class ClipsInTrainer(Trainer):
         self.optimizer.zero_grad()
 
 
+class ClippingSgd(torch.optim.SGD):
+    """Clips each parameter in its own step, as the optimizers of detection libraries do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                clip_norm(parameter, max_norm=1.0)
+        return super().step(closure)
+
+
+class MovesWithClippingOptimizer(Trainer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer: Any = ClippingSgd(self.model.parameters(), lr=0.1)
+        self.scheduler = lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
 class StepsPastTheScaler(Trainer):
     def step(self) -> None:
         self.optimizer.step()
@@ -1181,6 +1204,7 @@ class DecoratedBefore(Trainer):
         (SavesModelAlone, set()),
         (CallsByKeyword, {"tf32"}),
         (ClipsInTrainer, {"clip_scaled"}),
+        (MovesWithClippingOptimizer, {"schedule_on_skipped"}),
         (StepsPastTheScaler, {"step_without_scaler"}),
         (WrapsOptimizer, set()),
         (ZeroesByHand, {"zero_grad_in_window"}),

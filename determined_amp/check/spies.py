@@ -269,7 +269,7 @@ class Spies:
 
     def _clip(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("clip") as outermost:
-            if not outermost:
+            if not outermost or self._steps:  # the step has been noted
                 return own(*args, **kwargs)
             call = signature(own).bind(*args, **kwargs)
             name, limit = [*call.arguments][:2]
