@@ -1131,6 +1131,55 @@ class ScalesOneOfTwoLosses(Trainer):
         torch.autograd.backward(loss * 0.1)
 
 
+class AddsUnscaledLoss(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        weights = sum(parameter.square().sum() for parameter in self.model.parameters())
+        torch.autograd.backward(self.scaler.scale(loss) + 0.1 * weights)
+
+
+class StartsAtUnscaledLossToo(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward([self.scaler.scale(loss), 0.1 * loss])
+
+
+class AddsScaledLosses(Trainer):
+    """One by the scaler, one by its number, and one that was divided before."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        by_hand = loss * self.scaler.get_scale()
+        torch.autograd.backward(self.scaler.scale(loss) + by_hand - 2 * self.scaler.scale(loss / 2))
+
+
+class DividesEachLoss(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss / 3 + loss.square() / 3)
+
+
+class TwoScalers(Trainer):
+    """A scaler for each of two networks; both backwards come before the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = copy.deepcopy(self.model)
+        self.other = torch.optim.SGD(self.second.parameters(), lr=0.1)
+        self.scalers = [self.scaler, torch.amp.GradScaler("cuda", init_scale=1024.0)]
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        with torch.autocast("cuda", dtype=torch.float16):
+            self.loss = self.second(inputs).float().square().mean()
+            return self.model(inputs).float()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        for scaler, each in zip(self.scalers, (loss, self.loss / 2), strict=True):
+            torch.autograd.backward(scaler.scale(each))
+
+    def step(self) -> None:
+        for scaler, optimizer in zip(self.scalers, (self.optimizer, self.other), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
 class BackwardFromGradient(Trainer):
     """As contrastive learning does: the gradient of the representations comes first."""
 
@@ -1211,6 +1260,10 @@ class DecoratedBefore(Trainer):
         (SetsGradients, set()),
         (SetsGradientsAndClips, {"clip_scaled"}),
         (ScalesOneOfTwoLosses, {"unscaled_loss"}),
+        (AddsUnscaledLoss, {"unscaled_loss"}),
+        (StartsAtUnscaledLossToo, {"unscaled_loss"}),
+        (AddsScaledLosses, set()),
+        (TwoScalers, set()),
         (BackwardFromGradient, set()),
         (RareSchedule, set()),
         (OneStepAnEpoch, set()),

@@ -27,6 +27,7 @@ class Gradients:
     def __init__(self, optimizer: Optimizer, record: Record, overflows: Collection[int]) -> None:
         self.number = record.optimizers  # the place of the optimizer among all
         self.factor = 1.0  # what they are multiplied by; NaN if that is not known
+        self.scaler: int | None = None  # the number of the scaler that multiplied them
         self.pending = False  # there are some that no step has used
         self.norm = math.nan  # when they were looked at last
         self.updates = 0  # of the scale since the newest backward
@@ -124,7 +125,7 @@ class Gradients:
         if loss.has_gradient and not loss.scale:
             self.factor = math.nan  # that of the gradient it was given
         elif not (self.pending and loss.scale is None and self.factor != 1.0):
-            self.factor = loss.scale or 1.0
+            self.factor, self.scaler = loss.scale or 1.0, loss.scaler
         self.pending, self._emptied, self.updates = True, False, 0
         self.measure()
 

@@ -216,6 +216,7 @@ def _faint(record: Record) -> Iterator[Finding]:
     """One of several losses was not scaled, and the scaler divides the gradients of all."""
     unscaled = [b for b in record.of("backward") if not (b.loss.scale or b.loss.has_gradient)]
     faint = [b for b in unscaled if any(factor > 1 for factor in b.onto)]
+    faint += [b for b in record.of("backward") if b.loss.in_part]
     if faint and any(step.scaled for step in record.of("step")):
         effect = "added gradients that are divided by the scale and were never multiplied"
         yield found("unscaled_loss", faint, f"{_share(record, faint)} {effect}")

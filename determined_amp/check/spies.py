@@ -215,13 +215,21 @@ class Spies:
             self.record.scalers.append(self._scalers[scaler])
         return self._scalers[scaler]
 
+    def _number_of(self, scaler: torch.amp.GradScaler) -> int:
+        return [*self._scalers].index(scaler)
+
+    def _scales(self) -> list[float]:
+        """That of each scaler, in the order of their numbers; 0 of one that is switched off."""
+        scalers = self._scalers
+        return [float(each.get_scale()) if each.is_enabled() else 0.0 for each in scalers]
+
     # Backward, unscale, clip.
 
     def _scale(self, own: Own, scaler: Any, outputs: Any) -> Any:
         scaled = own(scaler, outputs)
         if scaler.is_enabled():
             self._known_scaler(scaler).used = True
-            mark(scaled, outputs, float(scaler.get_scale()))
+            mark(scaled, outputs, float(scaler.get_scale()), self._number_of(scaler))
         return scaled
 
     def _backward(self, run: Own, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +240,7 @@ class Spies:
             if not kwargs.get("accumulate_grad"):
                 return self._gradients_alone(run, *args, **kwargs)
             self._averages.compare()
-            loss, autocast = loss_of(args[0]), _any_autocast()
+            loss, autocast = loss_of(args[0], self._scales()), _any_autocast()
             before = []
             for gradients in self._gradients.values():
                 gradients.look()
@@ -249,7 +257,7 @@ class Spies:
     def _gradients_alone(self, run: Own, *args: Any, **kwargs: Any) -> Any:
         """`torch.autograd.grad`."""
         outputs, creates_graph = args[0], len(args) > 3 and bool(args[3])
-        scale = loss_of(outputs).scale
+        scale = loss_of(outputs, self._scales()).scale
         gradients = run(*args, **kwargs)
         if creates_graph:
             mark_gradients(gradients, scale)
@@ -269,7 +277,7 @@ class Spies:
 
     def _clip(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("clip") as outermost:
-            if not outermost or self._steps:  # the step has been noted
+            if not outermost:
                 return own(*args, **kwargs)
             call = signature(own).bind(*args, **kwargs)
             name, limit = [*call.arguments][:2]
@@ -278,7 +286,8 @@ class Spies:
             call.arguments[name] = parameters
             clipped = self._of_trainers(parameters)
             for gradients in clipped:
-                gradients.look()
+                if gradients.pending or not self._steps:  # else its own step clips them
+                    gradients.look()
             clipped = [gradients for gradients in clipped if gradients.pending]
             result = own(*call.args, **call.kwargs)
             self.record.note(
@@ -342,7 +351,9 @@ class Spies:
         own(scaler, *args, **kwargs)
         if scaler.is_enabled():
             self._known_scaler(scaler)
-            waiting = [g for g in self._gradients.values() if g.pending and g.factor != 1.0]
+            theirs = (None, self._number_of(scaler))
+            every = [each for each in self._gradients.values() if each.scaler in theirs]
+            waiting = [each for each in every if each.pending and each.factor != 1.0]
             for gradients in waiting:
                 gradients.updates += 1
             self.record.note("update", after=float(scaler.get_scale()), early=bool(waiting))
