@@ -150,6 +150,11 @@ class StepsWithoutScaler(Right):
         """There is nothing to update by."""
 
 
+class UnscalesAndStepsWithoutScaler(Right):
+    def step(self) -> None:
+        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)  # HERE
+
+
 class StepsTwice(Right):
     def step(self) -> None:
         self.scaler.step(self.optimizer)  # HERE
@@ -386,6 +391,11 @@ class OwnWindow(Right):
     def step(self) -> None:
         if self.ends_window():
             super().step()
+
+
+class DividesEachLoss(OwnWindow):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.context.backward(self.scaler.scale(loss / 3 + 0.1 * loss.square() / 3))
 
 
 class NotDivided(OwnWindow):
@@ -679,6 +689,7 @@ class FormatsLoss(Right):
 PLANTED: dict[type[Right], str] = {
     UnscaledLoss: "unscaled_loss",
     StepsWithoutScaler: "step_without_scaler",
+    UnscalesAndStepsWithoutScaler: "step_without_scaler",
     StepsTwice: "step_twice",
     NeverUpdates: "update_missing",
     UpdatesEachMicroBatch: "update_in_window",
@@ -906,13 +917,14 @@ class LimitTimesScale(Right):
 
 
 class UnscalesByHand(Right):
-    def clip(self, parameters: Any) -> None:
-        for parameter in parameters:
-            parameter.grad.div_(self.scaler.get_scale())
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-
     def step(self) -> None:
-        self.context.step_optimizer(self.optimizer, clip_grads=self.clip)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(self.scaler.get_scale())
+        if nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).isfinite():
+            self.context.step_optimizer(self.optimizer)
+        else:
+            self.optimizer.zero_grad()
 
     def update(self) -> None:
         """The scale stays."""
@@ -930,7 +942,7 @@ class LossInFloat32OnCuda(Right):
 
 FORMS = [
     *(Automatic, SavedByCallback, EnabledOnCuda, EnabledByDevice, ExitsOnOverflow, SetsTf32Once),
-    *(LimitTimesScale, UnscalesByHand, KeepsLastWeights, LossInFloat32OnCuda),
+    *(DividesEachLoss, LimitTimesScale, UnscalesByHand, KeepsLastWeights, LossInFloat32OnCuda),
 ]
 PLAIN = [
     *(habits.Habit, habits.ClipsOutside, habits.StepsIfSmall, habits.OwnAccumulation, habits.Sam),
@@ -1148,11 +1160,6 @@ class AddsScaledLosses(Trainer):
     def backward(self, loss: torch.Tensor) -> None:
         by_hand = loss * self.scaler.get_scale()
         torch.autograd.backward(self.scaler.scale(loss) + by_hand - 2 * self.scaler.scale(loss / 2))
-
-
-class DividesEachLoss(Trainer):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss / 3 + loss.square() / 3)
 
 
 class TwoScalers(Trainer):

@@ -49,7 +49,8 @@ ADVICE = {
     ),
     "unscaled_twice": Advice("the gradients are divided by the scale twice", *_CLIP),
     "step_without_scaler": Advice(
-        "the optimizer steps with gradients that are still multiplied by the scale", *_STEP
+        "the optimizer steps without the scaler, which divides gradients and skips overflows",
+        *_STEP,
     ),
     "step_twice": Advice("the optimizer steps twice with the same gradients", *_STEP),
     "update_missing": Advice("scaler.update() is missing, so the second step raises", *_STEP),

@@ -116,8 +116,8 @@ def _chain(node: Any, scales: Sequence[float]) -> _Chain:
                 chain.divisor *= number if name == "DivBackward0" else 1 / number
         elif not name.startswith(_HANDS_ON):
             if name in _ADDS and len(behind) > 1:
-                divisors = {_chain(part, scales).divisor for part in behind}
-                chain.divisor *= divisors.pop() if len(divisors) == 1 else 1.0
+                # Another part may have a small weight besides.
+                chain.divisor *= min(_chain(part, scales).divisor for part in behind)
             break
         if len(behind) != 1:
             break

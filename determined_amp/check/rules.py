@@ -300,6 +300,17 @@ def _hidden_overflow(record: Record) -> Iterator[Finding]:
         yield found("overflow_hidden", stepped, f"{many} did not skip the step")
 
 
+@rule
+def _overflow_in_weights(record: Record) -> Iterator[Finding]:
+    """Gradients were unscaled, and the optimizer stepped without asking what `unscale_` found."""
+    forced = [window for window in record.complete if window.forced]
+    first = [window.steps[0] for window in forced]
+    blind = [step for step in first if not (step.scaled or math.isfinite(step.norm))]
+    if blind:
+        many = count_of(len(blind), len(forced), "forced overflow")
+        yield found("step_without_scaler", blind, f"{many} reached the weights")
+
+
 # Schedules.
 
 
