@@ -170,6 +170,15 @@ class NeverUpdates(Right):
         self.context.step_optimizer(self.optimizer, scaler=self.scaler)  # HERE
 
 
+class ClipsAndNeverUpdates(Right):
+    def update(self) -> None:
+        """Forgotten."""
+
+    def clip(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)  # HERE
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
 class UpdatesEachMicroBatch(Right):
     def update(self) -> None:
         self.scaler.update()  # HERE
@@ -599,6 +608,15 @@ class HidesNanOfGradients(Right):
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)  # HERE
 
 
+class HidesNanAfterUnscale(Right):
+    """`unscale_` has found what is not finite before."""
+
+    def clip(self, parameters: Any) -> None:
+        self.scaler.unscale_(self.optimizer)
+        for parameter in parameters:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
 class ClampsInHooks(Right):
     """As in many answers to how gradients are clipped."""
 
@@ -607,6 +625,20 @@ class ClampsInHooks(Right):
         for parameter in net.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
         return net
+
+
+class DecaysScaled(Right):
+    def clip(self, parameters: Any) -> None:
+        for parameter in parameters:
+            parameter.grad.add_(parameter.detach(), alpha=4.0)
+
+
+class DrawsWithoutSeed(Right):
+    """Its batches are never the same."""
+
+    def forward(self, batch: Any) -> Any:
+        noise = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(torch.seed()))
+        return super().forward([batch[0] + 0.1 * noise, batch[1]])
 
 
 class SwitchesTf32(Right):
@@ -692,6 +724,7 @@ PLANTED: dict[type[Right], str] = {
     UnscalesAndStepsWithoutScaler: "step_without_scaler",
     StepsTwice: "step_twice",
     NeverUpdates: "update_missing",
+    ClipsAndNeverUpdates: "update_missing",
     UpdatesEachMicroBatch: "update_in_window",
     UpdatesPerOptimizer: "update_per_optimizer",
     ClipsScaled: "clip_scaled",
@@ -731,6 +764,7 @@ PLANTED: dict[type[Right], str] = {
     HidesNanOfGradients: "nan_hidden",
     MasksOverflow: "overflow_hidden",
     ClampsInHooks: "depends_on_scale",
+    DecaysScaled: "depends_on_scale",
     SwitchesTf32: "tf32",
     AverageMovesOnSkipped: "average_on_skipped",
     ShadowMovesOnSkipped: "average_on_skipped",
@@ -942,7 +976,14 @@ class LossInFloat32OnCuda(Right):
 
 FORMS = [
     *(Automatic, SavedByCallback, EnabledOnCuda, EnabledByDevice, ExitsOnOverflow, SetsTf32Once),
-    *(DividesEachLoss, LimitTimesScale, UnscalesByHand, KeepsLastWeights, LossInFloat32OnCuda),
+    *(
+        HidesNanAfterUnscale,
+        DividesEachLoss,
+        LimitTimesScale,
+        UnscalesByHand,
+        KeepsLastWeights,
+        LossInFloat32OnCuda,
+    ),
 ]
 PLAIN = [
     *(habits.Habit, habits.ClipsOutside, habits.StepsIfSmall, habits.OwnAccumulation, habits.Sam),
@@ -1024,6 +1065,17 @@ class ForgetsScaler(Trainer):
     def state(self) -> dict[str, Any]:
         self.scaler.state_dict()
         return {"optimizer": self.optimizer.state_dict()}
+
+
+class SavesAnotherScale(ForgetsScaler):
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "args": {"image_scale": 1.5}}
+
+
+class SavesScaleAlone(Trainer):
+    def state(self) -> dict[str, Any]:
+        scale = torch.tensor(self.scaler.get_scale())
+        return {"optimizer": self.optimizer.state_dict(), "scale": scale}
 
 
 class SavesModelAlone(Trainer):
@@ -1228,6 +1280,29 @@ class SurvivesFailedStep(Trainer):
         super().step()
 
 
+class CatchesWhatTheClipRaises(Trainer):
+    """Without an update: from the first overflow on each `unscale_` raises, and nothing trains."""
+
+    def step(self) -> None:
+        with suppress(RuntimeError):
+            self.scaler.unscale_(self.optimizer)
+            clip_norm(self.model.parameters(), 1.0, error_if_nonfinite=True)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.model.zero_grad()
+
+
+class LeavesOutOverflows(Trainer):
+    """It unscales, looks, and steps only if the gradients are finite."""
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        if clip_norm(self.model.parameters(), 1.0).isfinite():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.model.zero_grad()
+
+
 class OneStepAnEpoch(Trainer):
     """Moves its schedule after each epoch, of which each has one step."""
 
@@ -1257,6 +1332,8 @@ class DecoratedBefore(Trainer):
     [
         (Trainer, set()),
         (ForgetsScaler, {"scaler_not_saved"}),
+        (SavesAnotherScale, {"scaler_not_saved"}),
+        (SavesScaleAlone, set()),
         (SavesModelAlone, set()),
         (CallsByKeyword, {"tf32"}),
         (ClipsInTrainer, {"clip_scaled"}),
@@ -1272,6 +1349,7 @@ class DecoratedBefore(Trainer):
         (AddsScaledLosses, set()),
         (TwoScalers, set()),
         (BackwardFromGradient, set()),
+        (CatchesWhatTheClipRaises, {"update_missing"}),
         (RareSchedule, set()),
         (OneStepAnEpoch, set()),
         (DecoratedBefore, set()),
@@ -1289,6 +1367,30 @@ def test_steps_after_one_that_raised_are_seen(tmp_path: Path) -> None:
     with watching() as findings:
         SurvivesFailedStep().train(tmp_path / "checkpoint.pt")
     assert findings.seen.startswith("48 batches, 23 steps, 2 skipped")
+
+
+def test_loop_that_leaves_out_an_overflow_goes_on(tmp_path: Path) -> None:
+    with watching() as findings:
+        LeavesOutOverflows().train(tmp_path / "checkpoint.pt")
+    assert findings.seen.startswith("48 batches, 22 steps, 0 skipped")
+
+
+@pytest.mark.parametrize(
+    ("zeroes", "key"), [(False, "loss_not_divided"), (True, "zero_grad_in_window")]
+)
+def test_window_of_a_loop_without_a_loader_is_suspected(*, zeroes: bool, key: str) -> None:
+    """Nobody can tell there whether each of its backwards is of another batch."""
+    inputs = torch.randn(4, 6)
+    with watching() as findings:
+        trainer = Trainer()
+        for number in range(24):
+            if zeroes:
+                trainer.model.zero_grad()
+            loss = functional.cross_entropy(trainer.forward(inputs), inputs[:, :3].argmax(1))
+            trainer.backward(loss)
+            if number % 3 == 2:
+                trainer.step()
+    assert [(each.key, each.level) for each in findings] == [(key, Level.SUSPICION)]
 
 
 def train_with_rate_by_hand() -> None:

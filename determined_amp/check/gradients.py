@@ -14,6 +14,9 @@ from determined_amp.check.record import Event, Record, Window
 
 Versions = list[tuple[int, int]]
 
+# So often a window is made to overflow. A loop that leaves the step out by itself then goes on.
+_MOST_OVERFLOWS = 8
+
 
 class Gradients:
     """The gradients of one optimizer.
@@ -38,6 +41,7 @@ class Gradients:
         self._overflows = overflows
         self._peak = math.nan  # largest size of an element, when they were looked at last
         self._emptied = False  # after the newest backward
+        self._forced = 0  # how often the doctor made this window overflow
         self._used: Versions | None = None  # by the newest step
         record.optimizers += 1
 
@@ -105,6 +109,13 @@ class Gradients:
         if self.pending and self.norm == 0 and not self._emptied:
             self.empty()
 
+    def unscale(self, scale: float) -> None:
+        """A scaler has looked for an overflow and divided them."""
+        self.factor /= scale
+        if self.window.forced:
+            self._forced = _MOST_OVERFLOWS
+        self.measure()
+
     def empty(self) -> None:
         """They were zeroed before any step has used them."""
         self.window.dropped.append(self._record.note("zero_grad"))
@@ -114,7 +125,8 @@ class Gradients:
     def add(self, backward: Event) -> None:
         """A backward has added to them."""
         loss: Loss = backward.loss
-        if self.window.steps or not self.window.backwards:
+        left_out = self._emptied and self._forced >= _MOST_OVERFLOWS
+        if self.window.steps or not self.window.backwards or left_out:
             self._open_window()
         first = self._emptied or not self.window.backwards
         self.window.backwards.append(backward)
@@ -122,6 +134,7 @@ class Gradients:
             for gradient in self.dense():
                 gradient.detach().fill_(math.inf)
             self.window.forced = True
+            self._forced += 1
         if loss.has_gradient and not loss.scale:
             self.factor = math.nan  # that of the gradient it was given
         elif not (self.pending and loss.scale is None and self.factor != 1.0):
@@ -132,6 +145,7 @@ class Gradients:
     def _open_window(self) -> None:
         self.window = Window(self.number)
         self.windows += 1
+        self._forced = 0
         self._record.windows.append(self.window)
 
     def step(self, *, scaled: bool, skipped: bool, divisor: float = 1.0) -> None:

@@ -30,7 +30,8 @@ class Event(SimpleNamespace):
     | `skipped step` | how many averages `moved`, by which `lines` |
     | `move` | of which `schedule` |
     | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch` |
-    | `hide` | how many values were `hidden`, whether `of_gradient`, whether a `scalar` |
+    | `refusal` | the `text` of an error that a `GradScaler` raised |
+    | `hide` | how many values were `hidden`, the optimizer if `of_gradient`, whether a `scalar` |
     | `tf32` | `name` and `value` of a switch, whether `in_batch`, the file that it is set `by` |
     | `save` | whether the state of an `optimizer`, and a `scale` |
     """

@@ -160,6 +160,8 @@ def _cause(record: Record, key: str) -> str:
     steps = record.of("step")
     if key == "unscaled_twice" and _mixed(record):
         return "unscale_in_window"
+    if key == "unscaled_twice" and record.of("backward")[-1].number > _newest(record, "unscale"):
+        return "update_missing"  # since the batch before
     if key == "update_missing" and record.of("update"):
         return "step_twice"
     if key == "update_in_window" and not any(scaler.used for scaler in record.scalers):
@@ -167,6 +169,23 @@ def _cause(record: Record, key: str) -> str:
     if key == "update_in_window" and steps and not steps[-1].scaled and steps[-1].factor > 1.5:
         return "step_without_scaler"
     return key
+
+
+def _newest(record: Record, kind: str) -> int:
+    return max((event.number for event in record.of(kind)), default=-1)
+
+
+@rule
+def _refusals(record: Record) -> Iterator[Finding]:
+    """The training catches what the scaler raises, and never steps again."""
+    refusals = record.of("refusal")
+    if record.error is not None or len(refusals) < 3:
+        return
+    text = refusals[0].text
+    keys = [_cause(record, key) for words, key in _ERRORS if words in text]
+    if keys and refusals[0].number > _newest(record, "step"):
+        effect = f"{len(refusals)} calls raised {text!r}, and no step follows the first of them"
+        yield found(keys[0], refusals, effect)
 
 
 @rule
@@ -382,7 +401,7 @@ def _rates_by_hand(record: Record) -> Iterator[Finding]:
 @rule
 def _accumulation(record: Record) -> Iterator[Finding]:
     windows = [window for window in record.complete if not window.forced]
-    several = [window for window in windows if _is_accumulated(window)]
+    several = [window for window in windows if _is_accumulated(record, window)]
     if len(windows) < 2 or len(several) < len(windows) - 1 or not record.is_amp:
         return
     if any(len({b.where for b in window.backwards}) > 1 for window in several):
@@ -392,7 +411,8 @@ def _accumulation(record: Record) -> Iterator[Finding]:
     zeroed = [w for w in several if len(w.dropped) >= len(w.backwards) - 1]
     if len(zeroed) >= len(windows) - 1:
         effect = f"{size - 1} of {size} micro-batches of each step are thrown away"
-        yield found("zero_grad_in_window", [e for w in zeroed for e in w.dropped], effect)
+        level = FAULT if record.batches else SUSPICION
+        yield found("zero_grad_in_window", [e for w in zeroed for e in w.dropped], effect, level)
     elif record.aggregation > 1 and record.averages:
         if abs(losses[-1].divisor / record.aggregation - 1) < 1e-3:
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
@@ -400,14 +420,19 @@ def _accumulation(record: Record) -> Iterator[Finding]:
             yield found("loss_divided_twice", last.backwards, effect, level)
     elif all(abs(loss.divisor - 1) < 1e-3 for loss in losses) and not _is_divided(record, last):
         effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
-        level = FAULT if all(loss.mean for loss in losses) else SUSPICION
+        is_sure = record.batches and all(loss.mean for loss in losses)
+        level = FAULT if is_sure else SUSPICION
         yield found("loss_not_divided", last.backwards, effect, level)
 
 
-def _is_accumulated(window: Window) -> bool:
-    """Whether it has the gradients of several batches, of one backward each."""
+def _is_accumulated(record: Record, window: Window) -> bool:
+    """Whether it has the gradients of several batches, of one backward each.
+
+    Where no loader gives batches, each backward may be of another one.
+    """
     batches = {backward.batch for backward in window.backwards}
-    return 1 < len(window.backwards) == len(batches)
+    many = len(window.backwards)
+    return many > 1 and (many == len(batches) or not record.batches)
 
 
 def _is_divided(record: Record, window: Window) -> bool:
@@ -468,14 +493,17 @@ def _penalty(record: Record) -> Iterator[Finding]:
 @rule
 def _hidden_nan(record: Record) -> Iterator[Finding]:
     losses = [backward for backward in record.of("backward") if backward.loss.hides_nan]
-    gradients = [event for event in record.of("hide") if event.of_gradient]
+    gradients = [event for event in record.of("hide") if event.of_gradient is not None]
     replaced = [event for event in record.of("hide") if event.hidden]
     if losses and record.mixes:
         effect = f"{_share(record, losses)} began at a loss whose NaN would be 0"
         lines = [event for event in record.of("hide") if event.scalar and event.where]
         yield found("nan_hidden", lines or losses, effect)
         return
-    stepped_with = [event for event in gradients if event.hidden]
+    hidden = [event for event in gradients if event.hidden]
+    stepped_with = [event for event in hidden if not _step_was_skipped(record, event)]
+    if hidden and not stepped_with:
+        return  # the scaler had looked before
     events = stepped_with or gradients or replaced
     values = f"{sum(event.hidden for event in events)} values"
     if stepped_with:
@@ -484,6 +512,12 @@ def _hidden_nan(record: Record) -> Iterator[Finding]:
     elif events and record.mixes:
         effect = "that were not finite were replaced here"
         yield found("nan_hidden", events, f"{values} {effect}", SUSPICION)
+
+
+def _step_was_skipped(record: Record, change: Event) -> bool:
+    """Whether the next step with gradients that were changed is skipped."""
+    steps = (step for step in record.of("step") if step.optimizer == change.of_gradient)
+    return next((step.skipped for step in steps if step.number > change.number), False)
 
 
 @rule

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
@@ -269,11 +269,19 @@ class Spies:
     def _unscale(self, own: Own, scaler: Any, optimizer: Any) -> None:
         gradients = self._gradients_of(optimizer)
         gradients.look()
-        own(scaler, optimizer)
+        with self._noting_refusal():
+            own(scaler, optimizer)
         if scaler.is_enabled() and gradients.pending:
             self.record.note("unscale", in_step=self._scaler_that_steps is not None)
-            gradients.factor /= float(scaler.get_scale())
-            gradients.measure()
+            gradients.unscale(float(scaler.get_scale()))
+
+    @contextmanager
+    def _noting_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except (AssertionError, RuntimeError) as error:  # the training may catch it, and go on
+            self.record.note("refusal", text=str(error))
+            raise
 
     def _clip(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         with self._outermost("clip") as outermost:
@@ -311,7 +319,8 @@ class Spies:
         gradients.look()
         self._scaler_that_steps = scaler
         try:
-            result = own(scaler, optimizer, *args, **kwargs)
+            with self._noting_refusal():
+                result = own(scaler, optimizer, *args, **kwargs)
         finally:
             self._scaler_that_steps = None
         if len(self.record.of("step")) == before:
@@ -404,13 +413,20 @@ class Spies:
 
     def _hide(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         tensor = args[0] if args else kwargs["input"]
-        gradients = (weight.grad for weight in self._weights() if weight.grad is not None)
-        of_gradient = tensor.numel() > 0 and address_of(tensor) in map(address_of, gradients)
-        if self._in_batch and (of_gradient or tensor.requires_grad):
+        optimizer = self._whose_gradient(tensor)
+        if self._in_batch and (optimizer is not None or tensor.requires_grad):
             hidden = int((~torch.isfinite(tensor.detach())).sum())
-            scalar = tensor.numel() == 1
-            self.record.note("hide", hidden=hidden, of_gradient=of_gradient, scalar=scalar)
+            self.record.note(
+                "hide", hidden=hidden, of_gradient=optimizer, scalar=tensor.numel() == 1
+            )
         return own(*args, **kwargs)
+
+    def _whose_gradient(self, tensor: torch.Tensor) -> int | None:
+        """The number of the optimizer whose gradient this is."""
+        for each in self._gradients.values() if tensor.numel() else ():
+            if address_of(tensor) in map(address_of, each.dense()):
+                return each.number
+        return None
 
     def _switch(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         *owner_and_name, value = *args, *kwargs.values()
@@ -421,7 +437,8 @@ class Spies:
         return own(*args, **kwargs)
 
     def _save(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        optimizer, scale = _states_in(args[0] if args else kwargs["obj"])
+        scales = [scale for scale in self._scales() if scale]
+        optimizer, scale = _states_in(args[0] if args else kwargs["obj"], scales)
         self.record.note("save", optimizer=optimizer, scale=scale)
         return own(*args, **kwargs)
 
@@ -451,18 +468,29 @@ def _with_own(base: type, method: str) -> Iterable[type]:
         yield from _with_own(kind, method)
 
 
-def _states_in(content: Any) -> tuple[bool, bool]:
-    """Whether an object that is saved has the state of an optimizer, and a loss scale."""
+def _states_in(content: Any, scales: Sequence[float]) -> tuple[bool, bool]:
+    """Whether an object that is saved has the state of an optimizer, and a loss scale.
+
+    Args:
+        content: The object.
+        scales: The present loss scales.
+    """
     if isinstance(content, (Optimizer, torch.amp.GradScaler)):
         return isinstance(content, Optimizer), not isinstance(content, Optimizer)
     if isinstance(content, dict):
         if "param_groups" in content:
             return True, False
-        scale = any("scale" in str(k) and isinstance(v, (int, float)) for k, v in content.items())
-        below = [(False, scale), *map(_states_in, content.values())]
+        scale = any("scale" in str(k) and _is_one_of(scales, v) for k, v in content.items())
+        below = [(False, scale), *(_states_in(value, scales) for value in content.values())]
     else:
-        below = [*map(_states_in, content)] if isinstance(content, (list, tuple)) else []
+        parts = content if isinstance(content, (list, tuple)) else []
+        below = [_states_in(part, scales) for part in parts]
     return any(optimizer for optimizer, _ in below), any(scale for _, scale in below)
+
+
+def _is_one_of(scales: Sequence[float], value: Any) -> bool:
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return (is_one or isinstance(value, (int, float))) and float(value) in scales
 
 
 def _any_autocast() -> bool:
