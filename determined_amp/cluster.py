@@ -129,7 +129,8 @@ def check_task(trial: str | None, *, as_json: bool) -> None:
     with task_without_trial() as (config, core_context):
         findings = examine(config, "experiment", trial, print)
         faults = len(findings.faults)
-        leave_answer(core_context.train, f"{faults} faults", 1, {"faults": faults}, faults=faults)
+        status = f"{faults} fault{'s' * (faults != 1)}"
+        leave_answer(core_context.train, status, 1, {"faults": faults}, faults=faults)
     print(findings.to_json() if as_json else findings)
 
 
@@ -141,6 +142,8 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
     """
     info = task_info()
     config = {**task_configuration(info), "hyperparameters": constants(info.trial.hparams)}
+    # It warns that it writes by torch, as it does in every task without TensorFlow.
+    logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with core.init() as core_context:
         try:
             yield config, core_context

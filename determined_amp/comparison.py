@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,8 +161,6 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     Raises:
         UserError: see `compare`.
     """
-    # It warns that it writes by torch, as it does in every task without TensorFlow.
-    logging.getLogger("determined.tensorboard").setLevel(logging.ERROR)
     with task_without_trial() as (config, core_context):
         folder, written = compare(config, "experiment", options)
         # Without a report nothing but fp32 could be trained.

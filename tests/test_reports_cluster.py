@@ -323,6 +323,11 @@ def test_command_asks_what_a_source_is_about(
     master.config = {**master.config, "entrypoint": entrypoint}
     with pytest.raises(ReportError, match=words):
         any_report.main(command)
+    master.reports["validation"].clear()
+    master.trials = [{**master.trials[0], "state": "STATE_ERROR"}]
+    master.metadata = {11: {"failure": "this trial scales no loss"}}
+    with pytest.raises(ReportError, match="has no answer: this trial scales no loss"):
+        any_report.main(command)
 
 
 def test_run_folder_is_no_search_over_the_loss_scale() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 from determined import pytorch
 from determined.common.api import bindings
+from determined.tensorboard.base import get_metric_writer
 
 from determined_amp import __main__ as door
+from determined_amp import cluster
+from determined_amp.check.finding import Finding, Findings, Level
 from determined_amp.finder.advice import FoundScale
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.trial import determined_0_38
@@ -86,6 +90,26 @@ def test_finder_reports_window_choice_and_curves(
     (file,) = tmp_path.glob("checkpoints/*/loss_scale.json")
     assert FoundScale.read(file).finding.choice_log2 == metrics["init_scale_log2"]
     assert json.loads((file.parent / "metadata.json").read_text())["steps_completed"] == 4
+
+
+def test_check_leaves_the_number_of_faults_and_ends_its_log_with_them(
+    task: Task,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def examine(*call: Any) -> Findings:
+        get_metric_writer()  # as Determined does for a task; it warns
+        fault = Finding("scaled", Level.FAULT, "it is scaled", (), "by 2", "x / 2")
+        return Findings([fault], seen="12 batches")
+
+    logging.getLogger("determined.tensorboard").setLevel(logging.NOTSET)
+    monkeypatch.setattr(cluster, "examine", examine)
+    master = task("check.yaml")
+    assert master.reports["validation"] == [(1, {"faults": 1})]
+    assert (master.metadata, master.status) == ({"faults": 1}, "1 fault")
+    assert "TensorFlow" not in caplog.text
+    assert capsys.readouterr().out.startswith("1 fault: 12 batches\n\nfault: it is scaled\n")
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,10 @@ def check_report(report: str, source: str, search: Search) -> None:
     """
     reports, why_not = _REPORTS[Topic.of(search.config)]
     if report not in reports:
+        # A task of one answer reports that, and nothing before it.
+        unanswered = [run for run in search.runs if not run.reports.validations]
+        if unanswered and not reports:
+            raise ReportError(f"{search.origin}: has no answer: {unanswered[0].reason}")
         raise ReportError(f"{search.origin}: {why_not.format(source=source)}")
 
 
