@@ -98,8 +98,8 @@ def score_task(trial: str | None, batches: int) -> None:
         check_score(experiment)
     with _opened(info, experiment) as opened:
         report = train_context(opened.context)
-        report.set_status(f"scoring on {batches} batches")
         metrics = opened.score(batches)
+        show_status(report, f"{metrics['steps_lost']:.3g} steps lost")
         report.report_validation_metrics(steps_completed=batches, metrics=metrics)
         report.report_progress(1.0)
 
@@ -114,6 +114,9 @@ def find_task(trial: str | None, batches: int, arguments: Sequence[str]) -> None
         if context.distributed.rank == 0:
             scale_log2 = answer.finding.answer_log2
             note_on_master(context, init_scale=None if scale_log2 is None else 2.0**scale_log2)
+            verdict = answer.finding.verdict.value
+            status = verdict if scale_log2 is None else f"init_scale 2^{scale_log2}"
+            show_status(train_context(context), status)
             _report_finding(train_context(context), answer.finding, batches)
             with checkpoint_context(context).store_path({"steps_completed": batches}) as (
                 folder,

@@ -71,6 +71,7 @@ def test_score_does_not_depend_on_the_seed_of_the_trial(
     noted = {"precision": "amp_fp16", "init_scale": 16.0, "seed": 20261121}
     assert all(master.metadata.items() >= noted.items() for master in masters)
     assert all("failure" not in master.metadata for master in masters)
+    assert {master.status for master in masters} == {f"{metrics['steps_lost']:.3g} steps lost"}
 
 
 def test_finder_reports_window_choice_and_curves(
@@ -82,6 +83,7 @@ def test_finder_reports_window_choice_and_curves(
     assert metrics["init_scale_log2"] == metrics["window_top_log2"] - 6 >= 10
     assert metrics["window_bits"] > 0
     assert master.metadata["init_scale"] == 2.0 ** metrics["init_scale_log2"]
+    assert master.status == f"init_scale 2^{metrics['init_scale_log2']}"
     scales, shares = zip(*master.reports["loss_scale"], strict=True)
     assert scales == tuple(range(1, scales[-1] + 1))
     for scale, share in zip(scales, shares, strict=True):
