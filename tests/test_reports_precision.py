@@ -290,6 +290,17 @@ def test_seeds_are_those_that_the_trials_noted(master: Master) -> None:
     assert findings.comparisons[0].difference.paired
 
 
+def test_runs_of_several_experiments_may_share_a_machine_which_is_said_once(master: Master) -> None:
+    """Their master does not tell, be there one trial in each or several."""
+    every = read_experiment(7)
+    master.trials = master.trials[:1]
+    for group, reports in master.reports.items():
+        master.reports[group] = [report for report in reports if report["trialId"] == 11]
+    (note,) = read_experiment(7).notes
+    assert "ran side by side" in note
+    assert find([every, every]).notes == [note]
+
+
 SKIPPED, NAN = "60% of the steps were skipped", "the training loss is nan in amp_bf16"
 
 

@@ -128,11 +128,14 @@ def _set_tf32(*, on: bool) -> None:
 
 
 def warn_of_slow_operations(precision: Precision, device: torch.device) -> None:
-    """Warn that a CPU may compute far slower in 16 bits; `compare` measures it for a model."""
+    """Warn that a CPU may compute far slower in 16 bits, and name what measures it.
+
+    It may also be faster. Instructions for a dtype do not tell: not every kernel uses them.
+    """
     if precision.autocast_dtype is not None and device.type == "cpu":
         logger.warning(
             "amp.precision is %s on a CPU, which may compute many times slower in 16 bits than in "
-            "float32: to train fast here, use fp32",
+            "float32: `python -m determined_amp compare` measures it",
             precision.value,
         )
 

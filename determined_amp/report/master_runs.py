@@ -77,7 +77,7 @@ def read_experiment(number: int) -> Search:
             _run(trial, origin, config, noted.get(trial.id, {}), reports[trial.id])
             for trial in trials
         )
-    return Search(origin, runs, config, notes=_SIDE_BY_SIDE if len(runs) > 1 else ())
+    return Search(origin, runs, config, notes=_SIDE_BY_SIDE)
 
 
 def _run(

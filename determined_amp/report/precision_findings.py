@@ -147,7 +147,7 @@ def find(
             judge_claims=judge_claims or str(first.settings[TRIAL]).startswith(_OWN_TRIALS),
         ),
         left_out=left_out,
-        notes=[note for source in sources for note in source.notes],
+        notes=list(dict.fromkeys(note for source in sources for note in source.notes)),
     )
 
 
