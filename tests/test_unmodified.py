@@ -808,16 +808,3 @@ def test_callbacks_of_any_name_are_called() -> None:
         trial.factor = math.nan
         with pytest.raises(GuardError):  # which no name switches off
             fit_as_it_is(trial, BFLOAT16)
-
-
-@pytest.mark.parametrize("trial", [Plain, Converted])
-def test_checkpoint_of_other_names_of_callbacks_resumes_bit_for_bit(trial: Any) -> None:
-    """Those that they had at first."""
-    first = fit_as_it_is(trial, FP16, batches=5)
-    undisturbed = fit_as_it_is(trial, FP16, resume=first)
-    saved = first.checkpoint
-    states = saved["callbacks"]
-    saved["callbacks"] = {name.removeprefix("determined_amp."): states[name] for name in states}
-    assert saved["callbacks"] != states
-    torch.save(saved, first.saved / "state_dict.pth")
-    assert same_state(fit_as_it_is(trial, FP16, resume=first), undisturbed)

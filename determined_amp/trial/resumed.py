@@ -90,10 +90,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         another value.
         """
         constructed = self._remember_constructed()
-        states = checkpoint.get("callbacks", {})
-        if CALLBACK not in states and "optimizers" in states.get("mixed_precision", ()):
-            states[CALLBACK] = states.pop("mixed_precision")  # its first name
-        before = {} if self._warm_start else states.get(CALLBACK)
+        before = {} if self._warm_start else checkpoint.get("callbacks", {}).get(CALLBACK)
         moved = scheduled(self._context)
         settle_groups(checkpoint, self.optimizers, moved, constructed, before or {})
         state = checkpoint.pop("scaler_state_dict", None)
