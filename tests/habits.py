@@ -496,7 +496,12 @@ class AccumulatedHook(Habit):
         model = super().net()
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self.clamp)
+        for hook in (self.drop, lambda dropped: None):
+            model[0].bias.register_post_accumulate_grad_hook(hook)
         return model
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        parameter.grad = None
 
     def clamp(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -785,8 +790,8 @@ class SizingNet(Net):
 
 class KeepingNet(Net):
     def hidden(self, inputs: torch.Tensor) -> Any:
-        self.kept = {"first": [self.first(inputs)]}
-        return torch.tanh(functional.layer_norm(self.kept["first"][0], (16,)))
+        self.kept = {"first": [(self.first(inputs),)]}
+        return torch.tanh(functional.layer_norm(self.kept["first"][0][0], (16,)))
 
 
 class Attribute(Features):
@@ -797,7 +802,7 @@ class Attribute(Features):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         loss = Habit.loss(self, inputs * 300, classes)
-        (kept,) = self.model.kept["first"]
+        ((kept,),) = self.model.kept["first"]
         return loss + 1e-8 * (kept * kept).sum()
 
 

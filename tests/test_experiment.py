@@ -19,7 +19,7 @@ from determined._execution import _make_test_experiment_config
 from determined_amp.amp.errors import ConfigError
 from determined_amp.cli.options import configuration_of
 from determined_amp.experiment import experiment
-from determined_amp.experiment.overrides import with_overrides
+from determined_amp.experiment.overrides import in_precision, with_overrides
 from determined_amp.experiment.training import WITHOUT_EFFECT, Length
 from trials.mlp import MLPHparams
 
@@ -216,9 +216,12 @@ def test_settings_of_the_scaler_are_inert_in_a_precision_without_one(precision: 
 def test_precision_of_the_command_line_may_be_in_quotes_as_in_the_yaml() -> None:
     changes = ["hyperparameters.amp.precision='amp_bf16'"]
     options = Namespace(config=str(_YAML), overrides=changes, precision=None)
-    assert configuration_of(options)["hyperparameters"]["amp"]["precision"] == "amp_bf16"
+    assert configuration_of(options) == changed({"hp.amp.precision": "amp_bf16"})
     options.precision = "fp32"
-    assert configuration_of(options)["hyperparameters"]["amp"]["precision"] == "fp32"
+    assert configuration_of(options) == changed({"hp.amp.precision": "fp32"})
+    words = "^--precision: hyperparameters.amp: got 'own', which is the trial's own; allowed: a sec"
+    with pytest.raises(ConfigError, match=words):
+        in_precision({"hyperparameters": {"amp": "own"}}, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,7 @@ def test_experiment_of_dets_option_test_trains_one_batch() -> None:
     batch = Length(batches=1)
     training = result.training
     assert (training.max_length, training.validation_period) == (batch, batch)
+    assert result.platform.searcher.smaller_is_better
     (problem, *others) = problems_of({"searcher.max_length": {"batches": 1}})
     assert "has no effect" in problem
     assert not others
@@ -288,7 +292,6 @@ def test_epochs_that_end_within_a_window_are_refused() -> None:
     ("text", "problem"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("a: [1", "is not YAML: "),
         ("- a\n", "is not an experiment configuration: its top level has no keys"),
     ],
 )

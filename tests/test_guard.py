@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import platform
 import threading
 from collections.abc import Sequence
 from datetime import datetime
@@ -108,13 +110,16 @@ class TestFailureBeforeAContext:
     def test_failure_before_a_context_is_noted_with_its_reason(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        master = Master({"mine": 1})
-        master.set_status = lambda status: None  # type: ignore[method-assign]
-        monkeypatch.setattr(notes, "train_context_of_task", lambda info: master)
+        master, statuses = Master({"mine": 1}), list[str]()
+        monkeypatch.setattr(master, "set_status", statuses.append)
+        monkeypatch.setattr(
+            notes, "train_context_of_task", lambda info: master if info is self.INFO else None
+        )
         with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
             raise ConfigError("experiment", ["amp.precison: unknown key"])
         reason = "experiment: amp.precison: unknown key"
         assert master.metadata == {"mine": 1, "amp": {"failure": reason}}
+        assert statuses == ["amp.precison: unknown key"]
 
     def test_failure_is_the_one_that_is_raised_if_the_master_fails_or_is_silent(
         self, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +130,7 @@ class TestFailureBeforeAContext:
             monkeypatch.setattr(notes, "train_context_of_task", answer)
             with pytest.raises(ConfigError), notes.failure_noted(self.INFO):
                 raise ConfigError("experiment", ["amp.precison: unknown key"])
+        assert threading.enumerate()[-1].daemon  # so that the task can end
         answered.set()
 
 
@@ -138,8 +144,14 @@ class TestMetadata:
         watched._context._core = SimpleNamespace(train=master)
         watched.on_training_start()
         assert master.metadata is not None
-        machine = master.metadata["amp"].pop("machine")
-        assert (machine["slots"], machine["torch"]) == (1, torch.__version__)
+        assert master.metadata["amp"].pop("machine") == {
+            "device": f"cpu ({os.cpu_count()} processors, torch threads: 1)",
+            "slots": 1,
+            "on_gpu": False,
+            "has_tf32": False,
+            "torch": torch.__version__,
+            "versions": {"python": platform.python_version()},
+        }
         datetime.fromisoformat(master.metadata["amp"].pop("date"))
         noted = {"precision": "amp_fp16", "init_scale": 65536.0, "seed": 7, "note": "mine"}
         assert master.metadata == {"mine": 1, "amp": noted}

@@ -96,7 +96,9 @@ class TestRunFolder:
         run = read_run(folder)
         (part,) = run.parts
         assert run.machine.versions["determined"] == "0.38.1"
-        assert {"torchvision", "numpy", "python", "commit"} <= run.machine.versions.keys()
+        assert run.machine.versions.keys() == {
+            *("torchvision", "determined", "numpy", "python", "platform", "commit")
+        }
         assert (run.machine.torch, run.machine.slots) == (torch.__version__, 1)
         assert run.machine.device.startswith("cpu (")
         assert part.date is not None

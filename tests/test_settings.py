@@ -184,6 +184,7 @@ def test_error_says_source_count_and_one_line_per_problem() -> None:
     assert isinstance(error, UserError)
 
 
-def test_number_in_quotes_is_explained() -> None:
-    (problem,) = problems_of({"count": "16"})
-    assert problem.endswith(" (this is a text in quotes: write 16)")
+@pytest.mark.parametrize(("key", "text"), [("count", "16"), ("ratio", "1.5e-05")])
+def test_number_in_quotes_is_explained(key: str, text: str) -> None:
+    (problem,) = problems_of({"count": 1, key: text})
+    assert problem.endswith(f" (this is a text in quotes: write {text})")

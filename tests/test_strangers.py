@@ -70,6 +70,7 @@ class TestDeterminedsForm:
     def test_means_what_it_means_there(self) -> None:
         found = parse("optimizations={aggregation_frequency: 3}", "perform_initial_validation=true")
         assert (found.trial, found.factory) == (TRIAL, strangers.Stranger)
+        assert found.settings["hyperparameters.trial"] == TRIAL
         assert found.training.max_length == Length(batches=12)
         assert found.training.validation_period == Length(batches=6)
         assert found.training.checkpoint_period == Length(batches=4)
@@ -577,9 +578,9 @@ class TestFit:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-        section: dict[str, Any] = {"max_length": {"batches": 1}}
+        section: dict[str, Any] = {"max_length": {"epochs": 2}}
         ours = {"hyperparameters": {"trial": TRIAL, "training": section}}
-        fitted(ours, monkeypatch)
+        assert fitted(ours, monkeypatch)["max_length"] == (pytorch.Epoch, 2)
         assert torch.backends.cudnn.benchmark
         section["cudnn_benchmark"] = False
         fitted(ours, monkeypatch)
