@@ -73,16 +73,8 @@ class TestExchange:
         (handle,) = share_gradients_once(context, lambda batch: batch % 2 == 1)
         for _ in range(4):
             model()
-        assert model.noted == [False, True, False, True]
-        handle.remove()
-        model()  # and asks for no fifth batch
-
-    def test_exchange_is_not_asked_about_where_no_backward_follows(self) -> None:
-        """As in a validation, which may come in the middle of a window."""
-        model, context = Exchanging(), SimpleNamespace(current_train_batch=lambda: 1 / 0)
-        made: Any = context
-        made.models = [model]
-        share_gradients_once(made, lambda batch: False)
         with torch.no_grad():
-            model()
-        assert model.noted == [True]
+            model()  # as in a validation, which asks for no fifth batch
+        assert model.noted == [False, True, False, True, True]
+        handle.remove()
+        model()  # nor does anything afterwards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
 from tests import training
 from tests.harness import fit, same_bits
-from tests.trials import Converted, weigh
+from tests.trials import Converted
 from trials.mlp import MLPTrial
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
@@ -52,22 +52,16 @@ class NoAutocastTrial(MLPTrial):
         self.model.forward = in_float32
 
 
-def options(config: str, *overrides: str, trial: str | None = None) -> list[str]:
+def options(config: str, *overrides: str) -> list[str]:
     """Arguments of the command, with a small batch."""
     changes = ["hyperparameters.global_batch_size=8", *overrides]
-    if trial:
-        changes.append(f"hyperparameters.trial={__name__}:{trial}")
     path = str(training.ROOT / "experiment_configs" / config)
     return [path, *(word for change in changes for word in ("--config", change))]
 
 
-def given(arguments: list[str]) -> tuple[Mapping[str, Any], str]:
-    path, *changes = arguments
-    return with_overrides(experiment.read_yaml(path), changes[1::2]), path
-
-
-def audit_of(arguments: list[str]) -> Audit:
-    audit, asked = audit_here(*given(arguments))
+def audit_of(config: str) -> Audit:
+    path, *changes = options(config)
+    audit, asked = audit_here(with_overrides(experiment.read_yaml(path), changes[1::2]), path)
     assert asked is audit.precision
     return audit
 
@@ -77,17 +71,9 @@ def trial_of(train_batch: Callable[[], object]) -> Any:
     return SimpleNamespace(train_batch=lambda **batch: train_batch())
 
 
-def unexpected(audit: Audit) -> None:
-    pytest.fail(f"passed:\n{audit.table()}")
-
-
 def multiply(dtype: torch.dtype = FP32) -> torch.Tensor:
     """One product of 2 * 2 * 3 * 5 = 60 FLOPs."""
     return torch.ones(2, 3, dtype=dtype) @ torch.ones(3, 5, dtype=dtype)
-
-
-def made_up(precision: Precision, *, tf32: str = "off", has_tf32: bool = True) -> Audit:
-    return Audit(precision, {("mm", FP32): 2}, 0, 0, tf32, has_tf32)
 
 
 class TestProductCount:
@@ -107,7 +93,7 @@ class TestProductCount:
         weight has a gradient of as many FLOPs, and the hidden features too; the images have none.
         """
         first, last = 2 * 8 * 784 * 512, 2 * 8 * 512 * 10
-        audit = audit_of(options(config))
+        audit = audit_of(config)
         assert audit.flops == {("addmm", dtype): first + last, ("mm", dtype): first + 2 * last}
         assert audit.total_flops == 13_090_816
         assert (audit.share, audit.passed) == (1.0, True)
@@ -201,7 +187,8 @@ class TestVerdict:
         self, precision: Precision, tf32: str, has_tf32: bool
     ) -> None:
         wanted = {Precision.FP32: "off", Precision.TF32: "on" if has_tf32 else tf32}
-        audit = Audit(precision, {("mm", made_up(precision).dtype): 2}, 0, 0, tf32, has_tf32)
+        flops = {("mm", precision.autocast_dtype or FP32): 2}
+        audit = Audit(precision, flops, 0, 0, tf32, has_tf32)
         assert audit.passed is (wanted.get(precision, tf32) == tf32)
 
     @pytest.mark.parametrize(
@@ -272,11 +259,8 @@ class TestAudited:
         assert (audit.total_flops, audit.failure()) == (0, None)
 
     def test_error_in_an_audited_batch_is_its_own(self) -> None:
-        def broken() -> None:
-            raise ZeroDivisionError
-
-        trial = trial_of(broken)
-        audited(trial, Precision.FP32, unexpected, has_tf32=False)
+        trial = trial_of(lambda: 1 / 0)
+        audited(trial, Precision.FP32, lambda audit: pytest.fail("judged"), has_tf32=False)
         with pytest.raises(ZeroDivisionError):
             trial.train_batch()
 
@@ -287,31 +271,21 @@ class TestAudited:
             for audit in (True, False)
         )
         assert same_bits(with_audit.checkpoint, without.checkpoint)
-        first = with_audit.reports.training[0]
-        assert first.keys() - without.reports.training[0].keys() == {"watch_audit_share"}
+        pairs = zip(with_audit.reports.training, without.reports.training, strict=True)
+        more = [set(ours) - set(theirs) for ours, theirs in pairs]
+        assert more == [{"watch_audit_share"}, set(), set()]
 
 
-def test_metrics_of_the_audit_are_in_the_first_report_alone() -> None:
-    """One weight, rows of two: (2, 1) by (1, 1) forward, (1, 2) by (2, 1) backward, 4 FLOPs each.
-
-    A second report would be of another stretch of training: Determined resets all reducers before.
-    """
-    made = weigh([[1.0, 2.0], [1.0, 2.0]])
-    (report,) = made.reports.training
-    assert report["watch_audit_share"] == 1.0
-    metrics = made.trial.amp._audit_metrics
-    assert metrics is not None
-    metrics.reset()
-    assert metrics.cross_slot_reduce([{}, {}]) == {}
-
-
-def test_metrics_of_the_audit_are_reported_once_and_those_of_the_chief() -> None:
+def test_audit_is_logged_once_and_reported_once_by_the_chief(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     context: Any = SimpleNamespace(wrap_reducer=lambda *given, **named: None)
     metrics = AuditMetrics(context)
     assert metrics.per_slot_reduce() == {}
-    metrics.add(
-        Audit(Precision.AMP_FP16, {("mm", torch.float16): 3 * 10**9}, 5, 2**21, "off", False)
-    )
+    audit = Audit(Precision.AMP_FP16, {("mm", torch.float16): 1}, 5, 2**21, "off", False)
+    metrics.add(audit)
+    assert caplog.messages == [f"audit of the first batch:\n{audit.table()}"]
     chief = metrics.per_slot_reduce()
     assert chief == {"watch_audit_share": 1.0}
     assert metrics.cross_slot_reduce([chief, {"watch_audit_share": 0.5}]) == chief
@@ -331,5 +305,6 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_audit_that_fails_is_1(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert command.main(options("mlp/bf16.yaml", trial="NoAutocastTrial")) == 1
+        trial = f"hyperparameters.trial={__name__}:NoAutocastTrial"
+        assert command.main(options("mlp/bf16.yaml", trial)) == 1
         assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out

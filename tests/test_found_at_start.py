@@ -146,20 +146,14 @@ def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("init_scale", "words"),
-    [
-        (
-            65536.0,
-            "the checkpoint has no loss scale; starting with 65536, which may cost",
-        ),
-        ("find", "the checkpoint has no loss scale; it is found on the first batch"),
-    ],
+    [(65536.0, "starting with 65536, which may cost"), ("find", "it is found on the first batch")],
 )
 def test_resume_without_a_saved_scale_says_so(
     init_scale: Any, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = fit_as_it_is(Converted, {"precision": "fp32"}, batches=2)
     second = fit_as_it_is(Converted, {**FIND, "init_scale": init_scale}, batches=4, resume=first)
-    assert words in caplog.text
+    assert f"the checkpoint has no loss scale; {words}" in caplog.text
     assert ("amp.init_scale: find" in caplog.text) == (init_scale != "find")
     if init_scale == "find":
         assert second.trial.amp.scaler.get_scale() == found(caplog)
@@ -178,9 +172,9 @@ def test_forward_that_overflows_ends_the_run_at_once() -> None:
 
 
 def test_min_scale_that_overflows_is_refused() -> None:
-    words = r"gradients overflow at min_scale 1e\+30; allowed: min_scale: "
+    words = r"^the trial: .* gradients overflow at min_scale 1\.67772e\+07; allowed: min_scale: "
     with pytest.raises(ConfigError, match=words):
-        run(Converted, min_scale=1.0e30)
+        run(Converted, min_scale=2.0**24)
 
 
 def test_scale_is_not_below_min_scale_where_that_is_safe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from determined_amp import AmpSettings, ConfigError, MixedPrecision, Precision
 from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import NewestBatch, undisturbed
-from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.errors import ending_the_program, exit_status
 from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
 from tests import training
 from tests.harness import Context, fit
@@ -116,83 +117,53 @@ def test_speed_and_wait_for_data_are_reported() -> None:
 
 
 class TrainsAgainWithoutSteps(Weights):
-    """Looks at its state around a batch that is trained again.
-
-    Attributes:
-        before: State before each.
-        after: State after each.
-    """
+    """Trains each batch once more without steps, by every call that could move something."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         super().__init__(context)
         scheduler: Any = lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
         by_hand = pytorch.LRScheduler.StepMode.MANUAL_STEP
         self.scheduler: Any = context.wrap_lr_scheduler(scheduler, by_hand)
-        self.before: list[Any] = []
-        self.after: list[Any] = []
 
-    def state(self) -> Any:
-        gradients = self.amp.metrics.of(self.optimizer)
-        (weight,) = self.model.parameters()
-        return (
-            weight.item(),
-            None if weight.grad is None else weight.grad.item(),
-            self.optimizer.state_dict()["state"][0]["momentum_buffer"].tolist(),
-            self.optimizer.param_groups[0]["lr"],
-            self.scheduler.last_epoch,
-            self.amp.scaler.state_dict(),
-            gradients.counts.state_dict(),
-            float(gradients.norm_sum.total()),
-            dict(self.amp.scaler.outcomes),
-        )
-
-    def everything(self, batch: Any) -> None:
-        self.backward(batch)
-        self.step()
-        self.amp.clip(self.optimizer)(self.model.parameters())
-        self.amp.scaler.step(self.optimizer)
-        self.amp.scaler.update()
-        assert self.amp.update(torch.ones(()), samples=1) == {}
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
+    def state(self) -> str:
+        parts = (self.model, self.optimizer, self.scheduler, self.amp, self.amp.scaler)
+        outcomes = list(self.amp.scaler.outcomes.values())
+        return training.digest([[part.state_dict() for part in parts], outcomes])
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss = self.backward(batch)
-        clip = self.amp.clip(self.optimizer)
-        self.context.step_optimizer(
-            self.optimizer, clip_grads=clip, scaler=self.amp.scaler, auto_zero_grads=False
-        )
-        reported = self.amp.update(loss, samples=len(batch[0]))
-        self.before.append(self.state())
+        reported = super().train_batch(batch, epoch_idx, batch_idx)
+        before = self.state()
         with undisturbed(self.model), self.amp.without_steps():
-            self.everything(batch)
-        self.after.append(self.state())
-        self.optimizer.zero_grad()
+            self.backward(batch)
+            self.step()
+            self.amp.clip(self.optimizer)(self.model.parameters())
+            self.amp.scaler.step(self.optimizer)
+            self.amp.scaler.update()
+            assert self.amp.update(torch.ones(()), samples=1) == {}
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+        assert self.state() == before
         return reported
 
 
-class TestWithoutSteps:
-    def test_nothing_moves_without_steps_and_everything_works_again_afterwards(self) -> None:
-        """As of a trial that trains nothing twice, with the same report."""
-        made, plain = (
-            fit(trial, FP16, batches=2, reporting_period=2)
-            for trial in (TrainsAgainWithoutSteps, Weights)
-        )
-        trial = made.trial
-        assert trial.after == trial.before
-        names = ("loss", "watch_grad_norm", "watch_applied_steps", "skipped_steps")
-        for name in (*names, "loss_scale_log2"):
-            assert made.report[name] == plain.report[name]
-        assert trial.weights() == plain.trial.weights() == [-0.125]
-        before = trial.state()
-        trial.model.weight.grad = torch.ones(1, 1)
-        trial.optimizer.step()
-        trial.scheduler.step()
-        assert trial.state()[0] != before[0]
-        assert (trial.state()[3], trial.state()[4]) == (before[3] / 2, before[4] + 1)
-        trial.optimizer.zero_grad()
-        assert trial.model.weight.grad is None
+def test_nothing_moves_without_steps_and_everything_works_again_afterwards() -> None:
+    """As of a trial that trains nothing twice, with the same report."""
+    made, plain = (
+        fit(trial, FP16, batches=2, reporting_period=2)
+        for trial in (TrainsAgainWithoutSteps, Weights)
+    )
+    trial, names = made.trial, ("loss", "loss_scale_log2", "skipped_steps")
+    for name in (*names, "watch_grad_norm", "watch_applied_steps"):
+        assert made.report[name] == plain.report[name]
+    assert trial.weights() == plain.trial.weights() == [-0.125]
+    trial.model.weight.grad = torch.ones(1, 1)
+    trial.optimizer.step()
+    trial.scheduler.step()
+    assert trial.weights() != [-0.125]
+    assert trial.optimizer.param_groups[0]["lr"] == 0.125
+    trial.optimizer.zero_grad()
+    assert trial.model.weight.grad is None
 
 
 class TestPatched:
@@ -287,8 +258,9 @@ class TestPlainScript:
         assert len(list(folder.glob("*/state_dict.pth"))) == 1
 
     def test_error_of_any_other_kind_is_left_to_the_hook_before(
-        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
+        """Torchrun shows what a `UserError` writes into the launcher's file."""
         seen: list[Any] = []
         monkeypatch.setattr(sys, "excepthook", lambda *caught: seen.append(caught))
         context: Any = Context()
@@ -303,6 +275,20 @@ class TestPlainScript:
         sys.excepthook(ValueError, error, None)
         assert seen == [(ValueError, error, None)]
         assert capfd.readouterr().err == ""
+        report, mistake = tmp_path / "report.json", ConfigError("the trial", ["a mistake"])
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+
+        def refuse() -> int:
+            raise mistake
+
+        with pytest.raises(SystemExit, match="2"):
+            sys.excepthook(ConfigError, mistake, None)
+        hooked = json.loads(report.read_text())["message"]["message"]
+        assert exit_status(refuse, "before: ") == 2
+        printed = json.loads(report.read_text())["message"]["message"]
+        assert hooked == "no retry can help: the trial: a mistake"
+        assert printed == "before: the trial: a mistake"
+        assert capfd.readouterr().err == f"{hooked}\n{printed}\n"
 
 
 class TestLoop:
