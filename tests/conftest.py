@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -25,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 import torch
 from determined import core
 
+from determined_amp import __main__ as door
 from determined_amp.cli import search as command
 
 gc.disable()  # until all tests are imported
@@ -101,6 +102,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "checkpoints").mkdir()
     return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that has to end with status 2 and no traceback; what it says."""
+
+    def of(*command: str) -> str:
+        assert door.main([*command]) == 2
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return of
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_folder import Search, read_search
-from determined_amp.search.search_plan import SearchPlan
 from tests.training import ROOT
 
 SMALL_MODEL = (
@@ -59,8 +58,3 @@ def run(directory: Path, search: str, *overrides: str, workers: int = 1, status:
     path = write(directory, search, *overrides)
     assert command.main([path.name, "--workers", str(workers)]) == status
     return read_search(only_folder(directory))
-
-
-def plan(config: dict[str, Any]) -> SearchPlan:
-    """What a search asks for."""
-    return SearchPlan(config)

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from determined_amp.report.precision_report import write_report
 from determined_amp.runs.run import RunState
 from determined_amp.search import engine
 from determined_amp.search.search_folder import Search, read_search
-from tests import mortal, searching, shapes
+from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
 
 pytestmark = pytest.mark.usefixtures("_workers_import_once")
@@ -141,22 +142,22 @@ def test_time_that_is_up_ends_it_with_what_is_known(
     assert {run.state for run in read_search(made).runs} <= {RunState.RUNNING, RunState.STOPPED}
 
 
-def test_comparison_that_failures_alike_end_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ({"common_failure": "no memory"}, "because the last 3 failed alike: no memory"),
+        ({"time_is_up": True, "stopping": True}, "within 10 min"),
+        ({"stopping": True}, "when it was interrupted"),
+        ({}, ""),
+    ],
+)
+def test_comparison_says_why_it_ended_early(
+    end: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    mortal.ORDER.write_text("fail")
-    config = searching.load(
-        tmp_path,
-        "compare_precisions.yaml",
-        *searching.SHORT,
-        "hyperparameters.trial=tests.mortal:MortalTrial",
-    )
-    folder = tmp_path / "comparison"
-    folder.mkdir()
-    cut_short = engine.run_comparison(folder, config, 600.0)
-    assert cut_short.startswith("because the last 3 failed alike: RuntimeError: as ordered")
-    assert [run.state for run in read_search(folder).runs] == [RunState.FAILED] * 3
+    ended = {"common_failure": None, "time_is_up": False, "stopping": False, **end}
+    monkeypatch.setattr(engine, "_run", Mock(return_value=SimpleNamespace(**ended)))
+    config = searching.load(tmp_path, "compare_precisions.yaml")
+    assert engine.run_comparison(tmp_path, config, 600.0) == why
 
 
 def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> None:
@@ -199,10 +200,6 @@ def test_yaml_without_a_batch_size_is_told_what_to_write(
     assert not (tmp_path / "runs").exists()
 
 
-def interrupted(*call: Any, **named: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("moment", "words"),
     [
@@ -224,7 +221,7 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
     monkeypatch.setattr(comparison, "read_search", lambda folder: Search(str(folder), ()))
-    monkeypatch.setattr(comparison, moment, interrupted)
+    monkeypatch.setattr(comparison, moment, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
     assert capsys.readouterr().err.startswith(words)
@@ -240,10 +237,8 @@ def on_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TaskMaster:
 def test_task_of_a_cluster_that_fails_leaves_its_reason(
     on_cluster: TaskMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Path:
-        raise CompareError("the trial cannot be trained in fp32: no batch")
-
-    monkeypatch.setattr(comparison, "compare", fail)
+    fault = CompareError("the trial cannot be trained in fp32: no batch")
+    monkeypatch.setattr(comparison, "compare", Mock(side_effect=fault))
     with pytest.raises(CompareError):
         comparison.compare_on_cluster(Namespace())
     assert on_cluster.metadata["failure"].endswith("in fp32: no batch")
@@ -254,18 +249,11 @@ def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
     images: Path, on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
-    calls: list[Any] = []
-
-    written = write_report([read_search(images)], images)
-
-    def compare_before(*args: Any) -> Any:
-        calls.append(args)
-        return images, written
-
-    monkeypatch.setattr(comparison, "compare", compare_before)
+    compared = Mock(return_value=(images, write_report([read_search(images)], images)))
+    monkeypatch.setattr(comparison, "compare", compared)
     comparison.compare_on_cluster(options)
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    assert calls == [(config, "experiment", options)]
+    compared.assert_called_once_with(config, "experiment", options)
     (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()

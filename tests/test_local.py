@@ -28,7 +28,6 @@ from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
-from determined_amp.runs.run import RunState
 from tests import training
 from tests.harness import same_bits
 from trials.mlp import MLPTrial
@@ -72,12 +71,12 @@ class TestRunFolder:
         }
 
     def test_run_folder_is_not_used_for_another_run(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
+        self, folder: Path, refusal: Callable[..., str]
     ) -> None:
         before = training.checkpoint(folder, 12)
         arguments = training.arguments("mlp/bf16.yaml", "hyperparameters.learning_rate=1.0")
-        assert door.main(["train", *arguments, "--run-folder", str(folder)]) == 2
-        assert "holds a run already" in capsys.readouterr().err
+        said = refusal("train", *arguments, "--run-folder", str(folder))
+        assert "holds a run already" in said
         assert same_bits(training.checkpoint(folder, 12), before)
 
     def test_resolved_config_has_the_defaults_and_trains_the_same_again(
@@ -260,11 +259,8 @@ class TestRecordOfTheEnd:
     def test_record_that_is_lost_on_a_full_disk_hides_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(folder: RunFolder, state: RunState, reason: str) -> None:
-            raise OSError("no space left")
-
         self.planted(monkeypatch, raising(RuntimeError("first")))
-        monkeypatch.setattr(RunFolder, "end", refuse)
+        monkeypatch.setattr(RunFolder, "end", Mock(side_effect=OSError("no space left")))
         with pytest.raises(RuntimeError, match="first"):
             training.run_small("mlp/fp32.yaml", tmp_path)
         assert training.end(tmp_path)[0] == "running"
@@ -285,22 +281,22 @@ class TestRecordOfTheEnd:
         assert Resume.latest(tmp_path) == Resume("batch-00000004", 4)
 
     def test_number_beyond_float32_is_a_sentence_with_its_line(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, refusal: Callable[..., str]
     ) -> None:
         arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.weight_decay=1.0e+39")
-        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
-        assert "a number is beyond float32, which ends at 3.4e38 (" in capsys.readouterr().err
+        said = refusal("train", *arguments, "--run-folder", str(tmp_path))
+        assert "a number is beyond float32, which ends at 3.4e38 (" in said
         assert "mlp.py, line " in training.end(tmp_path)[1]
 
     def test_end_by_the_guard_is_recorded_with_its_sentence(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, refusal: Callable[..., str]
     ) -> None:
         """A learning rate that makes the loss NaN; the record has the sentence the user sees."""
         arguments = training.arguments("mlp/fp32.yaml", "hyperparameters.learning_rate=1.0e+30")
-        assert door.main(["train", *arguments, "--run-folder", str(tmp_path)]) == 2
+        said = refusal("train", *arguments, "--run-folder", str(tmp_path))
         state, reason, _ = training.end(tmp_path)
         assert state == "failed"
-        assert reason in capsys.readouterr().err
+        assert reason in said
 
 
 class TestRunInsideTheRepository:

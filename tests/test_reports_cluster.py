@@ -296,11 +296,12 @@ SINGLE = "is a single run, no search.*report precision 7 OTHERS$"
         (TRAIN, "grid", PRECISIONS, ["precision"], "report precision 7$"),
         (COMPARE, "single", {}, ["precision"], "report precision 7$"),
         (TRAIN, "single", {}, ["precision"], SINGLE),
+        (None, None, {}, ["precision"], SINGLE),  # a run folder
         (TRAIN, "random", {"rate": {"type": "log"}}, ["precision", "loss-scale"], ""),
     ],
 )
 def test_report_is_refused_with_the_command_for_the_one_that_fits(
-    entrypoint: str, searcher: str, space: Any, fits: list[str], refusal: str
+    entrypoint: str | None, searcher: str | None, space: Any, fits: list[str], refusal: str
 ) -> None:
     config = {"entrypoint": entrypoint, "searcher": {"name": searcher}, "hyperparameters": space}
     search = Search("experiment 7", (), config)
@@ -328,8 +329,3 @@ def test_command_asks_what_a_source_is_about(
     master.metadata = {11: {"failure": "this trial scales no loss"}}
     with pytest.raises(ReportError, match="has no answer: this trial scales no loss"):
         any_report.main(command)
-
-
-def test_run_folder_is_no_search_over_the_loss_scale() -> None:
-    with pytest.raises(ReportError, match=r"runs/x: is a single run.*precision runs/x OTHERS"):
-        sources.check_report("loss-scale", "runs/x", Search("runs/x", ()))

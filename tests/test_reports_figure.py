@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from determined_amp.finder.histogram import FLUSH_LOG2, OVERFLOW_LOG2
 from determined_amp.finder.verdict import Window
+from determined_amp.report import precision_figure
 from determined_amp.report.loss_scale_figure import Point, draw, predicted_score, seed_band
+from determined_amp.report.page import as_svg
+from determined_amp.runs.run import Run
+from tests.precisions import CPU, LOST, findings_of, run, seeds
 from tests.reporting import Rows, found_scale, observed, scored
 
 SCORES: Rows = [(float(scale), None, scored(scale), {}) for scale in (-8, 0, 16, 18, 19, 24)]
 
 
-def panel(figure: Figure, ylabel: str) -> Axes:
-    (result,) = [ax for ax in figure.axes if ax.get_ylabel() == ylabel]
+def panel(figure: Figure, name: str) -> Axes:
+    """The panel with this label, or with a title that begins so."""
+    titles = [(ax.get_ylabel(), ax.get_title(loc="left"), ax) for ax in figure.axes]
+    (result,) = [ax for label, title, ax in titles if label == name or title.startswith(name)]
     return result
 
 
@@ -114,3 +122,44 @@ class TestModules:
         assert cells == {(0, -5 + 17): 1.0, (1, -3 + 17): 1.0, (1, -20 + 17): 0.5}
         assert {float(FLUSH_LOG2), -14.0, float(OVERFLOW_LOG2)} <= vertical(axes)
         assert "2¹⁷" in axes.get_xlabel()
+
+
+def compared() -> Figure:
+    """Three seeds in fp32, and others in amp_bf16 at twice the speed."""
+    base = seeds("fp32", (0.90, 0.91, 0.92), speed=1000.0, memory=800.0)
+    return precision_figure.draw(
+        findings_of(*base, *seeds("amp_bf16", (0.90, 0.90, 0.92), speed=2000.0))
+    )
+
+
+class TestPrecision:
+    def test_columns_have_a_dot_per_run_and_the_ratio(self) -> None:
+        figure = compared()
+        axes = panel(figure, "Samples per second")
+        assert texts(axes) == ["baseline", "2.00x"]
+        dots = [sorted(np.asarray(line.get_ydata())) for line in axes.get_lines()]
+        assert dots == [[1000.0] * 3, [2000.0] * 3]
+        memory = panel(figure, "Peak memory allocated by torch (less is better)")
+        assert texts(memory) == ["baseline", "1.25x"]
+
+    def test_difference_has_its_interval_over_the_margin(self) -> None:
+        axes = panel(compared(), "Difference")
+        (container,) = axes.containers
+        bars: Any = container.get_children()[-1]
+        (bar,) = bars.get_segments()
+        # Differences 0, -0.01 and 0: mean -0.0033, deviation 0.0058.
+        middle, half = -0.01 / 3, 4.302653 * 0.0057735 / 3**0.5
+        assert sorted(bar[:, 1]) == pytest.approx([middle - half, middle + half], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (run("fp32"), run("amp_bf16")),
+        (run("fp32", device=CPU), run("amp_bf16", device=CPU)),
+        (run("fp32"), run("amp_fp16", last_batch=60, end=LOST)),
+    ],
+    ids=["one seed", "a CPU", "a lost precision"],
+)
+def test_comparison_that_lacks_a_number_is_drawn(runs: Sequence[Run]) -> None:
+    assert as_svg(precision_figure.draw(findings_of(*runs))).startswith("<svg")

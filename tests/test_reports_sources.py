@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from determined_amp.experiment.dotted import flat, nested
+from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.score import bits_from_default
 from determined_amp.report import ReportError
 from determined_amp.report.loss_scale_report import over_loss_scale, sentences
@@ -35,8 +35,7 @@ def test_ranking_follows_the_searcher(tmp_path: Path) -> None:
     trials = [(2.0**scale, scored(scale)) for scale in (8, 17, 24)]
     rows = read_search(write_study(tmp_path, trials)).ranked()
     assert [run.scale_log2 for run in rows] == [17, 8, 24]
-    upwards: dict[str, Any] = {**SEARCH, "searcher": dict(SEARCH["searcher"])}
-    upwards["searcher"]["smaller_is_better"] = False
+    upwards = with_overrides(SEARCH, ("searcher.smaller_is_better=false",))
     rows = read_search(write_study(tmp_path / "up", trials, upwards)).ranked()
     assert [run.scale_log2 for run in rows] == [24, 17, 8]
 
@@ -57,12 +56,8 @@ def test_flat_and_nested_are_inverse() -> None:
 
 
 def test_search_without_a_scale_is_a_sentence(tmp_path: Path) -> None:
-    search = {
-        **SEARCH,
-        "hyperparameters": {
-            "learning_rate": {"type": "log", "base": 10, "minval": -4, "maxval": 0}
-        },
-    }
+    space = "hyperparameters={learning_rate: {type: log, base: 10, minval: -4, maxval: 0}}"
+    search = with_overrides(SEARCH, (space,))
     folder = write_study(tmp_path, [(0.1, {"loss_scale_score": 1.0})], search, "learning_rate")
     with pytest.raises(ReportError, match=r"init_scale; it searches over learning_rate"):
         over_loss_scale(read_search(folder))

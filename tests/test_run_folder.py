@@ -17,21 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from determined_amp import __main__ as door
 from determined_amp.experiment.files import write_together
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
     complete_checkpoints,
     is_of_the_machine,
+    read_metadata,
 )
 from determined_amp.local.run import _are_finite
-from determined_amp.runs.folder import (
-    FolderError,
-    FolderInUseError,
-    RunFolder,
-    fresh_folder,
-)
+from determined_amp.runs.folder import FolderError, FolderInUseError, RunFolder, fresh_folder
 from determined_amp.trial.checkpoint import CheckpointError
 from tests import training
 
@@ -54,17 +49,6 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
-@pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that has to end with status 2; what it says."""
-
-    def of(*command: str) -> str:
-        assert door.main([*command]) == 2
-        return capsys.readouterr().err
-
-    return of
-
-
 def storage_in(folder: Path) -> LocalCheckpoints:
     """The checkpoints of a run of one process, none of which is the best."""
     reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
@@ -74,6 +58,12 @@ def storage_in(folder: Path) -> LocalCheckpoints:
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in complete_checkpoints(folder)]
+
+
+def say(checkpoint: Path, **changes: object) -> None:
+    """Change what the metadata of a checkpoint say."""
+    file = checkpoint / "metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def flip_a_bit(file: Path) -> None:
@@ -152,11 +142,9 @@ class TestDamagedCheckpoint:
         (newest,) = complete_checkpoints(run / "checkpoints")[-1:]
         older = newest.with_name("batch-00000004")
         shutil.copytree(newest, older)
-        metadata = json.loads((older / "metadata.json").read_text())
         counts = pickle.dumps({"trial_id": 0, "batches_trained": 4})
         (older / "trial_state.pkl").write_bytes(counts)
-        of_four = {"steps_completed": 4, "trial_state_crc32": zlib.crc32(counts)}
-        (older / "metadata.json").write_text(json.dumps({**metadata, **of_four}))
+        say(older, steps_completed=4, trial_state_crc32=zlib.crc32(counts))
         flip_a_bit(newest / "state_dict.pth")
         assert Resume.latest(run) == Resume(older.name, 4)
         assert "has changed; trying the checkpoint before it" in caplog.text
@@ -168,8 +156,7 @@ class TestDamagedCheckpoint:
         good = complete_checkpoints(run / "checkpoints")[-1]
         damaged = good.with_name("batch-00000099")
         shutil.copytree(good, damaged)
-        metadata = json.loads((damaged / "metadata.json").read_text())
-        (damaged / "metadata.json").write_text(json.dumps({**metadata, "steps_completed": 99}))
+        say(damaged, steps_completed=99)
         flip_a_bit(damaged / "state_dict.pth")
         with training.killed_in_batch(18):
             training.resume(run, "--config", "hyperparameters.training.max_length.batches=24")
@@ -200,10 +187,8 @@ class TestDamagedCheckpoint:
 
     def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run: Path) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
-            metadata = json.loads((checkpoint / "metadata.json").read_text())
-            assert metadata["finite"] is True
-            text = json.dumps({**metadata, "finite": False})
-            (checkpoint / "metadata.json").write_text(text)
+            assert read_metadata(checkpoint)["finite"] is True
+            say(checkpoint, finite=False)
         with pytest.raises(CheckpointError, match="its weights are not finite"):
             Resume.latest(run)
 
@@ -388,8 +373,3 @@ def test_weights_that_are_not_finite_are_found_in_parameters_and_buffers() -> No
     model.running_mean[1] = float("nan")
     assert not _are_finite([torch.nn.Linear(1, 1), model])
     assert _are_finite([torch.nn.Flatten()])
-
-
-def test_file_goes_into_a_device_as_it_is() -> None:
-    write_together({Path(os.devnull): [b"x"]})
-    assert Path(os.devnull).is_char_device()

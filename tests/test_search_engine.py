@@ -7,14 +7,14 @@ import math
 import multiprocessing
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
-from optuna.exceptions import StorageInternalError
 
 from determined_amp import __main__ as door
 from determined_amp.cli import search as command
@@ -23,11 +23,7 @@ from determined_amp.runs.run import Run, RunState
 from determined_amp.search import engine
 from determined_amp.search.engine import SearchError
 from determined_amp.search.search_display import SearchDisplay
-from determined_amp.search.search_folder import (
-    Search,
-    read_search,
-)
-from determined_amp.search.study import SearchStudy
+from determined_amp.search.search_folder import Search, read_search
 from tests import searching, training
 from tests.mortal import ORDER
 from tests.reporting import write_study
@@ -36,12 +32,7 @@ MORTAL = "hyperparameters.trial=tests.mortal:MortalTrial"
 TELLS_ITS_PROCESS = "hyperparameters.trial=tests.mortal:PidTrial"
 
 
-pytestmark = pytest.mark.usefixtures("_workers_import_once")
-
-
-@pytest.fixture(autouse=True)
-def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("_workers_import_once", "_in_tmp_path")
 
 
 def results(search: Search) -> list[object]:
@@ -101,47 +92,30 @@ class TestGrid:
 
 
 class TestFullDisk:
-    @pytest.mark.parametrize(
-        ("method", "file"),
-        [((SearchStudy, "validated"), "study.db"), ((RunFolder, "end"), "run.json")],
-    )
     def test_full_disk_ends_the_search_with_one_sentence_and_a_resume_completes_it(
-        self,
-        method: tuple[type, str],
-        file: str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
     ) -> None:
-        """SQLite reports it through Optuna."""
-
-        def full(*given: Any) -> None:
-            if method[0] is SearchStudy:
-                raise StorageInternalError("exception") from OSError("disk full")
-            raise OSError(errno.ENOSPC, "disk full", str(given[0].record))
+        def full(folder: RunFolder, *ended: object) -> None:
+            raise OSError(errno.ENOSPC, "disk full", str(folder.record))
 
         path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES)
         with monkeypatch.context() as planted:
-            planted.setattr(*method, full)
-            assert door.main(["search", path.name]) == 2
+            planted.setattr(RunFolder, "end", full)
+            message = refusal("search", path.name)
         folder = searching.only_folder(tmp_path)
-        message = capsys.readouterr().err
-        assert f"{file}: cannot be read or written: disk full; free" in message
+        assert "run.json: cannot be read or written: disk full; free" in message
         assert "-m determined_amp search --resume " in message
         assert {run.state for run in read_search(folder).runs} == {RunState.RUNNING}
-        assert door.main(["search", "--resume", str(folder)]) == 0
+        assert command.main(["--resume", str(folder)]) == 0
         assert [run.state for run in read_search(folder).runs] == [RunState.COMPLETED] * 2
 
     def test_full_disk_before_the_first_trial_leaves_no_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
     ) -> None:
-        def full(*args: object) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES)
         monkeypatch.setattr(engine, "create_study", full)
-        assert door.main(["search", path.name]) == 2
-        assert "cannot be written: [Errno 28] No space left" in capsys.readouterr().err
+        assert "cannot be written: [Errno 28] No space left" in refusal("search", path.name)
         assert not list(tmp_path.glob("runs/*/*"))
 
 
@@ -218,7 +192,7 @@ class TestComparison:
         assert "speeds cannot" not in shown
 
     def test_warns_that_trials_side_by_side_are_no_measure_of_speed(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
     ) -> None:
         one_of_each = (*self.TWO_OF_EACH, "hyperparameters.trial_seed.vals=[1]")
         searching.run(tmp_path, "compare_precisions.yaml", *one_of_each, workers=2)
@@ -227,8 +201,7 @@ class TestComparison:
         (run, *_) = read_search(folder).runs
         assert run.shares_device
         assert run.speed is None
-        assert door.main(["search", "--resume", str(folder)]) == 2
-        assert "began with 2" in capsys.readouterr().err
+        assert "began with 2" in refusal("search", "--resume", str(folder))
 
     def test_a_precision_that_always_fails_is_a_result(self, tmp_path: Path) -> None:
         """Three failures alike end a search, but by turns no three are of one precision."""
@@ -340,15 +313,14 @@ def assert_goes_on(folder: Path, before: Search, points: int) -> None:
         assert (again.hparams, again.metrics, again.date) == (run.hparams, run.metrics, run.date)
 
 
-def test_second_process_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_process_is_refused(tmp_path: Path, refusal: Callable[..., str]) -> None:
     folder = write_study(tmp_path / "study", [])
     with training.locked_by_another_process(folder):
-        assert door.main(["search", "--resume", str(folder)]) == 2
-    assert "is running this search" in capsys.readouterr().err
+        assert "is running this search" in refusal("search", "--resume", str(folder))
 
 
 def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     path = searching.write(
         tmp_path,
@@ -357,15 +329,14 @@ def test_full_disk_stops_the_search_and_a_resume_takes_up_its_trials(
         "hyperparameters.trial=tests.mortal:FullDiskTrial",
         "searcher.max_trials=2",
     )
-    assert door.main(["search", path.name]) == 2
-    message = capsys.readouterr().err
+    message = refusal("search", path.name)
     assert "No space left on device: " in message
     assert "; the search stopped, and its open trials continue" in message
     folder = searching.only_folder(tmp_path)
     assert f"--resume {folder.relative_to(tmp_path)}" in message
     assert not read_search(folder).ranked()
     (tmp_path / "free").touch()
-    assert door.main(["search", "--resume", str(folder)]) == 0
+    assert command.main(["--resume", str(folder)]) == 0
     assert len(read_search(folder).ranked()) == 2
 
 

@@ -28,12 +28,7 @@ STRANGER: dict[str, Any] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("_workers_import_once")
-
-
-@pytest.fixture(autouse=True)
-def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("_workers_import_once", "_in_tmp_path")
 
 
 SEEDS = "hyperparameters.trial_seed={type: categorical, vals: [1, 2]}"
