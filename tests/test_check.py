@@ -1195,6 +1195,17 @@ class ScalesOneOfTwoLosses(Trainer):
         torch.autograd.backward(loss * 0.1)
 
 
+class ScalesSecondOfTwoLosses(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss * 0.1, retain_graph=True)
+        torch.autograd.backward(self.scaler.scale(loss))
+
+
+class ScalesNoLoss(Trainer):
+    def backward(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss)
+
+
 class AddsUnscaledLoss(Trainer):
     def backward(self, loss: torch.Tensor) -> None:
         weights = sum(parameter.square().sum() for parameter in self.model.parameters())
@@ -1344,6 +1355,8 @@ class DecoratedBefore(Trainer):
         (SetsGradients, set()),
         (SetsGradientsAndClips, {"clip_scaled"}),
         (ScalesOneOfTwoLosses, {"unscaled_loss"}),
+        (ScalesSecondOfTwoLosses, {"unscaled_loss"}),
+        (ScalesNoLoss, {"no_loss_scale"}),
         (AddsUnscaledLoss, {"unscaled_loss"}),
         (StartsAtUnscaledLossToo, {"unscaled_loss"}),
         (AddsScaledLosses, set()),

@@ -131,6 +131,7 @@ _ERRORS = (
     ("No inf checks were recorded prior to update", "update_in_window"),
     ("No inf checks were recorded for this optimizer", "no_gradients"),
     ("Attempting to unscale FP16 gradients", "half_weights"),
+    ("_scale is None", "no_loss_scale"),
 )
 
 # https://pytorch.org/docs/stable/amp.html, "CUDA Ops that promote to the widest input type".
@@ -160,7 +161,7 @@ def _cause(record: Record, key: str) -> str:
     steps = record.of("step")
     if key == "unscaled_twice" and _mixed(record):
         return "unscale_in_window"
-    if key == "unscaled_twice" and record.of("backward")[-1].number > _newest(record, "unscale"):
+    if key == "unscaled_twice" and _newest(record, "backward") > _newest(record, "unscale"):
         return "update_missing"  # since the batch before
     if key == "update_missing" and record.of("update"):
         return "step_twice"
@@ -234,16 +235,36 @@ def _wrong_factor(record: Record, step: Event) -> str | None:
 def _faint(record: Record) -> Iterator[Finding]:
     """One of several losses was not scaled, and the scaler divides the gradients of all."""
     unscaled = [b for b in record.of("backward") if not (b.loss.scale or b.loss.has_gradient)]
-    faint = [b for b in unscaled if any(factor > 1 for factor in b.onto)]
+    mixed = {backward.number for backward in _mixed(record)}
+    before = {
+        earlier.number
+        for window in record.windows
+        for backward in _onto_unscaled(window)
+        for earlier in window.backwards
+        if earlier.number < backward.number and backward.number not in mixed
+    }
+    faint = [b for b in unscaled if b.number in before or any(factor > 1 for factor in b.onto)]
     faint += [b for b in record.of("backward") if b.loss.in_part]
     if faint and any(step.scaled for step in record.of("step")):
         effect = "added gradients that are divided by the scale and were never multiplied"
         yield found("unscaled_loss", faint, f"{_share(record, faint)} {effect}")
 
 
+def _onto_unscaled(window: Window) -> list[Event]:
+    """Backwards that added scaled gradients to others that are not."""
+    return [b for b in window.backwards if b.loss.scale not in (None, 1.0) and 1.0 in b.onto]
+
+
 def _mixed(record: Record) -> list[Event]:
     """Backwards that added scaled gradients to others that were unscaled before."""
-    return [b for b in record.of("backward") if b.loss.scale not in (None, 1.0) and 1.0 in b.onto]
+    divided = [event.number for kind in ("unscale", "changed") for event in record.of(kind)]
+    found_in = [
+        (backward.number, backward)
+        for window in record.windows
+        for backward in _onto_unscaled(window)
+        if any(window.backwards[0].number < n < backward.number for n in divided)
+    ]
+    return [*dict(found_in).values()]
 
 
 @rule
