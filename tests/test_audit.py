@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
@@ -30,26 +29,10 @@ from determined_amp.local.open_trial import audit_here
 from tests import training
 from tests.harness import fit, same_bits
 from tests.trials import Converted
-from trials.mlp import MLPTrial
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-class NoAutocastTrial(MLPTrial):
-    """Its model disables autocast."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        forward = self.model.forward
-
-        def in_float32(images: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", enabled=False):
-                logits: torch.Tensor = forward(images)
-            return logits
-
-        self.model.forward = in_float32
 
 
 def options(config: str, *overrides: str) -> list[str]:
@@ -305,6 +288,6 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_audit_that_fails_is_1(self, capsys: pytest.CaptureFixture[str]) -> None:
-        trial = f"hyperparameters.trial={__name__}:NoAutocastTrial"
+        trial = "hyperparameters.trial=tests.trials:LeavesAutocast"
         assert command.main(options("mlp/bf16.yaml", trial)) == 1
         assert "audit: hyperparameters.amp.precision is amp_bf16, but" in capsys.readouterr().out

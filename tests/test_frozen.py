@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import determined as det
@@ -16,6 +15,7 @@ from determined import pytorch
 from torch import nn
 
 from benchmarks.small_trials import BatchNormCNN, PreNormTransformer, SmallTrial, SummedLoss
+from determined_amp import AmpSettings, MixedPrecision, Precision
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import float16_as
 from determined_amp.experiment.experiment import read_yaml
@@ -23,6 +23,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.finder.frozen import FrozenBatch, Gradients, LossScaleError
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import in_training, wrapped_scaler
+from tests import harness
 from tests.harness import context_of
 from tests.loss_scale import Context, config, looked_at, train
 from tests.training import ROOT, SMALL, digest
@@ -259,16 +260,14 @@ class TestFloat16As:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("config", ["fp32", "bf16"])
-    def test_precision_without_a_scaler_is_refused(self, config: str) -> None:
-        raw = with_overrides(read_yaml(str(ROOT / f"experiment_configs/mlp/{config}.yaml")), SMALL)
-        words = "scales no loss: .* for float16, set hyperparameters.amp.precision to amp_fp16"
-        with open_trial(raw, "test") as found, pytest.raises(LossScaleError, match=words):
-            wrapped_scaler(found.context)
-
-    def test_trial_without_a_scaler_is_refused(self) -> None:
-        context: Any = SimpleNamespace(_scaler=None)
+    @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
+    def test_trial_without_an_enabled_scaler_is_refused(self, precision: Precision) -> None:
+        context: Any = harness.Context()
         with pytest.raises(LossScaleError, match="it has no enabled GradScaler"):
+            wrapped_scaler(context)
+        MixedPrecision(context, AmpSettings(precision))
+        words = "for float16, set hyperparameters.amp.precision to amp_fp16"
+        with pytest.raises(LossScaleError, match=words):
             wrapped_scaler(context)
 
     def test_trial_with_nothing_to_train_is_refused(self) -> None:

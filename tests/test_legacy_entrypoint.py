@@ -8,7 +8,6 @@ from typing import Any
 
 import determined as det
 import pytest
-import torch
 from determined import util
 from determined.exec import harness
 
@@ -16,7 +15,7 @@ from determined_amp import AuditError, GuardError, TrialAsItIs
 from tests.cluster_task import TaskMaster, start_task
 from tests.harness import content
 from tests.trials import FP16_SECTION as FP16
-from tests.trials import Weights
+from tests.trials import LeavesAutocast, Weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for legacy entrypoint:FutureWarning"),
@@ -68,13 +67,6 @@ def test_first_batch_is_audited_and_all_of_them_are_trained(legacy: Legacy) -> N
     assert reports.training[0]["watch_audit_share"] == 1
     assert "watch_audit_share" not in reports.training[1]
     assert [report["watch_applied_steps"] for report in reports.training] == [1, 2]
-
-
-class LeavesAutocast(Weights):
-    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch[0]).float().mean()
-        self.context.backward(self.amp.scaler.scale(loss))
-        return loss
 
 
 def test_batch_that_is_not_in_the_precision_ends_the_run(legacy: Legacy, folder: Path) -> None:

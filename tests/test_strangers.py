@@ -109,9 +109,9 @@ class TestDeterminedsForm:
             ("searcher.max_length={}", "searcher.max_length.batches: got 0 units; "),
             ("searcher.max_length={batches: 0}", "searcher.max_length: got 0; allowed: 1 or more"),
             ("searcher.max_length=soon", "searcher.max_length: got 'soon'; "),
-            (
-                "min_validation_period={records: 9}",
-                "min_validation_period.records: needs hyperparameters.global_batch_size; ",
+            *(
+                (f"{period}={{records: 9}}", f"{period}.records: needs hyperparameters.global_ba")
+                for period in ("min_validation_period", "min_checkpoint_period")
             ),
             (
                 "min_checkpoint_period={batches: 1, epochs: 1}",

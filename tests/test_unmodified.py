@@ -62,24 +62,20 @@ class PlainPair(Plain):
         self.context = context
         widths = ((FEATURES, CLASSES), (CLASSES, FEATURES))
         self.models = [context.wrap_model(self.prepared(nn.Linear(*width))) for width in widths]
+        self.model = self.models[0]
         self.optimizers = [
             context.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
             for model in self.models
         ]
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        inputs, classes = batch
-        coder, decoder = self.models
-        loss = functional.cross_entropy(coder(inputs), classes)
-        self.context.backward(loss)
+        inputs, (coder, decoder) = batch[0], self.models
+        self.context.backward(self.loss(batch))
         self.context.step_optimizer(self.optimizers[0], clip_grads=self.clip)
         error = (decoder(coder(inputs).detach()) - inputs).pow(2).mean()
         self.context.backward(error)
         self.context.step_optimizer(self.optimizers[1])
         return error
-
-    def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"validation_loss": self.models[0](batch[0]).sum()}
 
 
 class ConvertedPair(PlainPair):
@@ -93,10 +89,9 @@ class ConvertedPair(PlainPair):
         super().__init__(context)
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        inputs, classes = batch
-        coder, decoder = self.models
+        inputs, (coder, decoder) = batch[0], self.models
         with self.amp.autocast():
-            loss = functional.cross_entropy(coder(inputs), classes)
+            loss = self.loss(batch)
         self.context.backward(self.amp.scaler.scale(loss))
         clip, scaler = self.amp.clip(self.optimizers[0], 0.5), self.amp.scaler
         self.context.step_optimizer(self.optimizers[0], clip_grads=clip, scaler=scaler)

@@ -102,8 +102,5 @@ def test_file_of_another_encoding_is_a_sentence(tmp_path: Path) -> None:
         read_text(tmp_path / "a.yaml")
     (tmp_path / "b.yaml").write_bytes("a: ü".encode())
     assert read_text(tmp_path / "b.yaml") == "a: ü"
-
-
-def test_path_that_is_none_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_text("a\0b")

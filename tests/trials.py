@@ -99,6 +99,15 @@ class Weights(pytorch.PyTorchTrial):
         return self.amp.callbacks(self)
 
 
+class LeavesAutocast(Weights):
+    """Computes in float32, whatever its precision is."""
+
+    def backward(self, batch: Any, which: int = 0) -> torch.Tensor:
+        loss: torch.Tensor = self.models[which](self.x_of(batch, which)).mean()
+        self.context.backward(self.amp.scaler.scale(loss))
+        return loss
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """What one run of `OneWeight` is given; `rate` is the learning rate."""
