@@ -23,7 +23,11 @@ from determined_amp.local.checkpoint_storage import (
     complete_checkpoints,
     read_metadata,
 )
-from determined_amp.trial.checkpoint import CheckpointError, allow_numpy_random_state
+from determined_amp.trial.checkpoint import (
+    CheckpointError,
+    allow_numpy_random_state,
+    load_plain,
+)
 from tests import training
 from tests.harness import Fitted, core_context_of, fit
 from tests.trials import FP16_SECTION, Weights
@@ -77,6 +81,15 @@ class TestDeterminedsOwnTrainer:
     def test_numpys_random_state_is_saved_as_plain_numbers(self, first: Fitted) -> None:
         state = first.checkpoint["rng_state"]["np_rng_state"]
         assert [type(part) for part in state] == [str, list, int, int, float]
+
+    def test_each_rank_gets_its_own_random_state(self) -> None:
+        def load(**options: bool) -> dict[str, Any]:
+            assert options == {"weights_only": True}
+            return {"rng_state": 0, "rng_state_of_ranks": [1, 2]}
+
+        assert [load_plain(load, rank) for rank in range(3)] == [
+            {"rng_state": n} for n in (1, 2, 0)
+        ]
 
     def test_training_off_a_cluster_goes_on_with_the_batches_of_an_undisturbed_run(
         self, folder: Path

@@ -124,6 +124,7 @@ def test_initial_validation_and_averaging_belong_to_both_forms() -> None:
             "data.workers: got 1000000; allowed: an integer >= 0 and <= 256",
         ),
         ({"hp": None}, "hp: got None; allowed: a mapping of keys to values"),
+        ({"hp.aggregation_frequency": 0}, "hp.aggregation_frequency: got 0; allowed: an integer"),
         (
             {"reproducibility": 5, "hp.trial_seed": 7},
             "reproducibility: got 5; allowed: a mapping of keys to values",

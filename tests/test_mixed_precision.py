@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from determined import pytorch
@@ -128,7 +130,8 @@ class TrainsAgainWithoutSteps(Weights):
     def state(self) -> str:
         parts = (self.model, self.optimizer, self.scheduler, self.amp, self.amp.scaler)
         outcomes = list(self.amp.scaler.outcomes.values())
-        return training.digest([[part.state_dict() for part in parts], outcomes])
+        drawn = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        return training.digest([[part.state_dict() for part in parts], outcomes, drawn])
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         reported = super().train_batch(batch, epoch_idx, batch_idx)
@@ -143,6 +146,8 @@ class TrainsAgainWithoutSteps(Weights):
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
+            drawn = torch.rand(()).item() + random.random() + np.random.rand()
+            next(self.model.parameters()).data.fill_(drawn)
         assert self.state() == before
         return reported
 

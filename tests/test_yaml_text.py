@@ -78,7 +78,7 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(
     ("text", "problem"),
     [
         ("a: 1\na: 2", 'is not YAML: found duplicate key "a" with value "2"'),
-        ("a: [1", "is not YAML: expected ',' or ']'"),
+        ("a: [1", "is not YAML: expected ',' or ']', but got '<stream end>' (line 1, column 6)"),
         ("a: {b: [1, 2020-01-01]}", "a.b[1]: got a date; allowed: text in quotes"),
         ("a: {1: x}", "a: got the key 1; allowed: text, in quotes"),
         ("a: &x\n  b: *x", "is not YAML of a configuration: nested too deep"),
