@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import yaml
 
@@ -11,6 +15,7 @@ from determined_amp.cli import search as command
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
 from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.workers import Worker
 from tests.training import ROOT
 
 SMALL_MODEL = (
@@ -58,3 +63,34 @@ def run(directory: Path, search: str, *overrides: str, workers: int = 1, status:
     path = write(directory, search, *overrides)
     assert command.main([path.name, "--workers", str(workers)]) == status
     return read_search(only_folder(directory))
+
+
+DEAD = "its process dies"
+
+
+class Staged(Worker):
+    """A worker without a process: its job is the messages that it sends, or `messages` are.
+
+    Attributes:
+        made: All workers, in the order of their start.
+        jobs: What they were told to do.
+        messages: What each sends, if its job is a real one.
+        ending: What ends it: `terminate` or `kill`.
+    """
+
+    made: ClassVar[list[Staged]] = []
+    jobs: ClassVar[list[Any]] = []
+    messages: ClassVar[Sequence[object] | None] = None
+    ending = "terminate"
+
+    def __init__(self, slot: int, workers: int) -> None:
+        self.slot = slot
+        self.connection, self.theirs = multiprocessing.Pipe()
+        self.process: Any = Mock(exitcode=-signal.SIGTERM)
+        getattr(self.process, self.ending).side_effect = self.theirs.close
+        self.made.append(self)
+
+    def run(self, job: Any) -> None:
+        self.jobs.append(job)
+        for message in job if self.messages is None else self.messages:
+            self.theirs.close() if message is DEAD else self.theirs.send(message)

@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +17,31 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from rich.console import Console
 
 from determined_amp import ConfigError, comparison, pilots
 from determined_amp import __main__ as door
 from determined_amp.amp.settings import Precision
 from determined_amp.comparison import CompareError, PilotResults
+from determined_amp.experiment.experiment import parse
 from determined_amp.experiment.overrides import in_precision
 from determined_amp.experiment.training import Length
-from determined_amp.pilots import BATCHES, REPORTING_PERIOD, Pilot
+from determined_amp.finder.advice import FoundScale
+from determined_amp.pilots import BATCHES, FINDER_BATCHES, REPORTING_PERIOD, Pilot
 from determined_amp.report.precision_report import write_report
-from determined_amp.runs.run import RunState
+from determined_amp.runs.folder import RunFolder
+from determined_amp.runs.run import Report, RunState
 from determined_amp.search import engine
-from determined_amp.search.search_folder import Search, read_search
+from determined_amp.search.search_folder import Search, read_search, write_remarks
+from determined_amp.search.task import Task, Verb
+from determined_amp.search.workers import FirstBatch, Job, TrialResult
 from tests import searching, shapes
 from tests.cluster_task import TaskMaster, start_task
+from tests.precisions import run
+from tests.reporting import found_scale
+from tests.searching import DEAD, Staged
 
-pytestmark = pytest.mark.usefixtures("_workers_import_once")
+DONE = TrialResult(RunState.COMPLETED, epoch_batches=16, seconds_per_batch=0.5)
 
 
 def experiment(trial: str) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def compare(trial: str, tmp: Path, *options: str, changed: Any = None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The comparison of a trial that nothing is wrong with; what it printed is in `printed`."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = compare(
@@ -72,7 +82,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def loud(_workers_import_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The comparison of a trial that float16 cannot hold."""
     return compare("Loud", tmp_path_factory.mktemp("loud"), "--seeds", "1", "--batches", "20")
 
@@ -116,16 +126,15 @@ class TestAnswer:
         assert math.isfinite(result["precisions"][1]["mean"])
 
 
-def test_answer_counts_the_missing_runs_without_a_list(images: Path) -> None:
-    source = read_search(images)
-    first, second, *_ = source.runs
-    stopped = dataclasses.replace(second, state=RunState.STOPPED, reason="stopped by SIGTERM")
-    runs = dataclasses.replace(source, runs=(first, stopped), left_out=())
-    answer = comparison._of_answer(runs, 6, "within 3 min")
-    assert [run.name for run in answer.runs] == [f"run {first.number}"]
+def test_answer_counts_the_missing_runs_without_a_list() -> None:
+    ended, stopped = run("fp32"), run("fp32", 2, last_batch=60)
+    source = Search("", (dataclasses.replace(ended, number=3), stopped))
+    answer = comparison._of_answer(source, 6, "within 3 min")
+    assert [run.name for run in answer.runs] == ["run 3"]
     assert answer.left_out == ("5 of 6 runs were not finished within 3 min",)
 
 
+@pytest.mark.usefixtures("_workers_import_once")
 def test_time_that_is_up_ends_it_with_what_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +175,7 @@ def test_runs_that_take_longer_than_estimated_have_all_the_minutes_allowed() -> 
     assert (short.time_limit, long.time_limit) == (180.0, 520.0)
 
 
+@pytest.mark.usefixtures("_workers_import_once")
 @pytest.mark.parametrize("trial", [shapes.SlowData, shapes.SlowBatches])
 def test_slow_start_is_waited_for_with_a_line_and_does_not_count(
     trial: type[shapes.SlowData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,8 +225,8 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     words: str,
 ) -> None:
     def run_pilots(trials: Any, results: PilotResults, folder: Any, console: Any) -> None:
-        for precision in (Precision.FP32, Precision.AMP_BF16):
-            results.add(Pilot(precision, 0.001, 1.0))
+        for precision, seconds in ((Precision.FP32, 0.001), (Precision.AMP_BF16, 0.002)):
+            results.add(Pilot(precision, seconds, 1.0))
 
     monkeypatch.setattr(comparison, "run_pilots", run_pilots)
     monkeypatch.setattr(comparison, "run_comparison", lambda *call: False)
@@ -224,7 +234,10 @@ def test_ctrl_c_between_the_steps_is_no_traceback(
     monkeypatch.setattr(comparison, moment, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(AssertionError):
         compare("Images", tmp_path)
-    assert capsys.readouterr().err.startswith(words)
+    shown = capsys.readouterr()
+    assert shown.err.startswith(words)
+    assert "  amp_bf16       2.0 ms a batch, about 0.50 times as fast as fp32\n" in shown.out
+    assert "plan: fp32, amp_bf16 in turn, 3 runs of " in shown.out
 
 
 @pytest.fixture
@@ -246,30 +259,28 @@ def test_task_of_a_cluster_that_fails_leaves_its_reason(
 
 
 def test_task_of_a_cluster_leaves_the_answer_in_metadata_metrics_and_checkpoint(
-    images: Path, on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_cluster: TaskMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Namespace(trial=None, seeds=2, minutes=1, batches=None)
-    compared = Mock(return_value=(images, write_report([read_search(images)], images)))
+    made = tmp_path / "made"
+    made.mkdir()
+    write_remarks(made, [], [])
+    source = Search("", (run("fp32"), run("amp_bf16", speed=2000.0)))
+    compared = Mock(return_value=(made, write_report([source], made)))
     monkeypatch.setattr(comparison, "compare", compared)
-    comparison.compare_on_cluster(options)
+    comparison.compare_on_cluster(Namespace(minutes=1))
     config = {"name": "a", "hyperparameters": {"learning_rate": 0.5}}
-    compared.assert_called_once_with(config, "experiment", options)
+    compared.assert_called_once_with(config, "experiment", Namespace(minutes=1))
     (saved,) = tmp_path.glob("checkpoints/*")
     assert {"precision.html", "precision.md", "precision.json", "compare.json"} <= {
         path.name for path in saved.iterdir()
     }
-    result = json.loads((images / "precision.json").read_text())
-    speeds = {c["precision"]: c["speed"]["median"] for c in result["comparisons"]}
-    ((batches, metrics),) = on_cluster.reports["validation"]
-    assert batches == 24
-    assert metrics["speed"] == {**speeds, "fp32": 1.0}[result["use"]]
-    assert all(metrics[f"speed_{name}"] == speed for name, speed in speeds.items())
-    noted = on_cluster.metadata
-    assert noted["answer"] == result["answer"]
-    assert noted["precision"] == result["use"]
-    assert noted["speed"] == pytest.approx(metrics["speed"], abs=1e-3)
-    times = "" if result["use"] == "fp32" else f": {noted['speed']:.1f}x"
-    assert on_cluster.status == f"use {result['use']}{times}"
+    assert json.loads((saved / "metadata.json").read_text())["steps_completed"] == 100
+    metrics = {"speed": 2.0, "speed_amp_bf16": 2.0, "memory_amp_bf16": 1.0}
+    assert on_cluster.reports["validation"] == [(100, metrics)]
+    answer = json.loads((made / "precision.json").read_text())["answer"]
+    noted = {"answer": answer, "precision": "amp_bf16", "verdict": "cannot be told", "speed": 2.0}
+    assert on_cluster.metadata.items() >= noted.items()
+    assert on_cluster.status == "use amp_bf16: 2.0x"
 
 
 @pytest.mark.parametrize(
@@ -310,3 +321,108 @@ def test_precision_that_is_much_slower_than_fp32_is_left_out() -> None:
 def test_key_amp_of_the_trial_itself_is_not_overwritten() -> None:
     with pytest.raises(ConfigError, match=r"hyperparameters\.amp: got True, which is the trial"):
         in_precision({"hyperparameters": {"amp": True}}, "amp_bf16")
+
+
+def test_runs_of_a_comparison_differ_in_precision_and_seed_alone() -> None:
+    config = {**experiment("Images"), "reproducibility": {"experiment_seed": 5}}
+    config["optimizations"] = {"aggregation_frequency": 3}
+    trials = comparison._Trials(parse(in_precision(config, "fp32"), "x"), config, 2)
+    plan = comparison.Plan(batches=42, reporting_period=6, seconds=1.0, allowed=1.0)
+    precisions = {"type": "categorical", "vals": ["amp_bf16", "fp32"]}
+    whole, searcher = {"batches": 42}, config["searcher"]
+    made = trials.search([Precision.FP32, Precision.AMP_BF16], plan)
+    assert {key: made[key] for key in made if made[key] != config.get(key)} == {
+        "name": "compare-shape",
+        "hyperparameters": {
+            "global_batch_size": 16,
+            "trial_seed": {"type": "categorical", "vals": [5, 6]},
+            "amp": {"precision": precisions},
+        },
+        "searcher": {**searcher, "name": "grid", "max_length": whole},
+        **dict.fromkeys(("min_validation_period", "min_checkpoint_period"), whole),
+        "scheduling_unit": 6,
+    }
+    pilot = trials.pilot(Precision.TF32, BATCHES)
+    assert pilot["hyperparameters"]["amp"] == {"precision": "tf32"}
+    assert pilot["searcher"] == {**searcher, "max_length": {"batches": 21}}  # whole windows
+    assert pilot["scheduling_unit"] == 6
+
+
+@pytest.mark.parametrize("has_tf32", [True, False])
+def test_pilots_are_of_every_precision_that_the_device_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_tf32: bool
+) -> None:
+    record = SimpleNamespace(machine=SimpleNamespace(has_tf32=has_tf32))
+    monkeypatch.setattr(comparison, "read_record", Mock(return_value=record))
+    monkeypatch.setattr(comparison, "find_the_scale", Mock(return_value=found_scale()))
+    monkeypatch.setattr(comparison, "train_briefly", lambda c, precision, *_: Pilot(precision, 1.0))
+    results = PilotResults()
+    trials: Any = Mock()
+    comparison.run_pilots(trials, results, tmp_path / "pilots", Console())
+    assert list(results.pilots) == [p for p in Precision if has_tf32 or p is not Precision.TF32]
+    assert results.scale == FoundScale.read(tmp_path / "loss_scale.json") == found_scale()
+    assert [call.args for call in trials.change_amp.call_args_list] == [({"init_scale": 2.0**17},)]
+
+
+class TestPilot:
+    """In a worker without a process."""
+
+    @pytest.fixture(autouse=True)
+    def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pilots, "Worker", Staged)
+        monkeypatch.setattr(pilots, "_PATIENCE", 0.05)
+        monkeypatch.setattr(pilots, "_START", 0.1)
+        monkeypatch.setattr(pilots, "_SLOW_START", (0.05, 0.05))
+        for name in ("made", "jobs"):
+            monkeypatch.setattr(Staged, name, [])
+
+    @pytest.mark.parametrize(
+        ("messages", "speed", "pilot"),
+        [
+            ((FirstBatch(), Report(4, {}), DONE), 64.0, 0.25),
+            ((DONE,), None, 0.5),
+            ((TrialResult(RunState.STOPPED),), None, "it ended before its first report"),
+            ((TrialResult(RunState.STOPPED, "disk full"),), 64.0, "disk full"),
+            ((TrialResult(RunState.INVALID),), 64.0, "it failed"),
+            ((FirstBatch(), DEAD), 64.0, "its process died with exit status -15"),
+            ((FirstBatch(),), 64.0, "4 batches take more than 40 s"),
+            ((), 64.0, "no batch was trained within 0 minutes"),
+        ],
+    )
+    def test_training_is_timed_or_has_failed(
+        self,
+        messages: Sequence[object],
+        speed: float | None,
+        pilot: float | str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(Staged, "messages", messages)
+        measured = {} if speed is None else {"samples_per_second": speed}
+        RunFolder(tmp_path).append_metrics({"group": "training", "batches": 20, **measured})
+        said: list[str] = []
+        config = experiment("Images")
+        made = pilots.train_briefly(config, Precision.TF32, tmp_path, said.append)
+        if isinstance(pilot, str):
+            assert made == Pilot(Precision.TF32, failure=pilot)
+        else:
+            assert made == Pilot(Precision.TF32, pilot, 0.0, epoch_batches=16)
+        assert Staged.jobs == [Job(Task(Verb.TRAIN), config, tmp_path)]
+        assert len(said) == (not messages)
+        assert not (tmp_path / "checkpoints").exists()
+        assert Staged.made[0].connection.closed
+
+    def test_finder_has_an_answer_or_has_failed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found_scale().write(RunFolder(tmp_path).path / "loss_scale.json")
+        said: list[str] = []
+        for message, answer in (
+            (TrialResult(RunState.COMPLETED), found_scale()),
+            (TrialResult(RunState.FAILED, "why"), "why"),
+            (None, "no batch was trained within 0 minutes"),
+        ):
+            monkeypatch.setattr(Staged, "messages", () if message is None else (message,))
+            assert pilots.find_the_scale({}, tmp_path, said.append) == answer
+        assert Staged.jobs[0] == Job(Task(Verb.FIND, FINDER_BATCHES), {}, tmp_path)
+        assert [line.partition(":")[0] for line in said] == ["the finder"]

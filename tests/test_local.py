@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from determined_amp import __main__ as door
 from determined_amp.cli import find, train
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
-from determined_amp.local.logs import logging_to
+from determined_amp.local.logs import logging_to, surviving_closed_output
 from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
 from tests import training
@@ -341,6 +342,18 @@ class TestRunInsideTheRepository:
 
 
 class TestOutputThatVanishes:
+    def test_output_that_nobody_reads_goes_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering=1) as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            with surviving_closed_output() as output:
+                for _ in range(2):
+                    print("lost")
+            assert sys.stdout is stream
+            assert isinstance(output.error, BrokenPipeError)
+            assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
+
     def test_closed_pipe_ends_the_output_and_not_the_run(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
         arguments = training.arguments("mlp/bf16.yaml")
@@ -362,14 +375,16 @@ class TestOutputThatVanishes:
 def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()
-    display = Display("x [/b] [red]", Console(file=text, width=100))
+    display = Display("x [/b] [red]", Console(file=text, width=100), metric="f1 [/b]")
     display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
     for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
         line = {"group": "training", "batches": batches, "samples_per_second": speed}
-        display.on_report(line)
+        display.on_report({**line, "f1 [/b]": 0.25, "other": 1.0})
     display.on_end(None, stopped=False)
     # The median of the steady reports: the first has the audit in it.
     (row,) = [row for row in text.getvalue().splitlines() if "samples per second" in row]
     assert row.split()[-2:] == ["150", "│"]
+    assert "train      4  7 samples/s  f1 [/b] 0.25\n" in text.getvalue()
+    assert "│ f1 [/b] " in text.getvalue()
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from determined_amp.experiment.experiment import parse, read_yaml
 from determined_amp.experiment.files import write_together
+from determined_amp.experiment.machine import Machine
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
     Resume,
@@ -49,9 +51,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
 
 
-def storage_in(folder: Path) -> LocalCheckpoints:
-    """The checkpoints of a run of one process, none of which is the best."""
-    reports: Any = SimpleNamespace(is_best=lambda batches: False, saved=lambda saved: None)
+def storage_in(folder: Path, best: int | None = None) -> LocalCheckpoints:
+    """The checkpoints of a run of one process, of which that after so many batches is the best."""
+    reports: Any = SimpleNamespace(is_best=lambda batches: batches == best)
     processes: Any = SimpleNamespace(rank=0, size=1)
     return LocalCheckpoints(processes, folder, reports)
 
@@ -177,13 +179,13 @@ class TestDamagedCheckpoint:
         storage_in(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["batch-00000002"]
 
-    def test_weights_that_are_not_finite_displace_no_finite_ones(self, tmp_path: Path) -> None:
-        storage = storage_in(tmp_path)
-        for batches in (1, 2, 3, 4, 5):
+    def test_newest_best_and_newest_finite_weights_are_kept(self, tmp_path: Path) -> None:
+        storage = storage_in(tmp_path, best=2)
+        for batches in range(1, 7):
             with storage.store_path({"steps_completed": batches}) as (folder, _):
-                storage.finite = batches < 3  # as the loop does
+                storage.finite = batches < 5  # as the loop does
                 torch.save({}, folder / "state_dict.pth")
-        assert names_in(tmp_path) == ["batch-00000002", "batch-00000005"]
+        assert names_in(tmp_path) == ["batch-00000002", "batch-00000004", "batch-00000006"]
 
     def test_weights_that_are_not_finite_are_passed_over_by_a_resume(self, run: Path) -> None:
         for checkpoint in complete_checkpoints(run / "checkpoints"):
@@ -341,6 +343,15 @@ class TestLock:
             pass
 
 
+def test_part_whose_batches_are_trained_again_is_forgotten(tmp_path: Path) -> None:
+    yaml_of_mlp = str(training.ROOT / "experiment_configs/mlp/amp.yaml")
+    experiment = parse(read_yaml(yaml_of_mlp), yaml_of_mlp)
+    for first_batch in (0, 8, 12, 8):
+        run = RunFolder(tmp_path).describe(experiment, Machine(), first_batch=first_batch)
+    assert [part.first_batch for part in run.parts] == [0, 8]
+    assert read_yaml(str(tmp_path / "resolved.yaml")) == experiment.resolved()
+
+
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
@@ -348,7 +359,7 @@ class TestLock:
         ("/absolute", "-absolute"),
         ("lr? [/b]\0", "lr- -b-"),
         ("..", "unnamed"),
-        ("x" * 300, "x" * 100),
+        ("X" * 300, "X" * 100),
         ("größe 1.5", "größe 1.5"),
     ],
 )

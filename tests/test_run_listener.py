@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from determined_amp.experiment.experiment import parse, read_yaml
@@ -13,7 +16,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.checkpoint_storage import complete_checkpoints
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run import train
-from determined_amp.local.run_listener import RunListener
+from determined_amp.local.run_listener import LocalReports, RunListener
 from determined_amp.runs.folder import RunFolder
 from determined_amp.search.workers import SearchGoneError, _SearchListener
 from tests import training
@@ -47,10 +50,12 @@ class Failing(RunListener):
         raise ValueError("does not start")
 
 
+PATH = str(training.ROOT / "experiment_configs/mlp/bf16.yaml")
+EXPERIMENT = parse(with_overrides(read_yaml(PATH), training.SMALL), PATH)
+
+
 def run(folder: Path, *listeners: RunListener) -> None:
-    path = str(training.ROOT / "experiment_configs/mlp/bf16.yaml")
-    experiment = parse(with_overrides(read_yaml(path), training.SMALL), path)
-    train(experiment, lambda: RunFolder(folder), None, listeners=listeners, show=False)
+    train(EXPERIMENT, lambda: RunFolder(folder), None, listeners=listeners, show=False)
 
 
 @pytest.mark.parametrize("stops_at", [0, 6])
@@ -68,6 +73,19 @@ def test_listener_gets_every_event_in_order_and_can_stop_the_run(
     newest = complete_checkpoints(tmp_path / "checkpoints")[-1]
     assert newest.name == f"batch-{stops_at or 12:08d}"
     assert capsys.readouterr().out == ""
+
+
+def test_best_validation_has_the_best_finite_value_of_the_metric(tmp_path: Path) -> None:
+    listener = Mock()
+    reports = LocalReports(RunFolder(tmp_path), EXPERIMENT, [listener], 0)
+    for batches, value in enumerate([np.float64(0.5), math.nan, "text", 0.25, 0.75], 1):
+        metrics = {"validation_loss": value, "other": -batches, "batches": 99}
+        reports._report_trial_metrics("validation", batches, metrics)
+    assert [batches for batches in range(6) if reports.is_best(batches)] == [4]
+    assert reports.get_experiment_best_validation() == 0.25
+    line = {"validation_loss": 0.5, "other": -1, "group": "validation", "batches": 1}
+    assert listener.on_report.call_args_list[0].args == (line,)
+    assert type(listener.on_report.call_args_list[0].args[0]["validation_loss"]) is float
 
 
 def test_listener_that_does_not_start_ends_the_others(tmp_path: Path) -> None:

@@ -80,15 +80,29 @@ class TestReports:
         reports = Reports()
         for batches, (speed, share) in enumerate(
             [
-                *((1.0, 1.0), (100.0, None), (300.0, None), (7.0, 0.5), (200.0, None)),
-                *((odd, None) for odd in (0.0, math.inf, math.nan, -1.0, 1e300)),
+                *((1.0, 1.0), (0.5, None), (300.0, None), (7.0, 0.5), (200.0, None)),
+                *((odd, None) for odd in (None, 0.0, math.inf, math.nan, -1.0, 1e300)),
             ]
         ):
-            metrics = {"samples_per_second": speed}
-            metrics |= {} if share is None else {"watch_audit_share": share}
-            reports.add("training", Report(batches, metrics))
-        assert reports.speed == Spread(200.0, 100.0, 300.0)
+            metrics = {"samples_per_second": speed, "watch_audit_share": share}
+            known = {name: value for name, value in metrics.items() if value is not None}
+            reports.add("training", Report(batches, known))
+        assert reports.speed == Spread(200.0, 0.5, 300.0)
         assert reports.audit_share == 0.5
+
+    def test_numbers_are_floats_however_large_and_other_texts_are_left_out(self) -> None:
+        given = {
+            "batches": 4,
+            "a": 10**400,
+            "b": -(10**400),
+            "c": "NaN",
+            "d": "-Infinity",
+            "e": "x",
+        }
+        read = Report.read(4, {**given, "f": 3}).metrics
+        assert {n: str(value) for n, value in read.items()} == {
+            **{"a": "inf", "b": "-inf", "c": "nan", "d": "-inf", "f": "3.0"}
+        }
 
     def test_other_groups_count_for_nothing(self) -> None:
         reports = Reports([("loss_scale", Report(4, {"overflow_share": 1.0}))])
@@ -159,6 +173,10 @@ def test_trials_of_a_search_are_run_folders(tmp_path: Path) -> None:
         ({"end": {"state": "failed", "reason": "disk full"}}, RunState.FAILED, "disk full"),
         ({"loss": math.nan}, RunState.FAILED, "validation_loss is nan at the end"),
         ({"accuracy": math.inf, "loss": 1.0}, RunState.COMPLETED, ""),  # the searcher's is finite
+        (
+            {"last_batch": 60, "end": {"state": "stopped", "reason": ""}},
+            *(RunState.STOPPED, "60 of 100 batches: it was stopped"),
+        ),
         *(
             ({"last_batch": 60, "end": {"state": state.value, "reason": "why"}}, state, reason)
             for state, reason in {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import math
-import multiprocessing
 import sqlite3
 import subprocess
 import sys
@@ -14,15 +14,20 @@ from unittest.mock import Mock
 
 import pytest
 from optuna.trial import TrialState
+from rich.console import Console
 
-from determined_amp.runs.folder import RunError, RunFolder
+from determined_amp.amp.errors import ConfigError
+from determined_amp.runs.folder import RunError, RunFolder, read_record
 from determined_amp.runs.run import Report, Run, RunState
 from determined_amp.search import engine
-from determined_amp.search.search_folder import STUDY_FILE, read_search
+from determined_amp.search.search_display import SearchDisplay, minutes
+from determined_amp.search.search_folder import STUDY_FILE, read_search, write_config
 from determined_amp.search.search_plan import SearchPlan
 from determined_amp.search.study import SearchStudy, StudyError, create_study, storing
-from determined_amp.search.workers import FirstBatch, TrialResult, Worker
+from determined_amp.search.workers import FirstBatch, TrialResult
 from tests import searching, training
+from tests.reporting import SEARCH, scored, write_study
+from tests.searching import DEAD, Staged
 
 
 def study_in(folder: Path) -> SearchStudy:
@@ -47,6 +52,48 @@ def test_folder_without_a_search_is_refused(tmp_path: Path) -> None:
     (tmp_path / "search.yaml").touch()
     with pytest.raises(RunError, match=r"study\.db: there is no such file"):
         read_search(tmp_path)
+    (tmp_path / "study.db").touch()
+    (tmp_path / "search.yaml").write_text("searcher: {metric: 5}")
+    with pytest.raises(ConfigError, match=r"search\.yaml: searcher\.metric: got 5"):
+        read_search(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_trials_of_several_workers_share_the_device(tmp_path: Path, workers: int) -> None:
+    write_study(tmp_path, [(1.0, scored(0))])
+    written = write_config(tmp_path, SEARCH, workers)
+    search = read_search(tmp_path)
+    assert search.config == written
+    assert written == {
+        **SEARCH,
+        "searcher": {**SEARCH["searcher"], "max_concurrent_trials": workers},
+    }
+    assert [run.shares_device for run in search.runs] == [workers > 1]
+    single = {"searcher": {"name": "single"}}
+    assert write_config(tmp_path, single, workers) == single
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_end_of_a_search_is_shown_with_the_best_first(tmp_path: Path, *, stopped: bool) -> None:
+    shown = io.StringIO()
+    folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
+    display = SearchDisplay(Console(file=shown, width=200), SearchPlan(SEARCH), folder)
+    display.close(read_search(folder), stopped=stopped, failed=False)
+    text = shown.getvalue()
+    assert ("best so far, of trial 1:" in text, "\nbest:\n" in text) == (stopped, not stopped)
+    assert (f"--resume {folder}\n" in text) is stopped
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" 4")]
+    assert rows == [
+        ["1", "0", "2^16", "0", "0.00%", "4"],
+        ["0", "2.807", "2^24", "6", "0.00%", "4"],
+    ]
+    assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == ["119 s", "2 min", "2 min 05 s"]
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_direction_is_that_of_the_searcher(tmp_path: Path, *, smaller_is_better: bool) -> None:
+    study = create_study(tmp_path, {"searcher": {"smaller_is_better": smaller_is_better}})
+    assert study.direction.name == ("MINIMIZE" if smaller_is_better else "MAXIMIZE")
 
 
 def test_another_database_is_left_untouched(tmp_path: Path) -> None:
@@ -108,7 +155,7 @@ def test_study_whose_writer_was_killed_in_a_transaction_is_opened(tmp_path: Path
 
 def test_trial_worse_than_another_stops_where_they_are_first_compared(tmp_path: Path) -> None:
     config = searching.load(tmp_path, "loss_scale_asha.yaml", *searching.SHORT_ASHA)
-    create_study(tmp_path, config)
+    assert create_study(tmp_path, config).study_name == "loss-scale-asha"
     study = SearchStudy(SearchPlan(config), tmp_path)
     numbers = next_number(study), next_number(study)
     said = [
@@ -137,6 +184,7 @@ def test_end_of_a_trial_is_recorded(
     study = new_study(tmp_path)
     job = study.next_job()
     assert job is not None
+    assert read_record(job[1].folder).hparams == {"amp.init_scale": 2.0**24}
     RunFolder(job[1].folder).append_metrics({"group": "validation", "batches": 2, metric: 0.5})
     run = study.ended(0, TrialResult(RunState(state), reason="why"))
     assert run is not None
@@ -166,25 +214,6 @@ def ended_by(state: RunState, reason: str | None = None) -> tuple[TrialResult]:
 
 
 COMPLETED = ended_by(RunState.COMPLETED)
-DEAD = "its process dies"
-
-
-class Staged(Worker):
-    """A worker without a process: its job is the messages that it sends."""
-
-    made: list[Staged]  # in the order of their start
-    ending = "terminate"  # what ends it
-
-    def __init__(self, slot: int, workers: int) -> None:
-        self.slot = slot
-        self.connection, self.theirs = multiprocessing.Pipe()
-        self.process: Any = Mock(exitcode=-9)
-        getattr(self.process, self.ending).side_effect = self.theirs.close
-        self.made.append(self)
-
-    def run(self, job: Any) -> None:
-        for message in job:
-            self.theirs.close() if message is DEAD else self.theirs.send(message)
 
 
 class TestEngine:
@@ -192,7 +221,7 @@ class TestEngine:
     def _staged(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "Worker", Staged)
         monkeypatch.setattr(engine, "GRACE", 0.0)
-        monkeypatch.setattr(Staged, "made", [], raising=False)
+        monkeypatch.setattr(Staged, "made", [])
 
     def run(
         self,
@@ -249,8 +278,8 @@ class TestEngine:
         made = self.run((FirstBatch(), Report(2, {}), Report(4, {}), *COMPLETED))
         assert [Staged.made[0].theirs.recv() for _ in range(2)] == [True, False]
         made = self.run((DEAD,), COMPLETED)
-        made._display.lost.assert_called_once_with(0, -9)
-        made._study.lost.assert_called_once_with(0, -9)
+        made._display.lost.assert_called_once_with(0, -15)
+        made._study.lost.assert_called_once_with(0, -15)
         assert len(Staged.made) == 3
         assert not made.stopping
 
