@@ -89,6 +89,10 @@ def test_finding_replaces_the_run_of_the_finder(
     arguments = ["study/study.db", "--finding", "finding.json", "--output", "elsewhere"]
     assert loss_scale.main(["loss-scale", *arguments]) == 0
     assert "verdict: use 2^17" in capsys.readouterr().out
+    table = "| trial | init_scale | state | batches | loss_scale_score | steps_lost |"
+    text = (workplace / "elsewhere" / "loss_scale.md").read_text()
+    assert table in text
+    assert "(study); 1 seed; on cpu, torch 2.6.0, 2026-01-02T" in text
     assert sorted(p.name for p in (workplace / "elsewhere").iterdir()) == [
         "loss_scale.html",
         "loss_scale.json",
@@ -211,7 +215,7 @@ class TestPage:
     def test_page_needs_nothing_else(self) -> None:
         document = self.made()
         assert needs_the_network(document) == []
-        facts = "predicted on cpu, torch 2.6, 2026-01-01, from 4 batches with 128 samples"
+        facts = "; predicted on cpu, torch 2.6, 2026-01-01, from 4 batches with 128 samples."
         assert facts in shown(document)
 
     def test_what_others_wrote_stays_text(self) -> None:

@@ -25,7 +25,7 @@ from determined_amp.report.precision_comparison import (
     welch,
 )
 from determined_amp.report.precision_findings import Findings, advise, find
-from determined_amp.report.precision_report import answer, sentences, table
+from determined_amp.report.precision_report import answer, sentences, short_answer, table
 from determined_amp.report.sources import read_source
 from determined_amp.runs.run import SEED, Report, Reports, Run, RunState
 from tests.precisions import CPU, LOST, findings_of, run, seeds, write_run
@@ -210,8 +210,9 @@ class TestMetric:
         assert compared(*runs, metric=metric).is_better is is_better
 
     def test_unknown_direction_of_a_metric_has_to_be_given(self) -> None:
-        reports = Reports([("validation", Report(100, {"f1": 0.5}))])
+        reports = Reports([("validation", Report(100, {"f1": 0.5, "validation_loss": 0.1}))])
         runs = [dataclasses.replace(run(p), reports=reports) for p in ("fp32", "amp_fp16")]
+        assert findings_of(*runs).metric == "validation_loss"  # the searcher's, without an accuracy
         with pytest.raises(ReportError, match="larger or a smaller f1 is better is unknown"):
             findings_of(*runs, metric="f1")
         assert not findings_of(*runs, metric="f1", smaller_is_better=False).smaller_is_better
@@ -275,20 +276,19 @@ class TestSpeed:
         assert comparison.speed.median == 1.0
 
     @pytest.mark.parametrize(
-        ("speeds", "of"),
+        ("speeds", "of", "memory", "size"),
         [
-            ([200.0, 220.0], "speed 2.10x (2.00 to 2.20 over the reports of one pair of runs)"),
-            ([210.0], "speed 2.10x (in one pair of runs)"),
+            ([200.0, 220.0], "2.00 to 2.20 over the reports of one pair", 500.0, "less"),
+            ([210.0], "in one pair", 1000.0, "as much"),
         ],
     )
     def test_range_of_one_pair_is_only_given_if_there_is_one(
-        self, speeds: list[float], of: str
+        self, speeds: list[float], of: str, memory: float, size: str
     ) -> None:
-        lines = "\n".join(
-            sentences(findings_of(run("fp32", speed=[100.0]), run("amp_fp16", speed=speeds)))
-        )
-        assert f"{of}: faster" in lines
-        assert "memory 1.00x (in one pair of runs): as much" in lines
+        amp = run("amp_fp16", speed=speeds, memory=memory)
+        lines = "\n".join(sentences(findings_of(run("fp32", speed=[100.0]), amp)))
+        assert f"speed 2.10x ({of} of runs): faster" in lines
+        assert f"memory {memory / 1000:.2f}x (in one pair of runs): {size}; " in lines
 
     def test_small_effect_is_none_however_certain(self) -> None:
         ratios = [Ratio(x, x - 0.01, x + 0.01, 3, by_seed=True) for x in (1.06, 1.02, 0.9, 0.98)]
@@ -370,6 +370,12 @@ class TestClaims:
             "cannot be told with 1 seed: train more before you rely on it",
         ),
         ([run("amp_bf16", speed=2000.0, accuracy=0.1)], Precision.FP32, "has a worse mean"),
+        ([run("amp_bf16", speed=0.0)], Precision.FP32, "amp_bf16 has no measured speed"),
+        (
+            seeds("amp_bf16", shifted(0.05, 0.051, 0.049), speed=2000.0),
+            Precision.AMP_BF16,
+            "it is 2.00 times as fast as fp32 with better validation_accuracy",
+        ),
     ],
 )
 def test_fastest_precision_that_is_not_worse_is_advised(
@@ -461,6 +467,7 @@ LOST_RUNS = [run(p, last_batch=50, end=LOST) for p in ("fp32", "amp_fp16")]
         ([FP32, run("fp32", 2)], "all runs are fp32 and there is nothing to compare"),
         ([FP16, run("amp_bf16")], r"no baseline.*of fp32 or tf32 a finished run"),
         ([run("fp32", last_batch=50)], "no run has finished; left out: fp32, seed 1"),
+        ([], "no run has finished; allowed: finished runs"),
         (LOST_RUNS, "no run has finished: 100% of the optimizer"),
         ([run(p, device=CPU) for p in ("fp32", "tf32")], "fp32 and tf32, which is fp32 on this"),
     ],
@@ -523,9 +530,11 @@ class TestDevice:
 )
 def test_audit_is_one_sentence(shares: list[float | None], sentence: str) -> None:
     amp = (run("amp_fp16", seed, audit_share=share) for seed, share in enumerate(shares, 1))
-    shown = text_of(findings_of(FP32, run("fp32", 2), *amp))
+    found = findings_of(FP32, run("fp32", 2), *amp)
+    shown = text_of(found)
     assert sentence in shown
     assert shown.count("audit: ") == ("audit: " in sentence)
+    assert (sentence in short_answer(found, advise(found))) is (shares != [1.0])
 
 
 def test_steps_of_several_optimizers_are_added_up() -> None:
@@ -585,7 +594,9 @@ def test_precision_whose_runs_all_failed_is_a_finding() -> None:
     findings = findings_of(*seeds("fp32", BASE), *lost)
     shown = text_of(findings)
     assert "amp_fp16: 3 of 3 runs failed: seed 1 (amp_fp16-1): 100% of the optimizer" in shown
-    assert [row[:2] for row in table(findings)[1]] == [["fp32", "3"], ["amp_fp16", "0, 3 failed"]]
+    heads, rows = table(findings)
+    assert [row[:2] for row in rows] == [["fp32", "3"], ["amp_fp16", "0, 3 failed"]]
+    assert [row[heads.index("audit")] for row in rows] == ["100.0%", ""]
 
 
 def test_unfinished_run_is_left_out_and_named_and_its_settings_count_for_nothing() -> None:
