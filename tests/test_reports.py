@@ -295,4 +295,5 @@ def test_without_the_trial_only_the_observation_is_drawn(
     output = capsys.readouterr().out
     assert "no prediction: " in output
     assert "nowhere:Trial" in output
-    assert "--finding" in output
+    # No YAML of this repository: that would find the scale of its own trial.
+    assert "--finding; on a cluster, the entrypoint `python3 -m determined_amp find` on" in output

@@ -44,6 +44,9 @@ _CAPTION = (
 # The sections of a configuration that the finder needs; a master fills in more.
 _SECTIONS = ("name", "entrypoint", "data", "hyperparameters", "searcher", "reproducibility")
 
+# What finds on a cluster, whatever trial a search has.
+_FIND_THERE = "the entrypoint `python3 -m determined_amp find` on its YAML without ranges"
+
 # A best value within this many standard deviations of the window's mean counts as a tie.
 _SDS_OF_A_TIE = 2.0
 
@@ -95,13 +98,11 @@ def _prediction(
     except UserError as error:  # the report is useful without it, too
         return None, [
             f"no prediction: {one_line(error)}. Where the experiment is, `python -m determined_amp "
-            "find CONFIG --json FILE` or `det experiment create hp_search/find_loss_scale.yaml .` "
-            "makes one for --finding"
+            f"find CONFIG --json FILE` makes one for --finding; on a cluster, {_FIND_THERE} does"
         ]
     here = (
         f"predicted here, on {predicted.run.device} with torch {predicted.run.torch}, which the "
-        "cluster need not have: det experiment create hp_search/find_loss_scale.yaml . predicts "
-        "there, for --finding ID"
+        f"cluster need not have; {_FIND_THERE} predicts there, for --finding ID"
     )
     return predicted, [here] if on_cluster else []
 
