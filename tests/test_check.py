@@ -359,6 +359,18 @@ class ScalerNotWrapped(Right):
         self.scaler = torch.cuda.amp.GradScaler()  # HERE
 
 
+class MakesScalerInFirstBatch(Right):
+    scaler: Any = None
+
+    def wrap_scaler(self) -> None:
+        """Later."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        if self.scaler is None:
+            self.scaler = torch.cuda.amp.GradScaler()  # HERE
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
 class DisabledScalerWrapped(Right):
     def wrap_scaler(self) -> None:
         self.scaler = self.context.wrap_scaler(torch.amp.GradScaler("cpu", enabled=False))  # HERE
@@ -741,6 +753,7 @@ PLANTED: dict[type[Right], str] = {
     PlateauNotWrapped: "schedule_not_saved",
     DeterminedMovesSequenceOnSkipped: "schedule_on_skipped",
     ScalerNotWrapped: "scaler_not_saved",
+    MakesScalerInFirstBatch: "scaler_not_saved",
     DisabledScalerWrapped: "empty_scaler_state",
     ZeroesInTheWindow: "zero_grad_in_window",
     NotDivided: "loss_not_divided",

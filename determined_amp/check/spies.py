@@ -228,8 +228,10 @@ class Spies:
     def _scale(self, own: Own, scaler: Any, outputs: Any) -> Any:
         scaled = own(scaler, outputs)
         if scaler.is_enabled():
-            self._known_scaler(scaler).used = True
-            mark(scaled, outputs, float(scaler.get_scale()), self._number_of(scaler))
+            known, scale = self._known_scaler(scaler), float(scaler.get_scale())
+            known.used = True
+            known.scales.setdefault("start", scale)  # of one that is made in the first batch
+            mark(scaled, outputs, scale, self._number_of(scaler))
         return scaled
 
     def _backward(self, run: Own, *args: Any, **kwargs: Any) -> Any:
