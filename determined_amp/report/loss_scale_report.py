@@ -89,7 +89,7 @@ def write_report(
 def _prediction(
     search: Search, finding: str | None, *, on_cluster: bool
 ) -> tuple[FoundScale | None, list[str]]:
-    """The given finding, or one made here; and a sentence if none can be, or on which device."""
+    """The given finding, or one made here, with a sentence on its device or on what failed."""
     if finding:
         on_master = is_experiment(finding)
         return read_finding(int(finding)) if on_master else FoundScale.read(Path(finding)), []

@@ -101,7 +101,7 @@ def write(
     files = {
         folder / f"{name}.png": as_png(figure),
         folder / f"{name}.html": as_html(markdown, as_svg(figure)).encode(),
-        # Tags in names that others wrote stay text here, too.
+        # Here, too, tags in names from outside stay text.
         folder / f"{name}.md": re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown).encode(),
         folder / f"{name}.json": json.dumps(_plain(numbers), indent=2, allow_nan=False).encode(),
     }

@@ -348,7 +348,7 @@ def _to_compare(compared: Sequence[Summary], base: Precision) -> list[tuple[Summ
 def _claims(
     candidate: Summary, base: Summary, speed: Ratio | None, memory: Ratio | None
 ) -> Sequence[Claim]:
-    """The claims of the literature on AMP, judged; none of another precision."""
+    """The claims of the literature on AMP, judged; none for another precision."""
     if not candidate.precision.autocasts:
         return ()
     accuracies = [run.metrics.get(ACCURACY) for run in (*candidate.runs, *base.runs)]

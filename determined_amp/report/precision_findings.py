@@ -152,9 +152,9 @@ def find(
 
 
 def _countable(sources: Sequence[Search]) -> tuple[list[Run], list[str]]:
-    """The runs that say something of their precision, and a sentence for each of the others.
+    """The runs that count for their precision, and a sentence for each other run.
 
-    A run that was stopped, still runs, or changed at a resume says nothing.
+    A run that was stopped, still runs, or changed at a resume does not count.
     """
     runs: list[Run] = []
     left_out: list[str] = []

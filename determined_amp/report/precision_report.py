@@ -28,7 +28,7 @@ from determined_amp.search.search_folder import Search
 
 NAME = "precision"
 
-# What the JSON has of a run under the same name.
+# Attributes of a run that the JSON has under the same name.
 _FACTS = (
     *("name", "precision", "seed", "state", "reason", "machine", "date", "metrics"),
     *("training_seconds", "shares_device"),
@@ -339,7 +339,7 @@ def _size(ratio: Ratio, larger: str, smaller: str, same: str) -> str:
 
 def _times(ratio: Ratio) -> str:
     of = f"over {ratio.pairs} pairs of {'equal seed' if ratio.by_seed else 'runs'}"
-    if ratio.pairs == 1 and ratio.low == ratio.high:  # such as memory, of which each run has one
+    if ratio.pairs == 1 and ratio.low == ratio.high:  # such as memory, with one value per run
         return f"{ratio.median:.2f}x (in one pair of runs)"
     if ratio.pairs == 1:
         of = "over the reports of one pair of runs"
