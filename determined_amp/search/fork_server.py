@@ -16,7 +16,7 @@ _OF_THE_WORKERS = (
 )
 
 # Python's teardown takes seconds once torch is imported. Meanwhile the server would hold the
-# standard output of a search that has ended, and whoever reads it would wait.
+# standard output of a search that has ended, and its reader would wait.
 atexit.register(os._exit, 0)
 
 for _name in _OF_THE_WORKERS:

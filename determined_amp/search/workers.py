@@ -118,7 +118,7 @@ class Worker:
 
 
 def _serve(connection: Connection, slot: int, workers: int, directory: str) -> None:
-    gc.freeze()  # what the server has imported: a look at it would copy every page of it
+    gc.freeze()  # else a collection would copy every page of the server's imports
     # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -127,7 +127,7 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     # would import everything again, and need data that can be pickled.
     multiprocessing.set_start_method("fork", force=True)
     _share_machine(slot, workers)
-    os.chdir(directory)  # what imported multiprocessing was elsewhere
+    os.chdir(directory)  # multiprocessing goes to the folder where it was imported
 
     def go_on(validation: Report) -> bool:
         try:
