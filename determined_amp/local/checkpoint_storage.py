@@ -127,7 +127,7 @@ class LocalCheckpoints(core.DummyCheckpointContext):
             yield partial, name
             metadata["finite"] = self.finite
             with zipfile.ZipFile(partial / "state_dict.pth"):
-                pass  # the end is there: torch does not notice if the last flush fails
+                pass  # raises for a cut-off file: torch does not notice if its last flush fails
             if (partial / _STATE).exists():
                 metadata[_CHECKSUM] = zlib.crc32((partial / _STATE).read_bytes())
             self._write_metadata_file(os.fspath(partial), metadata)
@@ -151,8 +151,8 @@ class LocalCheckpoints(core.DummyCheckpointContext):
         self._prune(final)
 
     def _prune(self, newest: Path) -> None:
-        # A resume may have passed over later ones than the newest. One whose metadata cannot be
-        # read is kept: what it was is unknown.
+        # A resume may have skipped damaged checkpoints that are later than `newest`. One whose
+        # metadata cannot be read is kept, because it may be the best.
         metadata: dict[Path, dict[str, Any]] = {}
         for path in complete_checkpoints(self._folder):
             with suppress(CheckpointError):

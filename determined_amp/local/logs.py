@@ -112,7 +112,7 @@ def logging_to(path: Path | None, console: Console) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        shown.setLevel(logging.CRITICAL + 1)  # the terminal has it from whoever catches it
+        shown.setLevel(logging.CRITICAL + 1)  # its catcher prints it to the terminal
         logger.error("%s", type(error).__name__, exc_info=True)
         raise
     finally:

@@ -53,13 +53,13 @@ def translating_invalid_trials() -> Iterator[None]:
 
 
 def outcome(error: BaseException) -> tuple[RunState, str]:
-    """How a run ends that an error ends, and why."""
+    """The state and the reason of a run that an error ends."""
     if isinstance(error, (det.InvalidHP, InvalidTrialError)):
         return RunState.INVALID, str(error)
     if isinstance(error, UserError):
         return RunState.FAILED, str(error)
     lines = []
-    with suppress(Exception):  # the text of a user's error may fail itself
+    with suppress(Exception):  # the `__str__` of a user's error may raise
         lines = str(error).splitlines()
     return RunState.FAILED, ": ".join([type(error).__name__, *lines[:1]])
 

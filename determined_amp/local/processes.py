@@ -21,7 +21,7 @@ from determined_amp.amp.errors import UserError
 # Seconds between two signals that make the second one another request.
 APART = 5.0
 
-# What torchrun tells every process besides its number.
+# Variables that torchrun sets in every process.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _OF_A_NEW_GROUP = ("MASTER_ADDR", "MASTER_PORT")
 

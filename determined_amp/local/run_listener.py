@@ -34,7 +34,7 @@ class RunListener:
         """
 
     def on_first_batch(self) -> None:
-        """The first batch of this process was trained: data, model and kernels are there."""
+        """The first batch of this process was trained: data, model and kernels are ready."""
 
     def on_status(self, status: str) -> None:
         """The trial has set its status, a text."""
