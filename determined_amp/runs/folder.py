@@ -69,7 +69,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     """
     path = folder / ".lock"
     try:
-        # A link would be followed to somebody else's file, which is truncated below.
+        # A link may lead to another's file, which would be truncated below.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise FolderError(
@@ -77,7 +77,7 @@ def lock(folder: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         ) from error
     try:
         _take(descriptor, folder, what, wait=wait)
-        with suppress(OSError):  # on a full disk nobody is told which process it is
+        with suppress(OSError):  # on a full disk the message cannot name the process
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -182,7 +182,7 @@ class RunFolder:
             sys.argv,
         )
         before = (part for part in self._run().parts if part.first_batch < first_batch)
-        # First what says that this folder is a run's.
+        # First the file that marks this folder as a run's.
         run = self._change(state=RunState.RUNNING, reason="", parts=(*before, part))
         # A resume rewrites these files, and a later one needs them: a kill must not truncate them.
         write_whole(self.config, dump_yaml(dict(experiment.config)))
@@ -340,7 +340,7 @@ def fresh_folder(root: Path, name: str) -> Path:
         except OSError as error:
             if not os.path.lexists(path):  # as above a link to nowhere
                 raise FolderError(f"cannot make the folder {path}: {error.strerror}") from error
-            count += 1  # another run of this second
+            count += 1  # another run began in the same second
             path = root / name / f"{stamp}-{count}"
         else:
             return path

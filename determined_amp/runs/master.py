@@ -55,7 +55,7 @@ class _Session(api.Session):
     _do_request = _with_limit(api.Session._do_request)
 
 
-# A master that is away is asked again a few times, and not when it or a proxy says: in an hour.
+# A master that is away is asked again a few times, soon: its Retry-After may say an hour.
 _RETRIES = urllib3.util.retry.Retry(
     3, backoff_factor=0.5, status_forcelist=[502, 503, 504], respect_retry_after_header=False
 )
@@ -65,7 +65,7 @@ _RETRIES = urllib3.util.retry.Retry(
 def answering_in_time() -> Iterator[None]:
     """Raise a `MasterAwayError` if a master needs more than `ALL_ANSWERS` seconds for this block.
 
-    A limit of each request is not enough: it begins anew with every byte and every page.
+    A limit per request is not enough: it starts again with every byte and every page.
     """
 
     def give_up(number: int, frame: FrameType | None) -> None:
@@ -73,11 +73,11 @@ def answering_in_time() -> Iterator[None]:
             f"the master has not answered all within {ALL_ANSWERS} s; try again when it works"
         )
 
-    if threading.current_thread() is not threading.main_thread():  # no other gets a signal
+    if threading.current_thread() is not threading.main_thread():  # other threads get no signals
         yield
         return
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, ALL_ANSWERS, 1.0)  # again if something has dropped it
+    signal.setitimer(signal.ITIMER_REAL, ALL_ANSWERS, 1.0)  # repeated, in case the first is lost
     try:
         yield
     finally:

@@ -126,7 +126,7 @@ class Thinned(Generic[T]):
 
 
 class Reports:
-    """The reports of one run, read as a stream: they take no more memory if there are more.
+    """The reports of one run, read as a stream: their number does not affect the memory.
 
     Attributes:
         training: The last training report; None without any.
@@ -144,7 +144,7 @@ class Reports:
             self.add(group, report)
 
     def add(self, group: str, report: Report) -> None:
-        """Add the next report of a group; of groups other than these two nothing is kept."""
+        """Add the next report of a group; other groups are ignored."""
         if group == "validation":
             self._validations.add(report)
         elif group == "training":
