@@ -27,7 +27,7 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 
-# What torch calls 16-bit dtypes in its messages. `scatter` names none: it has another by autocast.
+# Torch's names of 16-bit dtypes in its messages; `scatter` has a message of its own.
 _IN_16_BITS = re.compile(
     r"\b(torch\.b?float16|BFloat16|(Complex)?Half)\b|HalfTensor|could not create a primitive"
     r"|Expected self\.dtype to be equal to src\.dtype"
@@ -81,7 +81,7 @@ def limits_of_the_machine() -> Iterator[None]:
 
 @contextmanager
 def limits_of_16_bits() -> Iterator[None]:
-    """Raise a `UserError` for code that runs in float32, and not under autocast."""
+    """Raise a `UserError` for code that runs in float32 but not under autocast."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def limits_of_16_bits() -> Iterator[None]:
 
 
 def fault_in_16_bits(error: Exception) -> str | None:
-    """What is wrong in code that runs in float32, and not under autocast, and what to write.
+    """What is wrong in code that runs in float32 but not under autocast, and what to write.
 
     None for an error that has nothing to do with 16 bits.
     """
@@ -134,10 +134,10 @@ def translating_exits() -> Iterator[None]:
 
 @contextmanager
 def faults_of_the_trial() -> Iterator[None]:
-    """Raise a `UserError` in one sentence for what a trial meets that a user can mend.
+    """Raise a `UserError` of one sentence for an error of a trial that a user can fix.
 
-    Besides the limits above and exits this is a `UserError` in a process that loads data, into
-    whose text torch puts the whole traceback.
+    Besides the limits above and exits, this is a `UserError` from a loader process, to whose text
+    torch adds the whole traceback.
     """
     try:
         with limits_of_the_machine(), limits_of_16_bits(), translating_exits():
@@ -172,10 +172,10 @@ def _report_to_launcher(reason: str) -> None:
 
 @contextmanager
 def ending_the_program() -> Iterator[None]:
-    """Let a `UserError` that leaves this block end the program, unless somebody catches it.
+    """Let a `UserError` that leaves this block end the program, unless it is caught.
 
-    Its end is one line and exit status 2. Python asks `sys.excepthook` about an error that nobody
-    has caught, so that is replaced now, and not before there is such an error.
+    The program then prints one line and exits with status 2. Python passes an uncaught error to
+    `sys.excepthook`, so that is replaced now, and not before there is such an error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Writes files so that what is there is whole: the old content or the new one."""
+"""Writes files so that each is whole at any time: its old content or its new one."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _write(path: Path, content: Iterable[bytes]) -> None:
         with path.open("wb") as file:
             file.writelines(content)
     except OSError as error:
-        error.filename = error.filename or str(path)  # that of a file that is open names none
+        error.filename = error.filename or str(path)  # an error on an open file names no file
         raise
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone after this block.
+    """A folder that is deleted after this block.
 
     Raises:
         UserError: if there is no place for one.
@@ -63,7 +63,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def directory_kept() -> Iterator[None]:
-    """Come back to the working directory after this block: a trial may leave it."""
+    """Return to the working directory after this block, because a trial may leave it."""
     here = os.getcwd()
     try:
         yield
