@@ -110,8 +110,8 @@ def _magnitudes(flat: torch.Tensor) -> torch.Tensor:
 def _patterns(values: torch.Tensor) -> torch.Tensor:
     """Exponent and seven bits of the significand of each value, as int16 or int32.
 
-    The last bit is set for what the other bits of a float16 or float32 hold, so that only powers of
-    two look like powers of two.
+    The last bit is also set if any of the dropped bits is, so that only powers of two look like
+    powers of two.
     """
     if values.dtype is torch.bfloat16:
         return values.view(torch.int16) & (_PATTERNS - 1)
@@ -120,8 +120,8 @@ def _patterns(values: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(patterns: torch.Tensor) -> torch.Tensor:
-    # On CUDA bincount reads the largest pattern on the host; but torch 2.3 to 2.7 refuse histc of
-    # whole numbers where deterministic algorithms are asked for (pytorch issue 151610).
+    # On CUDA bincount makes the host wait for the largest pattern. But with deterministic
+    # algorithms torch 2.3 to 2.7 refuse histc of integers (pytorch issue 151610).
     if patterns.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         return torch.histc(patterns.int(), bins=_PATTERNS, min=0, max=_PATTERNS).long()
     return torch.bincount(patterns, minlength=_PATTERNS)

@@ -219,8 +219,8 @@ def observe(
 def _flushed(exact: Histogram, seen: Histogram, lost: int, scale_log2: float) -> float:
     """The share of a tensor's norm that float16 flushed to 0, if `lost` more of its values are 0.
 
-    Nothing of a tensor that is rounding noise, such as the gradient of a bias before a BatchNorm:
-    with finer rounding it is much smaller, and not because parts of it are missing.
+    0 for a tensor of rounding noise, such as the gradient of a bias before a BatchNorm: finer
+    rounding makes it much smaller without any part being lost.
     """
     share = exact.faintest_share(lost, scale_log2)
     left = seen.norm / 2.0**scale_log2

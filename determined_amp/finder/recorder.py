@@ -100,8 +100,8 @@ class BackwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def _following(self) -> Iterator[None]:
         """Follow each backward from its seed to the parameters.
 
-        `torch.autograd.grad` is followed only if it is of a scaled output. A gradient that the loss
-        itself contains is otherwise scaled no more than the rest of the forward.
+        `torch.autograd.grad` is followed only for a scaled output. Without the scale, a gradient
+        that is part of the loss is no more scaled than the rest of the forward.
         """
         scale, scaled = GradScaler.scale, _Flow()
         parameters = dict.fromkeys(self._parameters)
@@ -188,7 +188,7 @@ class _Flow:
             self._follow(tensor)
 
     def end(self, gradients: Any) -> None:
-        """Note that the tensors in these nested values are what a backward was for."""
+        """Note the tensors in these nested values as the results of a backward."""
         self._ends.update(map(_storage, _dense(gradients)))
 
     def holds(self, values: Any) -> bool:

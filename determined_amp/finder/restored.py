@@ -1,4 +1,4 @@
-"""Puts back what the objects of a training hold, after its batches ran outside of the training."""
+"""Restores the state of a training's objects after batches that ran outside the training."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from torch.utils import data
 Undo = Callable[[], object]
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
-# Models, optimizers and data are not moved by a batch without a step, or others restore them; their
-# tensors may fill the memory. What threads share is not ours to put back.
+# A batch without a step leaves models, optimizers and data as they are, or other code restores
+# them, and copies of their tensors may fill the memory. State that threads share must not be reset.
 _LEFT_ALONE = (nn.Parameter, torch.optim.Optimizer, data.Dataset, data.DataLoader)
 _CONCURRENT = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
 
 
 @contextmanager
 def restored(*roots: object, besides: tuple[type, ...] = ()) -> Iterator[None]:
-    """After this block the objects hold what they held before it, and so does what they hold.
+    """After this block, restore the state of the objects and of everything they refer to.
 
     That is: attributes, items of lists, dictionaries, sets and queues, values of tensors and
     arrays, and states of random generators; in closures and bound methods, too. Iterators, files
-    and what C extensions keep to themselves cannot be put back.
+    and the internal state of C extensions cannot be restored.
 
     Args:
         roots: Where to begin, such as a trial.
         besides: Types whose objects, and what they hold, are left alone.
     """
     undo: list[Undo] = []
-    seen: dict[int, object] = {}  # holds what it has seen, so that an id stays
+    seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
     waiting: list[object] = list(roots)
     while waiting:
         value = waiting.pop()
@@ -60,7 +60,7 @@ def restored(*roots: object, besides: tuple[type, ...] = ()) -> Iterator[None]:
 
 
 def _undone(value: Any) -> Iterator[Undo]:
-    """How to put back what one object holds itself."""
+    """Functions that restore the content of one object itself."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_inference():
             yield functools.partial(_put_back_tensor, value, value.detach().clone())

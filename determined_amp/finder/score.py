@@ -83,7 +83,7 @@ def bits_from_default(scale_log2: float) -> float:
 
 
 def worth_of_best(metric: str | None, trials: Sequence[tuple[float, float | None]]) -> str | None:
-    """A sentence on what the best of a search's scored trials is worth.
+    """A sentence on what the best of a search's scored trials means.
 
     Args:
         metric: What the search ranks its trials by.
@@ -203,7 +203,7 @@ def score_batches(
 def _until_applied(
     after: Callable[[int], Observation], to_one: int, most: int, bits_per_skip: float
 ) -> tuple[int, Observation]:
-    """The number of steps skipped until nothing overflows, and what is then measured.
+    """The number of steps skipped until nothing overflows, and the measurement then.
 
     What overflows at a scale overflows at every larger one. So the search jumps to a small scale,
     back by the room that is measured there, and confirms. Bisection does the rest, for instance

@@ -212,11 +212,11 @@ def _top(
 ) -> tuple[int, list[Observation]]:
     """log2 of the largest power of two at which nothing overflows, measured from the prediction up.
 
-    What is masked on its way to the parameters may overflow: the gradients of zeroed padding before
-    a normalisation are large, and dropped. The prediction cannot know.
+    Values that are masked on their way to the parameters may overflow: the gradients of zeroed
+    padding before a normalisation are large, but dropped. The prediction cannot know that.
 
     Returns:
-        That, and what was measured.
+        The log2, and the measurements.
     """
     works, first, step = prediction.first_overflow_log2 - 1, prediction.first_overflow_log2, 1
     seen: list[Observation] = []
@@ -237,7 +237,7 @@ def _top(
 def _verified(
     measure: Callable[[int], Observation], top: int, above: Sequence[Observation]
 ) -> list[Observation]:
-    """What is measured at the predicted top, and at the scales below it until nothing overflows.
+    """Measurements at the predicted top, and at the scales below it until nothing overflows.
 
     The last one still overflows if no scale helps.
     """
@@ -295,7 +295,7 @@ def _islands(prediction: Prediction) -> list[tuple[str, ...]]:
 
 
 def _help(context: Place, batches: Sequence[FrozenBatch], islands: Sequence[str]) -> bool:
-    """Whether there is a safe scale with these modules in float32, seen in passes of that kind."""
+    """Whether there is a safe scale with these modules in float32, verified by passes with them."""
     modules = [module for module, name in module_names(context.models).items() if name in islands]
     parameters = (p for model in context.models for p in model.parameters())
     device_type = next((p.device.type for p in parameters), "cpu")
