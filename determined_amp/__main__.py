@@ -22,7 +22,7 @@ from determined_amp.experiment.files import temporary_folder
 from determined_amp.local.logs import surviving_closed_output
 
 # By command: the module of its `main(arguments)`, and its help text. `main` returns the exit
-# status, and raises a `UserError` for what a user can mend.
+# status, and raises a `UserError` for an error that a user can fix.
 _COMMANDS = {
     "train": ("determined_amp.cli.train", "train an experiment, here or as a task of a cluster"),
     "audit": ("determined_amp.cli.audit", "show what one training batch is computed in"),
@@ -39,7 +39,7 @@ _COMMANDS = {
     ),
 }
 
-# Commands whose result is in a folder. That of the others is what they print.
+# Commands that write their result into a folder. The others print it.
 _KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
 
 # Packages that the extras `search` and `reports` install.
@@ -110,7 +110,7 @@ def _do(command: str, words: Sequence[str]) -> int:
 
 
 def _comes_of_ctrl_c(error: BaseException | None) -> bool:
-    """Whether an error is a Ctrl-C, or what a library made of one.
+    """Whether an error is a Ctrl-C, or was raised because of one.
 
     An extension that is being loaded raises an ImportError from it, and a clean-up that it
     interrupts may fail while it is handled.
@@ -123,9 +123,9 @@ def _comes_of_ctrl_c(error: BaseException | None) -> bool:
 def _interrupt_again(
     hook: Callable[[sys.UnraisableHookArgs], object], lost: sys.UnraisableHookArgs
 ) -> None:
-    """Take up a Ctrl-C that came while Python freed an object, where it has no effect.
+    """Repeat a Ctrl-C that came while Python freed an object, where it has no effect.
 
-    All else is for `hook`, which was there before.
+    Everything else goes to `hook`, the earlier hook.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # After what is being freed; a signal also ends what the main thread waits for.
@@ -138,7 +138,7 @@ def _interrupt_again(
 
 
 def _check_surroundings(words: Sequence[str]) -> None:
-    """Raise for an empty argument, which is a variable that is not set, and without a folder."""
+    """Raise for an empty argument, often an unset variable, and for a removed directory."""
     for before, word in zip(["", *words], words, strict=False):
         if not word or re.fullmatch(r"--[\w-]+=", word):
             where = f" after {before}" if before and not word else ""
@@ -157,8 +157,8 @@ def _check_surroundings(words: Sequence[str]) -> None:
 def run() -> NoReturn:
     """Run the program of this process.
 
-    It ends without Python's teardown, which takes seconds once torch is imported. What runs at the
-    exit, as the removal of temporary folders, has run before.
+    It ends without Python's teardown, which takes seconds once torch is imported. Exit
+    handlers, such as the removal of temporary folders, run before.
     """
     statuses: list[int] = []
 

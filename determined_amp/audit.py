@@ -221,7 +221,7 @@ def audited(
 
 
 def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:
-    """Audit one batch of a loop of one's own, forward and backward, without a step.
+    """Audit one batch of your own loop, forward and backward, without a step.
 
     Parameters, gradients, buffers and random state are restored.
 

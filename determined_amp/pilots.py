@@ -107,7 +107,7 @@ def _run(
 
     Args:
         job: The job.
-        name: What the first batch is awaited of.
+        name: The job whose first batch is awaited.
         patience: Seconds after the first batch until the job is asked to stop.
         too_slow: The reason of its failure if it then has no result.
         log: Called with a sentence while the first batch is awaited.

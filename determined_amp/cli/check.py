@@ -1,7 +1,7 @@
-"""The command `check`: say what is wrong with the mixed precision that a trial has of its own.
+"""The command `check`: say what is wrong with a trial's own mixed precision.
 
 It trains a few batches of the trial as it is, in fresh processes: with two overflows, from a
-checkpoint, and at two loss scales. Nothing of the user's is written. The first line that it prints
+checkpoint, and at two loss scales. It writes to no file of the user. The first line that it prints
 is the number of faults.
 
 It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--json`.
@@ -19,7 +19,7 @@ from determined_amp.cli.search import start_server
 def main(arguments: Sequence[str]) -> int:
     """Examine a trial and print the findings; 0 without a fault, else 1.
 
-    In a task of a cluster it is 0 with faults, too: the cluster shall not restart the task.
+    In a task on a cluster it is 0 even with faults, so that the cluster does not restart it.
     """
     parser = parser_of("check", "Say what is wrong with the AMP of a trial.", precision=False)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

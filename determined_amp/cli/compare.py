@@ -68,6 +68,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         type=at_least(1),
         default=3,
         metavar="N",
-        help="time for all runs together; each has 20 batches at least (3)",
+        help="time for all runs together; each has at least 20 batches (3)",
     )
     return parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from determined_amp.experiment.files import write_together
 if TYPE_CHECKING:
     from determined_amp.finder.advice import FoundScale
 
-# How the files begin that the command writes.
+# The first bytes of the files that the command writes.
 _JSON, _PNG = b'{\n "run": {', b"\x89PNG"
 
 
@@ -84,7 +84,7 @@ def _problem(target: Path, begins: bytes) -> str | None:
         return f"got {target}, whose folder does not exist"
     if target.is_dir():
         return f"got {target}, which is a folder; allowed: a file"
-    if not target.is_file():  # a device or a pipe is never full
+    if not target.is_file():  # a device or a pipe has no content to lose
         return None
     with suppress(OSError), target.open("rb") as file:
         if file.read(len(begins)) == begins:  # an earlier answer

@@ -25,7 +25,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """The parser of a command that opens a trial.
 
-    As a task of a cluster the command has `--trial` alone: the configuration is the task's own.
+    In a task on a cluster the only option is `--trial`: the task has its own configuration.
 
     Args:
         command: The name of the command.

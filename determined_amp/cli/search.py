@@ -25,7 +25,7 @@ from determined_amp.experiment.overrides import with_overrides
 # Each worker is a process with its own torch. A larger machine may have one per processor.
 _MOST_WORKERS = 16
 
-# What the server that forks the workers imports.
+# Modules that the workers' fork server imports.
 PRELOADED = ["determined_amp.search.fork_server"]
 
 
