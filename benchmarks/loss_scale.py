@@ -1,4 +1,4 @@
-"""When does the initial loss scale matter? Eight tasks by seven ways by ten paired seeds.
+"""When does the initial loss scale matter? Eight tasks, seven ways, ten paired seeds.
 
     python -m benchmarks.loss_scale               # within an hour on two CPU cores; resumes
     python -m benchmarks.loss_scale --publish     # then replaces table and picture of the docs
@@ -141,7 +141,7 @@ def cells_of(rows: Sequence[Row]) -> Cells:
 
 
 def goals(cells: Cells) -> list[tuple[str, list[str], int]]:
-    """What was to be shown, the tasks on which it is so, and how many it takes."""
+    """Each goal, the tasks that meet it, and how many of them it takes."""
     names = [task.name for task in TASKS]
 
     def of(name: str, way: str) -> Cell:
@@ -300,7 +300,7 @@ def publish(rows: Sequence[Row]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing, and say what it shows; returns the exit status, 0."""
+    """Measure the missing rows and print the results; returns the exit status, 0."""
     parser = parser_of("loss_scale", "When does the initial loss scale matter?")
     names = [way.name for way in WAYS]
     parser.add_argument("--ways", nargs="+", choices=names, default=names, help="only these")
