@@ -1,4 +1,4 @@
-"""Mixed precision in a loop of one's own, by Determined's Core API; it runs without a cluster, too.
+"""Mixed precision in your own loop with Determined's Core API. It also runs without a cluster.
 
 cluster:     det experiment create any_loop.yaml .
 no cluster:  python train.py
