@@ -89,10 +89,15 @@ def write_report(
 def _prediction(
     search: Search, finding: str | None, *, on_cluster: bool
 ) -> tuple[FoundScale | None, list[str]]:
-    """The given finding, or one made here, with a sentence on its device or on what failed."""
+    """The given finding, or one made here, with a sentence on its origin or on what failed."""
     if finding:
         on_master = is_experiment(finding)
-        return read_finding(int(finding)) if on_master else FoundScale.read(Path(finding)), []
+        given = read_finding(int(finding)) if on_master else FoundScale.read(Path(finding))
+        run = given.run
+        return given, [
+            f"predicted by {finding}, of {run.name}: {run.samples} samples, on {run.device} with "
+            f"torch {run.torch}, {run.date}; nothing tells whether that is the trial of the search"
+        ]
     try:
         predicted = predict(search)
     except UserError as error:  # the report is useful without it, too
