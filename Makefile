@@ -1,5 +1,5 @@
 # Each target sets up the environment it needs; the first one takes a minute or two.
-# Python 3.10 to 3.12 is all that has to be there. Another one: make run PYTHON=/path/to/python3.11
+# They need only Python 3.10 to 3.12. To choose one: make run PYTHON=/path/to/python3.11
 
 ENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -26,7 +26,7 @@ run: $(ENV)/ready ## train the main job here: make run [CONFIG=experiment_config
 search: $(ENV)/ready ## search the loss scale here: make search [SEARCH=hp_search/loss_scale_asha.yaml WORKERS=2]
 	@$(RUN) -m determined_amp search $(SEARCH) --workers $(WORKERS)
 
-dashboard: $(ENV)/ready ## open the newest local search, also while it runs
+dashboard: $(ENV)/ready ## open the newest local search, even while it runs
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search" >&2; exit 2; }
 	@$(ENV)/bin/optuna-dashboard --host 127.0.0.1 sqlite:///$(STUDY)/study.db
 
@@ -34,10 +34,10 @@ report: $(ENV)/ready ## draw the newest local search: make report [STUDY=folder 
 	@test -n "$(STUDY)" || { echo "no search in runs/ yet: make search; or give STUDY=..." >&2; exit 2; }
 	@$(RUN) -m determined_amp report loss-scale $(STUDY)
 
-compare: $(ENV)/ready ## would AMP pay on a trial, and which precision: make compare [CONFIG=...]
+compare: $(ENV)/ready ## would AMP pay on a trial, and in which precision: make compare [CONFIG=...]
 	@$(RUN) -m determined_amp compare $(CONFIG)
 
-test: $(ENV)/ready ## all tests that need no GPU and no cluster, with the newest torch
+test: $(ENV)/ready ## all tests that need no GPU or cluster, with the newest torch
 	@# Images and CI often keep Python from writing bytecode; with it torch is imported in half the time.
 	@PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(ENV))/pycache \
 	    $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not cluster"
@@ -46,9 +46,9 @@ test-oldest: ## the same with torch 2.3, the level of Determined's default task 
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
 	    PYTHON=$(or $(given_python),$(call works,python3.10 python3.11))
 
-# A Python that is given is used as it is: GPU machines have their own torch, and often no network.
-# Warnings are errors in all other tests; what CUDA warns of is not known before it does.
-test-gpu: $(if $(given_python),,$(ENV)/ready) ## what only a GPU shows, with a Python that has it all: make test-gpu PYTHON=python3
+# PYTHON is used as it is, because GPU machines have their own torch and often no network. In all
+# other tests warnings are errors; here they are not, because CUDA's warnings are not known in advance.
+test-gpu: $(if $(given_python),,$(ENV)/ready) ## tests that need a GPU, with a Python that has all packages: make test-gpu PYTHON=python3
 	@$(or $(given_python),$(RUN)) -m pytest -m gpu -W default -rs tests/test_gpu.py tests/test_benchmarks_gpu.py
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
@@ -64,7 +64,7 @@ lint: $(ENV)/ready ## ruff and mypy, strict, tests included
 	@$(ENV)/bin/ruff check .
 	@$(ENV)/bin/mypy
 
-format: $(ENV)/ready ## write the code the way lint wants it
+format: $(ENV)/ready ## format the code as lint requires
 	@$(ENV)/bin/ruff format .
 	@$(ENV)/bin/ruff check --fix .
 

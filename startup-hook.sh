@@ -1,13 +1,13 @@
 # Determined sources this file in every container of a task, at each start and restart, under
 # `set -e` and `set -x`. The subshell keeps options and variables inside, `|| true` suspends `set -e`
-# in it and keeps failures inside: the training starts anyway, and says itself what it lacks.
+# in it and keeps failures inside. The training starts anyway, and names what it lacks.
 (
     { set +ux; } 2> /dev/null
 
-    # First line: what pip has to add. Then what it must leave as the image and the platform made it.
-    # Nothing is imported, and a spec without an origin is only a folder of that name. The image may
-    # lack three packages of the library. The trials beside it need the digits of scikit-learn, and
-    # Latte alone diffusers, which from 0.36 on needs the torch.accelerator of torch 2.6 and later.
+    # The first line has the packages for pip to add, the others those that pip must not change.
+    # Nothing is imported; a spec without an origin is only a folder of that name. The image may lack
+    # three packages of the library. The example trials need the digits of scikit-learn. Only Latte
+    # needs diffusers, which from 0.36 on needs the torch.accelerator of torch 2.6 and later.
     {
         read -ra missing
         mapfile -t installed
