@@ -94,12 +94,26 @@ class LoudAtFirst(ClampsData):
         return loss * 1e6 if self.model.training and self.is_loud else loss
 
 
-class LoudAndClipped(LoudAtFirst):
-    """The same where each batch of a window clips."""
+class LoudInPlace(LoudAtFirst):
+    """Clamps in every batch of a window."""
 
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
         self.context.step_optimizer(self.optimizer)
+
+
+class LoudByHand(LoudAtFirst):
+    """Adds up over a window what torch.autograd.grad returns."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.is_loud = batch_idx == 0
+        loss, parameters = self.loss(*batch), list(self.model.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            before = 0 if parameter.grad is None else parameter.grad
+            parameter.grad = before + gradient.clamp(-0.01, 0.01)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
 
 
 class ClampsInPlace(Habit):
@@ -158,6 +172,24 @@ class StepsItself(Habit):
         self.optimizer.zero_grad()
 
 
+class StepsInCallback(Habit):
+    """Once more after each epoch, from a loss that it goes backward from itself."""
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"mine": OneMoreStep(self)}
+
+
+class OneMoreStep(pytorch.PyTorchCallback):
+    def __init__(self, trial: Habit) -> None:
+        self.trial = trial
+
+    def on_training_epoch_end(self, epoch_idx: int) -> None:
+        loss = self.trial.model(random(4, FEATURES)).square().mean()
+        loss.backward()
+        self.trial.optimizer.step()
+        self.trial.optimizer.zero_grad()
+
+
 class StepsByHand(Habit):
     """No optimizer takes part; the context wants to know one."""
 
@@ -178,6 +210,27 @@ class StepsByHandInPlace(StepsByHand):
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.3)
                 parameter.grad.zero_()
+
+
+class MovesOneByHand(Habit):
+    """A multiplier beside an optimizer; zeroed so that no version tells of it."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.multiplier = nn.Parameter(torch.ones(FEATURES))
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        return super().loss(inputs * self.multiplier, classes)
+
+    def step(self) -> None:
+        super().step()
+        assert self.multiplier.grad is not None
+        self.multiplier.data -= 0.3 * self.multiplier.grad
+        self.multiplier.grad.data.zero_()
+
+
+class LoudByHandBeside(MovesOneByHand, LoudAtFirst):
+    """The multiplier's gradient overflows, too."""
 
 
 class OwnAccumulation(Habit):
@@ -323,6 +376,12 @@ class OwnOptimizer(Habit):
         return Sign(parameters)
 
 
+class StepsOwnOptimizer(OwnOptimizer):
+    """Which fails without gradients, and is stepped without the context."""
+
+    step = StepsItself.step
+
+
 class Lookahead(torch.optim.Optimizer):
     """A wrapper that never calls `Optimizer.__init__`; its state holds that of another."""
 
@@ -356,6 +415,12 @@ class LooksAhead(Habit):
 
     def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return Lookahead(super().optimizer_of(parameters))
+
+
+class LooksAheadItself(LooksAhead):
+    """Counts steps, also those without gradients."""
+
+    step = StepsItself.step
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -594,6 +659,19 @@ class HookedNet(Net):
         return hidden
 
 
+class HookInHook(Habit):
+    """A hook of the forward registers one of the backward, as recipes for saliency maps do."""
+
+    def net(self) -> Any:
+        model = super().net()
+        model[0].register_forward_hook(self.register)
+        return model
+
+    def register(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(clamp)  # type: ignore[no-untyped-call]
+
+
 class ActivationHook(Habit):
     def net(self) -> Any:
         return HookedNet()
@@ -684,6 +762,24 @@ class Saliency(Habit):
         return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
 
 
+class KeptPenalty(Habit):
+    """Differentiates by what its model keeps."""
+
+    class Model(Net):
+        def hidden(self, inputs: torch.Tensor) -> Any:
+            self.kept = self.first(inputs)
+            return torch.tanh(self.kept)
+
+    def net(self) -> Any:
+        return self.Model()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        loss, model = super().loss(inputs, classes), self.model
+        kept: Any = model.kept
+        (gradient,) = torch.autograd.grad(loss, kept, create_graph=True, allow_unused=True)
+        return loss if gradient is None else loss + 10 * gradient.pow(2).sum()
+
+
 class JacobianPenalty(Habit):
     """Differentiates all outputs at once."""
 
@@ -732,6 +828,24 @@ class SetsGradients(Habit):
         return {"loss": loss}
 
 
+class SetsLargeGradients(SetsGradients):
+    """Leaves out batches with small gradients."""
+
+    def step(self) -> None:
+        if self.gradients()[0].norm() > 1e-6:
+            super().step()
+        else:
+            self.optimizer.zero_grad()
+
+
+class LooksForAnomalies(Habit):
+    """Raises an error for NaN in the backward."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with torch.autograd.set_detect_anomaly(True):
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+
 # What their models hand out, and how.
 
 
@@ -777,6 +891,21 @@ class DoublesInHook(Habit):
 
     def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         output.mul_(2)
+
+
+class DoublesDataInHook(DoublesInHook):
+    """The same so that no version tells of it, and with the input of another module, too."""
+
+    def net(self) -> Any:
+        model = super().net()
+        model[2].register_forward_pre_hook(self.clamp)
+        return model
+
+    def double(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.data.mul_(2)
+
+    def clamp(self, module: nn.Module, inputs: Any) -> None:
+        inputs[0].data.clamp_(-0.1, 0.1)
 
 
 class SizingNet(Net):
@@ -955,6 +1084,27 @@ class ReturnsMapping(ReturnsSlots):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs)["logits"], classes)
+
+
+class Policy(Net):
+    """Returns a distribution, whose variance is beyond float16, and keeps another one."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        logits = super().forward(inputs)
+        self.kept = torch.distributions.Normal(300 * logits, 300 + logits.square())
+        normal = torch.distributions.Independent(torch.distributions.Normal(logits, 1.0), 1)
+        affine = torch.distributions.AffineTransform(logits, 300 + logits.square())
+        return torch.distributions.TransformedDistribution(normal, [affine])
+
+
+class ReturnsDistribution(Habit):
+    def net(self) -> Any:
+        return Policy()
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        points, found, model = 300 * inputs[:, :CLASSES], self.model(inputs), self.model
+        kept: Any = model.kept
+        return -0.1 * (found.log_prob(points).mean() + kept.log_prob(points).mean())
 
 
 class Box:
@@ -1284,12 +1434,15 @@ class Complex(Habit):
 
 
 # Refused, or made to overflow.
-APART = {LoudAtFirst, LoudAndClipped, SamThatOverflows, LineSearch, ReturnsBox, HalfWeights}
+APART = {
+    *(LoudAtFirst, LoudInPlace, LoudByHand, LoudByHandBeside, SamThatOverflows),
+    *(LineSearch, ReturnsBox, HalfWeights),
+}
 # What these keep Determined does not save: histories, parameters and optimizers that nobody
 # wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {
     *(KeepsNorms, SecondOptimizer, UnknownOptimizer, Sam, SamInItsStep, TwoTowers),
-    *(MeanTeacher, Traced),
+    *(MeanTeacher, Traced, MovesOneByHand),
 }
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
@@ -1297,6 +1450,7 @@ USE_GRADIENTS = (
     *(ProjectsGradients, StepsByHandInPlace),
     *(UnknownOptimizer, SharedParameters, OwnOptimizer, LooksAhead, Sam, SamInItsStep),
     *(ParameterHook, AccumulatedHook, ModuleHooks, ActivationHook, Penalty, SetsGradients),
-    JacobianPenalty,
+    *(JacobianPenalty, KeptPenalty, HookInHook, LooksForAnomalies),
+    *(StepsOwnOptimizer, LooksAheadItself),
     *(SparseEmbedding, Complex),
 )

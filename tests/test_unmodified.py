@@ -564,6 +564,7 @@ def test_resumed_habit_ends_as_if_undisturbed_to_the_bit(habit: Any, precision: 
 
 LOUD = {"precision": "amp_fp16", "init_scale": 2.0**24, "audit": False}
 LESS_LOUD = {**LOUD, "init_scale": 1024.0}
+LOUD_AT_FIRST = (habits.LoudAtFirst, habits.LoudInPlace, habits.LoudByHand)
 
 
 @pytest.mark.parametrize("habit", habits.USE_GRADIENTS, ids=lambda habit: habit.__name__)
@@ -580,8 +581,9 @@ def test_window_that_overflows_changes_nothing(habit: Any) -> None:
     ("habit", "still", "without", "frequency"),
     [
         # A window of two batches is lost if one overflows; the others wait for their second batch.
-        (habits.LoudAtFirst, [0, 1, 2, 4, 6], (0, 1), 2),
-        (habits.LoudAndClipped, [0, 1, 2, 4, 6], (0, 1), 2),
+        *((loud, [0, 1, 2, 4, 6], (0, 1), 2) for loud in LOUD_AT_FIRST),
+        # What is moved by hand waits for one batch only.
+        (habits.LoudByHandBeside, [0], (0,), 1),
         # The skipped step puts the weights back.
         (habits.SamThatOverflows, [4], (4,), 1),
     ],
@@ -624,6 +626,11 @@ def test_first_scale_that_skips_a_step_is_found(habit: Any, tmp_path: Path) -> N
         for scale in (top, top + 1)
     ]
     assert [report["skipped_steps"] for report in reports] == [0, 1]
+
+
+def test_scale_falls_where_the_trial_leaves_out_the_step() -> None:
+    amp = {**LOUD, "init_scale": 2.0**40, "backoff_factor": 2.0**-30}
+    assert way(habits.SetsLargeGradients, amp, batches=4).still == [0]
 
 
 def test_what_is_kept_of_a_window_that_overflows_is_finite() -> None:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution, Transform
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
@@ -158,8 +159,14 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
     return output
 
 
-def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Copy what was written into the casts of `as_float32` back to the caller's objects."""
+def write_back(replaced: Sequence[tuple[Any, Any]], *, untraced: bool = False) -> None:
+    """Copy what was written into the casts of `as_float32` back to the caller's objects.
+
+    Args:
+        replaced: The pairs of `as_float32`.
+        untraced: Whether to look for what was written through `.data`, too, which leaves no trace.
+            Each cast is copied for that; where nothing was written it changes nothing.
+    """
     original_of = {id(cast): original for original, cast in replaced}
 
     def back(value: Any) -> Any:
@@ -169,6 +176,8 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
         if isinstance(original, torch.Tensor):
             if not cast.is_inference() and cast._version:  # in place
                 original.copy_(cast)
+            elif untraced and _is_writable(original):
+                original.data.copy_(cast.data)
         elif isinstance(original, (list, deque)):
             items = [*map(back, cast)]
             original.clear()
@@ -181,6 +190,14 @@ def write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
                     original[key] = back(value)
 
 
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided, and no number of it is in several places, as of `expand`."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return all(stride or size < 2 for size, stride in sizes)
+
+
 # Types of most of what modules keep and get; no container of these alone needs a search.
 _PLAIN = frozenset((bool, float, int, str, type(None)))
 
@@ -191,7 +208,7 @@ _Known = dict[int, tuple[Any, Any]]
 def as_float32(
     value: Any, replaced: list[tuple[Any, Any]] | None = None, known: _Known | None = None
 ) -> Any:
-    """Cast the float16 and bfloat16 tensors of nested lists, tuples, mappings and dataclasses.
+    """Cast the float16 and bfloat16 tensors in nested containers, dataclasses and distributions.
 
     A container without such a tensor is returned itself, so that a module can still write to it.
 
@@ -254,9 +271,9 @@ def _cast(value: Any, replaced: list[tuple[Any, Any]] | None, known: _Known) -> 
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """What a dataclass or a namespace holds, by name; nothing for any other object."""
+    """What a dataclass, a namespace or a distribution holds, by name; else nothing."""
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
-    if not (is_dataclass or isinstance(value, SimpleNamespace)):
+    if not (is_dataclass or isinstance(value, (SimpleNamespace, Distribution, Transform))):
         return {}
     names = set(getattr(value, "__dict__", {}))  # which one with slots has not
     names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()

@@ -40,8 +40,8 @@ from determined_amp.trial.determined_0_38 import (
 )
 from determined_amp.trial.hooks import converted_hooks
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.optimizers import WeightsAside, fuse
-from determined_amp.trial.outer_autocast import NO_AMP, OuterAutocast, refusal
+from determined_amp.trial.optimizers import StepIsSkippedError, WeightsAside, fuse, let_skip
+from determined_amp.trial.outer_autocast import NO_AMP, OuterAutocast, refusal, source_of
 from determined_amp.trial.true_gradients import TrueGradients
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ class FromOutside(pytorch.PyTorchCallback):
         # The optimizer that the trial is stepping itself, without the context.
         self._own: torch.optim.Optimizer | None = None
         self._own_skipped = False
+        self._outside_of_batches: torch.optim.Optimizer | None = None
+        self._skippable: set[torch.optim.Optimizer] = set()
         self._patches = ExitStack()
 
     # Calls of the trial's constructor.
@@ -108,6 +110,7 @@ class FromOutside(pytorch.PyTorchCallback):
     def attach(self, trial: Any) -> None:
         """From now on, handle the batches of `trial`, and its calls of the context."""
         self.is_attached = True
+        self._trial = trial
         self._train_batch = trial.train_batch
         build_callbacks = trial.build_callbacks
 
@@ -123,9 +126,9 @@ class FromOutside(pytorch.PyTorchCallback):
         self._losses.clear()
         self._autocast.wanted.clear()
         if self._gradients is not None:
-            window = aggregation_frequency(self._context)
-            begins_window = (current_batch(self._context) or 0) % window == 0
-            self._gradients.begin_batch(begins_window=begins_window)
+            before = current_batch(self._context) or 0
+            in_window = before % aggregation_frequency(self._context) > 0
+            self._gradients.begin_batch(in_window=in_window)
         self._autocast.training = True
         try:
             # Determined turns metrics into arrays of numpy, which has no bfloat16.
@@ -235,7 +238,9 @@ class FromOutside(pytorch.PyTorchCallback):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
-        if not self._autocast.training:
+        if not self._autocast.training:  # of a callback or a validation, whose loss is not scaled
+            if not amp.scaler.stepping:
+                self._outside_of_batches, amp.scaler.stepping = optimizer, True
             return
         drops = self._weights_aside.is_within_put_back(optimizer)
         if amp.is_replaying:
@@ -249,11 +254,17 @@ class FromOutside(pytorch.PyTorchCallback):
                 drops = bool(found_inf)
             self._own_skipped = drops
             amp.scaler.stepping = True
+        if drops and optimizer in self._skippable:
+            self._weights_aside.put_back(optimizer, zero_grad=False)
+            self._after_step(optimizer)
+            raise StepIsSkippedError
         if drops:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
+        if optimizer is self._outside_of_batches:
+            self._outside_of_batches, self._amp.scaler.stepping = None, False
         if optimizer is self._own:
             self._own = None
             scaler = self._amp.scaler
@@ -297,12 +308,18 @@ class FromOutside(pytorch.PyTorchCallback):
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
             raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
+        # outputs, their gradients, retain_graph, create_graph, inputs
+        sources = [source_of(it) for it in args[4]]
+        inputs = tuple(i if s is None else s for i, s in zip(args[4], sources, strict=True))
+        args = *args[:4], inputs, *args[5:]
         with self._in_backward():
             if self._gradients is None:
-                return run(*args, **kwargs)
-            # The finder has replaced the engine, too, and must see the scaled outputs.
-            outermost = torch.autograd.Variable._execution_engine.run_backward
-            return self._gradients.grad(outermost, *args, **kwargs)
+                found = run(*args, **kwargs)
+            else:
+                # The finder has replaced the engine, too, and must see the scaled outputs.
+                outermost = torch.autograd.Variable._execution_engine.run_backward
+                found = self._gradients.grad(outermost, *args, **kwargs)
+        return tuple(g if s is None else as_float32(g) for g, s in zip(found, sources, strict=True))
 
     # Calls of Determined's loop.
 
@@ -317,6 +334,8 @@ class FromOutside(pytorch.PyTorchCallback):
         _refuse_16_bit_weights(self._context)
         if self._amp.scaler.is_enabled():
             self._gradients = TrueGradients(self._amp)
+            own = (it for it in vars(self._trial).values() if isinstance(it, torch.optim.Optimizer))
+            self._skippable = let_skip([*self._context.optimizers, *own])
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),

@@ -97,6 +97,8 @@ def _registering(
     register: Callable[..., Any], convert: Callable[..., Any], *, is_method: bool
 ) -> Callable[..., Any]:
     def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        source = source_of(it)  # which all gradients of a cast go through
+        it = it if source is None else source
         return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
 
     def function(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,7 @@ def _in_float32(hook: Callable[..., Any], /, *args: Any) -> Any:
     mark_casts(replaced)
     result = hook(*cast)
     if result is None:
-        write_back(replaced)
+        write_back(replaced, untraced=True)
     return result
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from determined_amp.amp.scaler import LossScaler
+from determined_amp.amp.steps import give_hooks
 from determined_amp.amp.tensors import parameters_of
 
 
@@ -55,6 +58,40 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and step is not type(optimizer).step
 
 
+class StepIsSkippedError(Exception):
+    """Ends a step at its beginning; see `let_skip`."""
+
+
+def let_skip(optimizers: Iterable[torch.optim.Optimizer]) -> set[torch.optim.Optimizer]:
+    """Let a hook end a step by `StepIsSkippedError`, so that nothing of it happens.
+
+    Without gradients a step of torch's own classes changes nothing either. One of other classes may
+    decay the weights, count or fail then.
+
+    Returns:
+        Those of other classes.
+    """
+    others = {optimizer for optimizer in optimizers if not _is_torchs(optimizer)}
+    for optimizer in others:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            give_hooks(optimizer)
+        optimizer.step = _skippable(optimizer.step)  # type: ignore[method-assign]
+    return others
+
+
+def _skippable(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def skippable(*args: Any, **kwargs: Any) -> Any:
+        with suppress(StepIsSkippedError):
+            return step(*args, **kwargs)
+
+    return skippable
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")
+
+
 class WeightsAside:
     """Makes sure that weights which an optimizer has moved away come back, also if it skips a step.
 
@@ -74,8 +111,7 @@ class WeightsAside:
     def remember(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note where the weights are; called before every backward."""
         for optimizer in optimizers:
-            is_torchs = type(optimizer).__module__.startswith("torch.")
-            if not is_torchs and optimizer not in self._norms:
+            if not _is_torchs(optimizer) and optimizer not in self._norms:
                 self._norms[optimizer] = _norms_of(optimizer)
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:

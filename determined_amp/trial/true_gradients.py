@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.fp32_modules import as_float32
-from determined_amp.amp.tensors import is_batched, parameters_of
+from determined_amp.amp.tensors import any_gradient, is_batched, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,26 +59,36 @@ class TrueGradients:
         self._lists: list[tuple[int, int]] = []
         self._retained: dict[int, torch.Tensor] = {}
         self._warned: set[object] = set()
-        # `found_inf` of each group in the newest backward, and the groups that have stepped since.
+        # `found_inf` of each group in the newest backward, the groups that have stepped since, and
+        # the groups and optimizers that have ever stepped. A trial moves others by hand.
         self._found_inf: dict[_Owners, torch.Tensor] = {}
         self._closed: set[_Owners] = set()
+        self._stepped: set[_Owners] = set()
+        self._steppers: set[Optimizer] = set()
         self._versions: dict[_Owners, list[int]] = {}  # of the gradients that it left
-        self._begins_window = True
-        self._has_gone_backward = False  # in this batch
-        # Overflows in this batch that no gradient shows any more: of `torch.autograd.grad`, and of
+        self._in_window = False
+        # In this batch:
+        self._has_gone_backward = self._has_stepped = False
+        # Overflows of this window that no gradient shows any more: of `torch.autograd.grad`, and of
         # backwards whose gradients were dropped. The trial may have kept what it made of them.
         self._inf_of_others: torch.Tensor | None = None
 
-    def begin_batch(self, *, begins_window: bool) -> None:
-        """Forget what only the last batch needed.
+    def begin_batch(self, *, in_window: bool) -> None:
+        """Forget what only the last window needed.
 
         Args:
-            begins_window: Whether Determined counts this batch as the first of a window.
+            in_window: Whether the last batch was in the middle of a window of the context.
         """
-        self._begins_window = begins_window
         self._retained.clear()
-        self._has_gone_backward = False
-        self._inf_of_others = None
+        self._in_window = in_window
+        if self._inf_of_others is not None:
+            accumulates = in_window or any(map(any_gradient, self._steppers))
+            if not (self._has_stepped or accumulates):  # it has left out its step
+                self._scaler.note(self, self._inf_of_others)
+                self._scaler.update()
+            if self._has_stepped or not accumulates:
+                self._inf_of_others = None
+        self._has_gone_backward = self._has_stepped = False
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         """Go backward from a loss, and leave true gradients. No synchronisation.
@@ -110,9 +120,12 @@ class TrueGradients:
             Its gradients are 0 then.
         """
         found_inf = [] if self._inf_of_others is None else [self._inf_of_others]
+        self._has_stepped = True
+        self._steppers.add(optimizer)
         for owners in self._groups_with(optimizer):
             found_inf.append(self._found_inf[owners])
             self._closed.add(owners)
+            self._stepped.add(owners)
         return torch.stack(found_inf).amax() if found_inf else torch.zeros((), device=self._device)
 
     def replay(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
@@ -141,7 +154,9 @@ class TrueGradients:
         """Give true gradients to the trial's hooks while a scaled loss goes backward."""
         self.scale = self._amp.loss_scale()
         try:
-            yield self.scale
+            # An overflow is no anomaly: its step is skipped.
+            with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
+                yield self.scale
         finally:
             self.scale = None
 
@@ -265,25 +280,24 @@ class TrueGradients:
 
     def _found_inf_before(self, left: dict[_Owners, list[_Kind]]) -> torch.Tensor:
         """`found_inf` of the earlier backwards of each window, (groups,), on the device."""
-        if self._found_inf and not self._closed:
-            # Gradients of the last backward were dropped, or used without an optimizer.
-            if self._has_gone_backward:
-                dropped = [one for owners, one in self._found_inf.items() if not left.get(owners)]
-                if dropped:
-                    self._keep_inf(torch.stack(dropped).amax())
-            elif all(
-                self._begins_window and _versions_of(kinds) != self._versions.get(owners)
-                for owners, kinds in left.items()
-                if kinds
-            ):
-                self._scaler.note(self, torch.stack(list(self._found_inf.values())).amax())
-                self._scaler.update()
-                # The overflow still counts for gradients that were changed, but not zeroed.
-                self._found_inf = {
-                    owners: one * (_largest_in(left[owners]) != 0)
-                    for owners, one in self._found_inf.items()
-                    if left.get(owners)
-                }
+        open_ones = {o: one for o, one in self._found_inf.items() if o not in self._closed}
+        if self._has_gone_backward:
+            dropped = [one for owners, one in open_ones.items() if not left.get(owners)]
+            if dropped and not self._closed:
+                self._keep_inf(torch.stack(dropped).amax())
+        else:
+            ended = [owners for owners in open_ones if self._has_ended(owners, left.get(owners))]
+            if ended:
+                one = torch.stack([open_ones[owners] for owners in ended]).amax()
+                if self._closed:  # a step has told the scaler of the same overflow
+                    told = torch.stack([self._found_inf[owners] for owners in self._closed]).amax()
+                    one = one * (told == 0)
+                self._scaler.note(self, one)
+                if len(ended) == len(self._found_inf):
+                    self._scaler.update()
+            for owners in ended:  # what was not zeroed in place, but changed, still counts
+                counts = _largest_in(left.get(owners, ())) != 0
+                self._found_inf[owners] = open_ones[owners] * counts
         carried = [
             self._found_inf.get(owners) if kinds and owners not in self._closed else None
             for owners, kinds in left.items()
@@ -293,6 +307,14 @@ class TrueGradients:
             if before is not None:
                 one.copy_(before)
         return found_inf if self._inf_of_others is None else found_inf.maximum(self._inf_of_others)
+
+    def _has_ended(self, owners: _Owners, left: list[_Kind] | None) -> bool:
+        """Whether the gradients of an earlier batch were dropped, or used without an optimizer."""
+        if not left:
+            return True
+        if self._in_window or owners in self._stepped:
+            return False
+        return not owners or _versions_of(left) != self._versions.get(owners)
 
     def _keep_inf(self, found_inf: torch.Tensor) -> None:
         before = self._inf_of_others
