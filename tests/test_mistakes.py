@@ -99,6 +99,12 @@ class StepsOneOptimizerTwice(Weights):
         super().step()
 
 
+class AsksBeforeTheUpdate(Weights):
+    def step(self, which: int = 0) -> None:
+        super().step(which)
+        assert self.amp.last_step_applied
+
+
 class StepsTheSchedule(Weights):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         self.amp.wrap_lr_scheduler(lr_scheduler.StepLR(self.optimizer, 1)).step()
@@ -137,6 +143,7 @@ MISTAKES: dict[Any, str] = {
     ForgetsTheCallbacks: "build_callbacks of the trial must return amp.callbacks(self)",
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
     ClipsBeforeUnscaling: "its clip_grads clips gradients that may still be scaled",
+    AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
     StepsTheSchedule: "leave StepLR.step() to MixedPrecision",
     has_both_schedules: "its optimizer has a schedule already",
     has_schedules_of_both_kinds: "allowed: one of them",

@@ -235,7 +235,14 @@ class AmpCore:
 
     @property
     def last_step_applied(self) -> torch.Tensor:
-        """Whether the newest step of the first optimizer was applied, (), bool, on the device."""
+        """Whether the newest step of the first optimizer was applied, (), bool, on the device.
+
+        Raises:
+            ConfigError: between a step and `update`, where it is that of the step before.
+        """
+        if self.scaler.outcomes and not self.is_replaying:
+            problem = "asked between a step and amp.update(...); allowed: after amp.update(...)"
+            raise self._wrong("last_step_applied", problem)
         return self.metrics.first.counts.last_step_applied
 
     @property
