@@ -3,7 +3,8 @@
     python -m benchmarks.jpeg
 
 It compares Pillow, which `image_folder` uses, with torchvision's decoder; both are libjpeg-turbo.
-It writes `jpeg_cpu.json` into `--folder`. Times are processor times of one thread, by turns.
+It writes `jpeg_cpu.json` into `--folder`. Times are processor times of one thread,
+and the decoders take turns.
 """
 
 from __future__ import annotations

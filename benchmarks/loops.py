@@ -234,7 +234,7 @@ ENDLESS = tuple(
 
 
 def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial:
-    """Train the trial of an experiment in Determined's loop, by turns; the trial."""
+    """Train the trial of an experiment in Determined's loop, in turns; return the trial."""
     with context_of(experiment) as context:
         trial = trial_of(experiment, context)
         take_turns(trial, turns)
@@ -243,7 +243,7 @@ def train_in_turns(experiment: Experiment, turns: Turns) -> pytorch.PyTorchTrial
 
 
 def take_turns(trial: pytorch.PyTorchTrial, turns: Turns) -> None:
-    """Make a trial train by turns, and end when the turns are over."""
+    """Make a trial train in turns, and end when the turns are over."""
     train_batch = trial.train_batch
 
     def in_turn(*arguments: Any, **named: Any) -> Any:

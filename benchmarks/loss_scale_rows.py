@@ -404,7 +404,7 @@ def code_of(way: str) -> str:
 
 
 def _statements(file: Path) -> str:
-    """What a file does, without docstrings."""
+    """The code of a file without its docstrings."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(

@@ -54,7 +54,7 @@ def cpu_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The device, what else it does, and the versions."""
+    """The device, its load, and the versions."""
     return {
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else cpu_name(),
         "cores": os.cpu_count(),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead [--precision amp_fp16] [--rounds 40]
 
-All loops train the same model on the same batches of the same loader, in one process and by turns,
+All loops train the same model on the same batches of the same loader, in one process and in turn,
 so that other load on the machine affects all of them alike. A round is 100 batches of each, with
 one report. The step is tiny on purpose: it shows what the host does around the kernels.
 """

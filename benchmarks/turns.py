@@ -1,4 +1,4 @@
-"""Runs several training loops in one process by turns, so that noise affects all of them alike.
+"""Runs several training loops in one process in turn, so that noise affects all of them alike.
 
 On a busy machine the speed of a core changes from second to second. Loops that run one after the
 other are measured at different speeds. These loops alternate every few batches.

@@ -56,7 +56,7 @@ from determined_amp.trial.unmodified import trial_of
 def task_info() -> det.ClusterInfo:
     """Determined's information on the trial that this task runs."""
     info = det.get_cluster_info()
-    assert info is not None  # `cli.options.is_task` has said so
+    assert info is not None  # `cli.options.is_task` has checked it
     return info
 
 
@@ -158,7 +158,7 @@ def task_without_trial() -> Iterator[tuple[dict[str, Any], core.Context]]:
 def leave_answer(
     train: core.TrainContext, status: str, batches: int, metrics: Mapping[str, float], **noted: Any
 ) -> None:
-    """Leave what a task has found out on the master: its status, metrics, and what is noted."""
+    """Report the result of a task to the master: its status, metrics, and metadata."""
     note(train, **noted)
     show_status(train, status)
     train.report_validation_metrics(steps_completed=batches, metrics=dict(metrics))

@@ -163,7 +163,7 @@ def compare_on_cluster(options: argparse.Namespace) -> None:
     """
     with task_without_trial() as (config, core_context):
         folder, written = compare(config, "experiment", options)
-        # Without a report nothing but fp32 could be trained.
+        # There is no report if only fp32 could be trained.
         noted: dict[str, Any] = {"answer": _ONLY_FP32, "precision": Precision.FP32.value}
         batches, metrics = BATCHES, {"speed": 1.0}
         if written is not None:

@@ -64,7 +64,7 @@ def _rounds(box: Box, precision: Precision, steps: dict[str, Any]) -> Iterator[d
 
 
 def through_the_library(box: Box, precision: Precision) -> Iterator[dict[str, Any]]:
-    """Rows of Determined's loop with the setting `amp.compile` off and on, by turns."""
+    """Rows of Determined's loop with the setting `amp.compile` off and on, in turn."""
     data = loops.noise_of(box)
     compared = {
         f"amp.compile: {value}": partial(

@@ -1,4 +1,4 @@
-"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, by turns.
+"""Measures ResNet-50 in Determined's loop with determined_amp, and in the bare loop, in turn.
 
 It also counts how often the host waits for the device in training batches.
 """

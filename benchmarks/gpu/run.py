@@ -91,7 +91,7 @@ def measure(
 
 
 def _run(process: BaseProcess, box: Box, grace: float) -> str:
-    """Run a process until the time of its box is over, and cut it off; what is to be noted.
+    """Run a process and cut it off when the time of its box is over; a note on it, if any.
 
     It is no daemon, because daemons may not start loader processes.
     """

@@ -163,7 +163,7 @@ class RunFolder:
                 path.rmdir()
 
     def describe(self, experiment: Experiment, machine: Machine, *, first_batch: int = 0) -> Run:
-        """Write what is trained from now on, and that it runs.
+        """Record that the run trains from now on, and what it trains.
 
         Args:
             experiment: What the run trains.
