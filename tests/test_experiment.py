@@ -257,6 +257,9 @@ def test_hyperparameters_of_the_searcher_replace_those_of_the_yaml() -> None:
     floats = (result.hparams.learning_rate, result.hparams.amp.growth_factor)
     assert floats == (1.0, 2.0)
     assert {type(value) for value in floats} == {float}
+    none: dict[str, Any] = {"amp": {"init_scale": 0}}  # which is refused, and not rounded
+    of_scales = changed({"hp.amp.init_scale": {"type": "int", "minval": 0, "maxval": 8}})
+    assert experiment.with_power_of_two(none, of_scales) is none
     with pytest.raises(ConfigError, match="got a range to search"):
         experiment.parse(space, "test")
 

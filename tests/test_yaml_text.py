@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from determined_amp import ConfigError
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.experiment.yaml_text import dump_yaml, load_yaml, read_text
+from determined_amp.experiment.yaml_text import (
+    dump_yaml,
+    load_yaml,
+    read_text,
+    yaml_lines,
+)
 
 SCALARS = st.one_of(
     st.none(),
@@ -66,6 +71,13 @@ def test_text_is_read_as_the_platform_reads_it_or_refused(text: str) -> None:
 def test_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
     assert load_yaml(f"a: {text}", "text") == {"a": value}
     assert with_overrides({}, [f"a={text}"]) == {"a": value}
+
+
+def test_lines_to_paste_are_read_as_the_changes() -> None:
+    changes = {"init_scale": 2.0**13, "fp32_modules": ["^a$", "^b[.]c$"]}
+    lines = yaml_lines({**changes, "min_scale": None})
+    assert lines.endswith("\n    # without min_scale")
+    assert load_yaml(lines, "text") == {"hyperparameters": {"amp": changes}}
 
 
 # Ten million values in ninety words.
