@@ -586,6 +586,15 @@ class TestFit:
         fitted(ours, monkeypatch)
         assert not torch.backends.cudnn.benchmark
 
+    def test_refuses_a_context_that_was_made_with_another_frequency(self) -> None:
+        words = (
+            r"^experiment configuration: aggregation_frequency: got \d, .* made with 7; allowed: "
+        )
+        with open_trial(changed(), "test") as found:
+            found.context._aggregation_frequency = 7
+            with pytest.raises(ConfigError, match=words):
+                fit(found.trial, found.context)
+
 
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     """Dropout apart: each process draws its own, so only what is counted is compared."""
