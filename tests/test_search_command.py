@@ -36,7 +36,11 @@ pytestmark = pytest.mark.usefixtures("_in_tmp_path")
             "points; allowed: at most 2000, by a smaller count",
         ),
         (GRID, "hyperparameters.amp.precision=amp_bf16", "got amp_bf16, which does not scale"),
-        (GRID, "entrypoint=python3 -m determined_amp score --batches 9999", "got '9999'; allowed"),
+        (
+            GRID,
+            "entrypoint=python3 -m determined_amp score --batches 9999",
+            "--batches: got '9999'; allowed",
+        ),
         (GRID, "searcher.smaller_is_better=false", "smaller_is_better: got false; allowed"),
         (GRID, "resources.slots_per_trial=2", "slots_per_trial: got 2; allowed"),
         (GRID, "searcher.metric=f1", "searcher.metric: got f1, which no score has; allowed: init"),

@@ -18,7 +18,7 @@ import yaml
 
 from determined_amp import __main__ as door
 from determined_amp.cli import search as command
-from determined_amp.runs.folder import RunError, RunFolder
+from determined_amp.runs.folder import RunError
 from determined_amp.runs.run import Run, RunState
 from determined_amp.search import engine
 from determined_amp.search.engine import SearchError
@@ -91,32 +91,14 @@ class TestGrid:
         assert all("no loss scale helps" in run.reason for run in runs)
 
 
-class TestFullDisk:
-    def test_full_disk_ends_the_search_with_one_sentence_and_a_resume_completes_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
-    ) -> None:
-        def full(folder: RunFolder, *ended: object) -> None:
-            raise OSError(errno.ENOSPC, "disk full", str(folder.record))
-
-        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES)
-        with monkeypatch.context() as planted:
-            planted.setattr(RunFolder, "end", full)
-            message = refusal("search", path.name)
-        folder = searching.only_folder(tmp_path)
-        assert "run.json: cannot be read or written: disk full; free" in message
-        assert "-m determined_amp search --resume " in message
-        assert {run.state for run in read_search(folder).runs} == {RunState.RUNNING}
-        assert command.main(["--resume", str(folder)]) == 0
-        assert [run.state for run in read_search(folder).runs] == [RunState.COMPLETED] * 2
-
-    def test_full_disk_before_the_first_trial_leaves_no_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
-    ) -> None:
-        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES)
-        monkeypatch.setattr(engine, "create_study", full)
-        assert "cannot be written: [Errno 28] No space left" in refusal("search", path.name)
-        assert not list(tmp_path.glob("runs/*/*"))
+def test_full_disk_before_the_first_trial_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
+) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    path = searching.write(tmp_path, "loss_scale_grid.yaml", *searching.TWO_SCALES)
+    monkeypatch.setattr(engine, "create_study", full)
+    assert "cannot be written: [Errno 28] No space left" in refusal("search", path.name)
+    assert not list(tmp_path.glob("runs/*/*"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import sqlite3
@@ -137,6 +138,15 @@ def test_database_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     with refused, storing(tmp_path), training.no_file_larger_than(1000):
         study.next_job()
     assert next_number(study_in(tmp_path)) == 0
+
+
+def test_full_disk_ends_a_search_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "disk full", str(tmp_path / "run.json"))
+    monkeypatch.setattr(engine, "SearchStudy", Mock(side_effect=full))
+    with pytest.raises(StudyError, match=r"run\.json: cannot be .*: disk full; free .* --resume /"):
+        engine._run(tmp_path, Mock(search={"searcher": {}}), Mock(), 1)
 
 
 def test_study_whose_writer_was_killed_in_a_transaction_is_opened(tmp_path: Path) -> None:
