@@ -438,7 +438,7 @@ class TestNoStep:
         for _ in range(2):
             core.judge({}, batches)
         line = (
-            "4 batches went backward, and no optimizer was stepped since the last report: is a "
+            "no optimizer was stepped since the last report, over 4 batches that went backward: is a "
             "condition of train_batch never met?"
         )
         assert caplog.messages == [line] * warns

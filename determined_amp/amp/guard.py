@@ -255,8 +255,8 @@ class Guard:
             return
         if self._is_new("no step"):
             logger.warning(
-                "%d batches went backward, and no optimizer was stepped since the last report: "
-                "is a condition of train_batch never met?",
+                "no optimizer was stepped since the last report, over %d batches that went "
+                "backward: is a condition of train_batch never met?",
                 batches,
             )
 
