@@ -55,8 +55,8 @@ _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts products and casts by dtype. It does not synchronise.
 
-    It changes no result but one: torch casts the products of `nn.Bilinear` within their kernel, which
-    it does not do while they are counted.
+    It changes no result but one: torch casts the products of `nn.Bilinear` within their kernel,
+    which it does not do while they are counted.
 
     The backward is counted too, because autograd's threads inherit the mode.
 

@@ -438,8 +438,8 @@ class TestNoStep:
         for _ in range(2):
             core.judge({}, batches)
         line = (
-            "no optimizer was stepped since the last report, over 4 batches that went backward: is a "
-            "condition of train_batch never met?"
+            "no optimizer was stepped since the last report, over 4 batches that went backward: is "
+            "a condition of train_batch never met?"
         )
         assert caplog.messages == [line] * warns
 
