@@ -31,5 +31,5 @@ def test_page_quotes_the_committed_numbers() -> None:
     assert jpeg.markdown(result) in page
     one = result["one_core"]["image_folder, a batch"]["images_per_second"]
     assert f"decodes {one} photos/s" in page
-    assert f"thus reach {round(14 * one, -2):,} photos/s" in page
+    assert f"They reach {round(14 * one, -2):,} photos/s" in page
     assert f"{result['mean_kB']:.0f} kB" in page

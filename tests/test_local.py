@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import warnings
@@ -388,3 +389,46 @@ def test_name_with_markup_is_shown_as_it_is() -> None:
     assert "│ f1 [/b] " in text.getvalue()
     assert "x [/b] [red]: completed" in text.getvalue()
     assert "run folder: runs/[/b]" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("reports", "shown"),
+    [
+        ([("training", {"f1": 0.5}), ("validation", {"f1": 0.9}), ("training", {"f1": 0.6})], 0.9),
+        ([("training", {"f1": 0.5})], 0.5),
+        ([("validation", {"f1": 0.9, "g": 0.1}), ("training", {"f1": math.nan})], 0.9),
+    ],
+)
+def test_table_shows_the_searchers_metric_of_the_validation(
+    reports: list[tuple[str, dict[str, float]]], shown: float
+) -> None:
+    table = closing_table(reports)
+    assert re.search(rf"│ f1 +│ +{shown} │", table)
+
+
+def test_table_shows_the_steps_of_all_optimizers() -> None:
+    of_two = {"watch_applied_steps_0": 3.0, "watch_applied_steps_1": 4.0, "skipped_steps_1": 2.0}
+    table = closing_table([("training", of_two)])
+    assert re.search(r"│ applied steps +│ +7 │", table)
+    assert re.search(r"│ skipped steps +│ +2 │", table)
+
+
+def test_run_that_has_nothing_left_to_train_says_so() -> None:
+    assert closing_table([]).strip() == (
+        "x: 40 batches are trained, which is all that it asks for; to go on, give it a larger "
+        "hyperparameters.training.max_length"
+    )
+
+
+def closing_table(reports: list[tuple[str, dict[str, float]]]) -> str:
+    """What is printed after the reports of a run that resumed after 40 batches."""
+    text = io.StringIO()
+    display = Display("x", Console(file=text, width=100), metric="f1")
+    display.on_start(Mock(shown="runs/x"), Mock(answer=None))
+    display.on_training(40, 80, 10)
+    for group, metrics in reports:
+        display.on_report({"group": group, "batches": 60, **metrics})
+    text.seek(0)
+    text.truncate()
+    display.on_end(None, stopped=False)
+    return text.getvalue()

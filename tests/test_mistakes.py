@@ -144,7 +144,7 @@ MISTAKES: dict[Any, str] = {
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
     ClipsBeforeUnscaling: "its clip_grads clips gradients that may still be scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
-    StepsTheSchedule: "leave StepLR.step() to MixedPrecision",
+    StepsTheSchedule: "leave StepLR.step() to amp",
     has_both_schedules: "its optimizer has a schedule already",
     has_schedules_of_both_kinds: "allowed: one of them",
     StepsOneOptimizerTwice: "steps an optimizer twice",

@@ -234,12 +234,17 @@ class TestSpeed:
             # The machine slows down from seed to seed; in each, AMP is twice as fast.
             ((1000.0, 500.0, 250.0), (2000.0, 1000.0, 500.0), 1, Ratio(2.0, 2.0, 2.0, 3, True)),
             # The ratio inverts if both are swapped.
-            ((1000.0, 1000.0), (2000.0, 8000.0), 1, Ratio(4.0, 2.0, 8.0, 2, True)),
-            ((2000.0, 8000.0), (1000.0, 1000.0), 1, Ratio(0.25, 0.125, 0.5, 2, True)),
+            ((1000.0, 1000.0), (2000.0, 8000.0), 1, Ratio(4.0, 2.0, 8.0, 2, True, False)),
+            ((2000.0, 8000.0), (1000.0, 1000.0), 1, Ratio(0.25, 0.125, 0.5, 2, True, False)),
             # Without equal seeds all are paired with all.
-            ((1000.0, 500.0), (1000.0, 500.0), 3, Ratio(1.0, 0.5, 2.0, 4, False)),
+            ((1000.0, 500.0), (1000.0, 500.0), 3, Ratio(1.0, 0.5, 2.0, 4, False, False)),
             # One seed in common, with AMP fast by chance, does not stand for all runs.
-            ((1000.0, 1000.0, 400.0), (800.0, 700.0, 700.0), 3, Ratio(0.8, 0.7, 2.0, 9, False)),
+            (
+                (1000.0, 1000.0, 400.0),
+                (800.0, 700.0, 700.0),
+                3,
+                Ratio(0.8, 0.7, 2.0, 9, False, False),
+            ),
             # Of one pair, the range is what its reports make of it; a zero counts for nothing.
             (([100.0, 0.0, 300.0, 110.0],), (220.0,), 1, Ratio(2.0, 220 / 300, 2.2, 1, True)),
         ],
@@ -289,6 +294,24 @@ class TestSpeed:
         lines = "\n".join(sentences(findings_of(run("fp32", speed=[100.0]), amp)))
         assert f"speed 2.10x ({of} of runs): faster" in lines
         assert f"memory {memory / 1000:.2f}x (in one pair of runs): {size}; " in lines
+
+    @pytest.mark.parametrize(
+        ("speeds", "word"),
+        [
+            ((690.0, 630.0, 870.0), "no difference beyond the spread"),  # of a busy machine
+            ((1190.0, 1610.0), "no difference beyond the spread"),
+            ((690.0, 670.0, 700.0), "slower"),
+            ((1190.0, 1200.0), "faster"),
+        ],
+    )
+    def test_pairs_that_agree_by_chance_are_no_difference(
+        self, speeds: Sequence[float], word: str
+    ) -> None:
+        amp = [run("amp_fp16", seed, speed=speed) for seed, speed in enumerate(speeds, 1)]
+        for first_seed in (1, 7):  # by seed, and all with all
+            base = (run("fp32", seed, speed=1000.0) for seed in range(first_seed, first_seed + 3))
+            ratio = f"{len(speeds)} pairs of equal seed" if first_seed == 1 else "pairs of runs"
+            assert f"{ratio}): {word}" in "\n".join(sentences(findings_of(*base, *amp)))
 
     def test_small_effect_is_none_however_certain(self) -> None:
         ratios = [Ratio(x, x - 0.01, x + 0.01, 3, by_seed=True) for x in (1.06, 1.02, 0.9, 0.98)]

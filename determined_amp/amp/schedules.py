@@ -173,7 +173,7 @@ class AppliedStepSchedule:
     def _refuse_step(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
             "wrap_lr_scheduler",
-            [f"leave {self._name()}.step() to MixedPrecision, which calls it for applied steps"],
+            [f"leave {self._name()}.step() to amp, which calls it for applied steps"],
         )
 
     def _refuse_other_hands(self) -> None:

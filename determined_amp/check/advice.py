@@ -211,7 +211,7 @@ ADVICE = {
         "value.to(other.dtype)  # as in out[rows] = layer(x).to(out.dtype)",
     ),
     "no_16_bit_kernel": Advice(
-        "this device cannot compute an operation in 16 bits",
+        "this device cannot compute an operation in 16 bits (nor can NumPy in bfloat16)",
         "operation(x.float())",
     ),
     "raised": Advice("the training raised an error", "see the message"),

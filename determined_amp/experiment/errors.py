@@ -47,9 +47,10 @@ _FAULTS_IN_16_BITS = {
             r"not implemented for|not supported|unsupported|only supported|create a primitive"
             r"|but got BFloat16 and"
         ),
-        "this device cannot compute an operation in 16 bits",
-        "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the operation, "
-        "amp.fp32_modules with the module that computes it, or a GPU if only this device lacks it",
+        "this device cannot compute an operation in 16 bits (nor can NumPy in bfloat16)",
+        "amp.precision amp_bf16 (instead of amp_fp16) or fp32, .float() before the operation, as "
+        "in x.float().numpy(), amp.fp32_modules with the module that computes it, or a GPU if only "
+        "this device lacks it",
     ),
     "mixed_dtypes": (
         re.compile(r"same|match|[Ee]xpected|must have the type|can't be cast|invalid gradient"),

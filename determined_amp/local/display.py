@@ -22,7 +22,7 @@ from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
 from determined_amp.runs.folder import RunFolder
-from determined_amp.runs.run import Report, Reports
+from determined_amp.runs.run import Report, Reports, of_optimizers
 
 # The metrics of a report line, in this order, with their formats.
 _SHOWN = {
@@ -73,9 +73,9 @@ class Display(RunListener):
         self._title = title
         self._metric = metric
         self._console = console
-        self._latest: dict[str, float] = {}
-        self._of_training: dict[str, float] = {}
+        self._latest: dict[str, dict[str, float]] = {"validation": {}, "training": {}}
         self._reports = Reports()
+        self._trained = 0
         self._progress = progress_bar(console, "batches")
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
@@ -87,6 +87,7 @@ class Display(RunListener):
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Show a bar until the run ends."""
+        self._trained = first_batch
         self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()
 
@@ -98,11 +99,9 @@ class Display(RunListener):
         """Show one report as a line and move the bar."""
         group, batches = line["group"], line["batches"]
         numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
-        # A training and a validation metric may share a name: the table shows the training metric.
+        self._latest[group].update(numbers)
         if group == "training":
-            self._of_training.update(numbers)
             self._reports.add(group, Report(batches, numbers))
-        self._latest.update({**numbers, **self._of_training})
         self._update(completed=batches)
         shown = [text.format(numbers[name]) for name, text in _SHOWN.items() if name in numbers]
         others = self._others(numbers, _SHOWN)
@@ -118,12 +117,27 @@ class Display(RunListener):
             self._show_table("stopped, can be resumed" if stopped else "completed")
 
     def _show_table(self, state: str) -> None:
+        training, validation = self._latest["training"], self._latest["validation"]
+        if not (training or validation):
+            text = (
+                f"{self._title}: {self._trained} batches are trained, which is all that it asks "
+                "for; to go on, give it a larger hyperparameters.training.max_length"
+            )
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            return
         table = Table(
             title=escape(f"{self._title}: {state}"), title_justify="left", show_header=False
         )
         table.add_column(style="bold")
         table.add_column(justify="right")
-        numbers = dict(self._latest)
+        # A metric of both is that of the training, but the searcher's is that of the validation.
+        numbers = {**validation, **training}
+        if self._metric in validation:
+            numbers[self._metric] = validation[self._metric]
+        for name in (MetricName.APPLIED_STEPS, MetricName.SKIPPED_STEPS):
+            steps = of_optimizers(training, name)
+            if steps is not None:
+                numbers[name] = steps
         if self._reports.speed is not None:  # the last report is as good as its few batches
             numbers[MetricName.SAMPLES_PER_SECOND] = self._reports.speed.median
         for title, name, text in _CLOSING:

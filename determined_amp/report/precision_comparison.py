@@ -259,15 +259,18 @@ class Ratio:
     # Whether runs with the same seed are paired; otherwise each run of one precision is paired with
     # each run of the other.
     by_seed: bool
+    # Whether the 95 % interval of its mean excludes 1, in the logarithm. On a busy machine two
+    # pairs may agree by chance. True if nothing is known of a spread over runs.
+    beyond_chance: bool = True
 
     @property
     def is_larger(self) -> bool:
-        """Whether the ratio is above 1 in every pair, and its median at least `MIN_EFFECT`."""
-        return self.low > 1.0 and self.median >= MIN_EFFECT
+        """Whether it is above 1 beyond chance, in every pair, and its median `MIN_EFFECT`."""
+        return self.beyond_chance and self.low > 1.0 and self.median >= MIN_EFFECT
 
     @property
     def is_smaller(self) -> bool:
-        return self.high < 1.0 and self.median <= 1.0 / MIN_EFFECT
+        return self.beyond_chance and self.high < 1.0 and self.median <= 1.0 / MIN_EFFECT
 
 
 @dataclass(frozen=True)
@@ -406,7 +409,14 @@ def _ratio(
         low, high = a.low / b.high, a.high / b.low
     # A median that inverts if the ratios do: of an even number the geometric mean.
     middle = math.sqrt(median_low(ratios) * median_high(ratios))
-    return Ratio(middle, low, high, len(pairs), bool(by_seed))
+    if by_seed:
+        logs = [(math.log(a.median), math.log(b.median)) for a, b in pairs]
+        change = paired(*zip(*logs, strict=True))
+    else:
+        sides = ([value(run) for run in side.runs] for side in (candidate, base))
+        change = welch(*([math.log(it.median) for it in side if it] for side in sides))
+    chance = bool(change.std) and change.low <= 0.0 <= change.high
+    return Ratio(middle, low, high, len(pairs), bool(by_seed), not chance)
 
 
 def _allocated(run: Run) -> Spread | None:

@@ -49,7 +49,7 @@ _OWN_TRIALS = ("trials.resnet50:", "trials.latte:", "trials.mlp:")
 
 RULE = (
     "the fastest of those that are not worse, lost no run and are faster than the baseline in "
-    f"every pair of runs, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
+    f"every pair of runs, beyond chance, and by {MIN_EFFECT - 1:.0%} or more; else the baseline"
 )
 
 
@@ -356,4 +356,4 @@ def _fault(comparison: Comparison, metric: str) -> str:
         )
     if comparison.speed is None:
         return "has no measured speed"
-    return "is not faster by more than the spread"
+    return "is not faster by more than the spread of the runs"

@@ -182,6 +182,18 @@ class Reports:
         return waits.median if waits else None
 
 
+def of_optimizers(metrics: Mapping[str, float], name: str) -> float | None:
+    """The sum over all optimizers of a number in a report; None if it has none."""
+    own = (v for n, v in metrics.items() if n == name or re.fullmatch(rf"{name}_\d+", n))
+    numbers = [number for value in own if (number := _plausible(value)) is not None]
+    return sum(numbers) if numbers else None
+
+
+def _plausible(value: float | None) -> float | None:
+    """The number; None if it is not finite, or too large to be one of a report."""
+    return value if value is not None and abs(value) < _MOST else None
+
+
 @dataclass(frozen=True)
 class Run:
     """A training run, or a trial of a search that was scored and not trained."""
@@ -271,15 +283,13 @@ class Run:
 
     def last(self, name: str) -> float | None:
         """A number of the last training report; None if it is not finite, or too large to be."""
-        value = self.reports.training.metrics.get(name) if self.reports.training else None
-        return value if value is not None and abs(value) < _MOST else None
+        training = self.reports.training
+        return _plausible(training.metrics.get(name)) if training else None
 
     def of_optimizers(self, name: str) -> float | None:
         """The sum over all optimizers of a number in the last training report."""
-        reported = self.reports.training.metrics if self.reports.training else {}
-        own = (self.last(n) for n in reported if n == name or re.fullmatch(rf"{name}_\d+", n))
-        numbers = [number for number in own if number is not None]
-        return sum(numbers) if numbers else None
+        training = self.reports.training
+        return of_optimizers(training.metrics, name) if training else None
 
     @property
     def speed(self) -> Spread | None:
