@@ -60,6 +60,16 @@ class TestClip:
         assert has_one.grad is not None
         assert has_one.grad.item() == pytest.approx(min(max_norm, 4.0), rel=1e-6)
 
+    @pytest.mark.parametrize(("scaled", "total"), [(True, 5.0), (False, math.inf)])
+    def test_norm_that_is_not_finite_is_left_out_only_where_its_step_is_skipped(
+        self, total: float, *, scaled: bool
+    ) -> None:
+        """Finite gradients, too large for their norm: without a scale the clip makes them 0."""
+        steps = OptimizerSteps(CPU, scaled=scaled)
+        for values in ([3.0, 4.0], [1.0e30, 1.0e30]):
+            steps.clip(having(torch.tensor(values)), 1.0, lambda: torch.ones(()))
+        assert steps.norm_sum.total().item() == total
+
 
 class TestMeasure:
     def test_largest_gradient_of_a_report_is_kept(self) -> None:

@@ -43,7 +43,9 @@ class OptimizerSteps:
 
     def __init__(self, device: torch.device, *, scaled: bool) -> None:
         self.counts = StepCounts(device, can_skip=scaled)
-        self.norm_sum = DeviceSum(device, finite_only=True)
+        # Without a scale no step is skipped: gradients that are not finite reach the weights, or
+        # a clip makes all of them 0.
+        self.norm_sum = DeviceSum(device, finite_only=scaled)
         self.has_norm = False
         self.largest = torch.zeros((), device=device)
         self.applied_before = torch.zeros((), dtype=torch.int64, device=device)
@@ -115,7 +117,7 @@ class OptimizerSteps:
             torch.maximum(self.largest, largest, out=self.largest)
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Count the norm of one step, (), on the device; ignored if not finite."""
+        """Count the norm of one step, (), on the device; left out if its step is skipped."""
         self.has_norm = True
         self.norm_sum.add(norm)
 
