@@ -45,9 +45,11 @@ SMALL = {
         "hyperparameters.warmup_steps=5",
         "hyperparameters.clip_start_step=5",
     ),
+    # Of 16 px its last stage sees 1 x 1, and the bfloat16 gradient of a strided convolution of that
+    # is uninitialised memory on a CPU with AMX (torch 2.3.0 and 2.15.0).
     "trials.resnet50:ResNet50Trial": (
         "data.dataset=synthetic",
-        "data.image_size=16",
+        "data.image_size=32",
         "data.samples=40",
         "hyperparameters.global_batch_size=4",
         "hyperparameters.warmup_steps=0",
