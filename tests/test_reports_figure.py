@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from determined_amp.finder.verdict import Window
 from determined_amp.report import precision_figure
 from determined_amp.report.loss_scale_figure import Point, draw, predicted_score, seed_band
 from determined_amp.report.page import as_svg
-from determined_amp.runs.run import Run
+from determined_amp.runs.run import Reports, Run
 from tests.precisions import CPU, LOST, findings_of, run, seeds
 from tests.reporting import Rows, found_scale, observed, scored
 
@@ -141,6 +142,18 @@ class TestPrecision:
         assert dots == [[1000.0] * 3, [2000.0] * 3]
         memory = panel(figure, "Peak memory allocated by torch (less is better)")
         assert texts(memory) == ["baseline", "1.25x"]
+
+    def test_metric_of_the_only_validation_has_a_dot_per_run_beside_the_others(self) -> None:
+        values = {"fp32": (0.90, 0.91, 0.92), "amp_bf16": (0.90, 0.90, 0.92)}
+        runs = [run for precision, its in values.items() for run in seeds(precision, its)]
+        ends = [
+            dataclasses.replace(run, reports=Reports([("validation", run.reports.validations[-1])]))
+            for run in runs
+        ]
+        axes = panel(precision_figure.draw(findings_of(*ends)), "validation_accuracy")
+        assert heights(axes) == [list(its) for its in values.values()]
+        places = [x for line in axes.get_lines() for x in numbers(line.get_xdata())]
+        assert len(set(places)) == len(runs)
 
     def test_difference_has_its_interval_over_the_margin(self) -> None:
         axes = panel(compared(), "Difference")

@@ -71,6 +71,12 @@ def draw(findings: Findings) -> Figure:
 
 def _learning(axes: Axes, findings: Findings) -> None:
     """Draw the metric of every validation: a thin line per run, a thick one for their mean."""
+    more = "less" if findings.smaller_is_better else "more"
+    axes.set_title(f"{findings.metric} ({more} is better)")
+    runs = [run for summary in findings.summaries for run in summary.runs]
+    if all(len(run.curve(findings.metric)) == 1 for run in runs):  # there is no curve
+        _draw_ends(axes, findings)
+        return
     for summary in findings.summaries:
         curves = [run.curve(findings.metric) for run in summary.runs]
         color, dashes = COLORS[summary.precision], _DASHES[summary.precision]
@@ -85,8 +91,16 @@ def _learning(axes: Axes, findings: Findings) -> None:
     axes.legend(frameon=False, handlelength=3.5)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("batches")
-    more = "less" if findings.smaller_is_better else "more"
-    axes.set_title(f"{findings.metric} ({more} is better)")
+
+
+def _draw_ends(axes: Axes, findings: Findings) -> None:
+    """Draw the metric of the only validation: a dot per run, a line for their mean."""
+    for place, summary in enumerate(findings.summaries):
+        color = COLORS[summary.precision]
+        _draw_side_by_side(axes, place, summary.values, color)
+        if summary.mean is not None:
+            axes.hlines(summary.mean, place - _JITTER, place + _JITTER, color=color, linewidth=2)
+    _name_places(axes, findings)
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
@@ -124,19 +138,27 @@ def _columns(
         axes.bar(place, spread.median, width, color=color, alpha=0.25, linewidth=0)
         axes.hlines(spread.median, place - width / 2, place + width / 2, color=color, linewidth=2)
         values = [v for run in summary.runs if (v := value(run)) is not None]
-        step = _JITTER / max(len(values) - 1, 1)  # the dots are side by side
-        beside = (place + step * (i - (len(values) - 1) / 2) for i in range(len(values)))
-        dots(axes, list(zip(beside, values, strict=True)), color, markersize=4, mew=0)
+        _draw_side_by_side(axes, place, values, color)
         ratio = ratios.get(summary.precision)
         label = f"{ratio.median:.2f}x" if ratio else ""
         if summary.precision is findings.baseline and any(ratios.values()):
             label = "baseline"
         note(axes, label, (place, spread.high), (0, 6), ha="center", va="bottom")
+    _name_places(axes, findings)
+    highest = max((s.high for s in spreads if s), default=1.0)
+    axes.set_ylim(0, _HEADROOM * highest)
+
+
+def _draw_side_by_side(axes: Axes, place: int, values: Sequence[float], color: str) -> None:
+    step = _JITTER / max(len(values) - 1, 1)
+    beside = (place + step * (i - (len(values) - 1) / 2) for i in range(len(values)))
+    dots(axes, list(zip(beside, values, strict=True)), color, markersize=4, mew=0)
+
+
+def _name_places(axes: Axes, findings: Findings) -> None:
     axes.set_xticks(range(len(findings.summaries)), [s.name for s in findings.summaries])
     axes.set_xlim(-0.6, len(findings.summaries) - 0.4)
     axes.tick_params(axis="x", length=0)
-    highest = max((s.high for s in spreads if s), default=1.0)
-    axes.set_ylim(0, _HEADROOM * highest)
 
 
 def _differences(axes: Axes, findings: Findings) -> None:
