@@ -501,6 +501,7 @@ def _not_as_asked(example: Example, step: Step, folder: Path, *, differs: bool) 
         if isinstance(value, dict) and isinstance(is_there, dict):  # with what is added by default
             is_there = {key: is_there[key] for key in value.keys() & is_there.keys()}
         same = value == is_there and isinstance(value, bool) == isinstance(is_there, bool)
+        same = same or repr(value) == repr(is_there) == "nan"  # which equals nothing
         if value not in (None, {}) and not same:
             return f"{name}: asked for {value!r}, trained {is_there!r}"
     found = read_run(made)
