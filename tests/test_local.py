@@ -414,18 +414,19 @@ def test_table_shows_the_steps_of_all_optimizers() -> None:
 
 
 def test_run_that_has_nothing_left_to_train_says_so() -> None:
-    assert closing_table([]).strip() == (
+    assert "x: completed" in closing_table([])  # the control
+    assert closing_table([], total=40).strip() == (
         "x: 40 batches are trained, which is all that it asks for; to go on, give it a larger "
         "hyperparameters.training.max_length"
     )
 
 
-def closing_table(reports: list[tuple[str, dict[str, float]]]) -> str:
+def closing_table(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> str:
     """What is printed after the reports of a run that resumed after 40 batches."""
     text = io.StringIO()
     display = Display("x", Console(file=text, width=100), metric="f1")
     display.on_start(Mock(shown="runs/x"), Mock(answer=None))
-    display.on_training(40, 80, 10)
+    display.on_training(40, total, 10)
     for group, metrics in reports:
         display.on_report({"group": group, "batches": 60, **metrics})
     text.seek(0)

@@ -75,7 +75,8 @@ class Display(RunListener):
         self._console = console
         self._latest: dict[str, dict[str, float]] = {"validation": {}, "training": {}}
         self._reports = Reports()
-        self._trained = 0
+        # The batches of a resume that has nothing left to train.
+        self._all_trained: int | None = None
         self._progress = progress_bar(console, "batches")
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
@@ -87,7 +88,7 @@ class Display(RunListener):
 
     def on_training(self, first_batch: int, total_batches: int, epoch_batches: int) -> None:
         """Show a bar until the run ends."""
-        self._trained = first_batch
+        self._all_trained = first_batch if first_batch == total_batches else None
         self._progress.add_task("training", completed=first_batch, total=total_batches)
         self._progress.start()
 
@@ -118,10 +119,10 @@ class Display(RunListener):
 
     def _show_table(self, state: str) -> None:
         training, validation = self._latest["training"], self._latest["validation"]
-        if not (training or validation):
+        if self._all_trained is not None and not (training or validation):
             text = (
-                f"{self._title}: {self._trained} batches are trained, which is all that it asks "
-                "for; to go on, give it a larger hyperparameters.training.max_length"
+                f"{self._title}: {self._all_trained} batches are trained, which is all that it "
+                "asks for; to go on, give it a larger hyperparameters.training.max_length"
             )
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
             return
