@@ -189,12 +189,6 @@ ADVICE = {
         "TF32 is switched, which changes every float32 product of the process",
         'torch.set_float32_matmul_precision("high")  # once, in your own code, if you want it',
     ),
-    "average_on_skipped": Advice(
-        "an average of the weights moves on steps that the scaler skips",
-        "average = torch.where(self.amp.last_step_applied, moved, average)  # determined_amp\n"
-        f"# or:\n{_IF_APPLIED}    average.update(model)",
-        f"{_IF_APPLIED}    average.update(model)",
-    ),
     "overflow_hidden": Advice(
         "an overflow does not reach the scaler, so the step is not skipped",
         "change gradients after scaler.unscale_(optimizer), and keep inf and NaN in them",

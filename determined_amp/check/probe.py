@@ -55,8 +55,6 @@ class Probe:
     folder: Path  # an empty one for the checkpoint, or the one that has it
     windows: int = 12  # steps of an optimizer to wait for
     overflows: tuple[int, ...] = OVERFLOWS  # those whose gradients are made to overflow
-    # Whether a machine without a GPU says to all of the trial's lines that it has one.
-    pretends: bool = True
     # Instead of the initial loss scale, and all autocast in float32; None for neither.
     scale: float | None = None
     resumes: bool = False  # from the checkpoint in `folder`
@@ -76,7 +74,7 @@ def run(probe: Probe) -> Record:
     checkpoints = sorted(path.parent.name for path in probe.folder.glob("*/state_dict.pth"))
     try:
         with ExitStack() as stack:
-            stack.enter_context(cpu_for_cuda(pretends=probe.pretends))
+            stack.enter_context(cpu_for_cuda())
             if probe.scale is not None:
                 stack.enter_context(float16_as(None, bfloat16_too=True))
                 stack.enter_context(_beginning_at(probe.scale))

@@ -27,7 +27,6 @@ class Event(SimpleNamespace):
     | `step` | of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same |
     | | gradients; their `norm`, `factor` and `backwards`, `updates` of the scale since; `rates` |
     | `update` | the scale `after` it, whether `early`: while scaled gradients wait for a step |
-    | `skipped step` | how many averages `moved`, by which `lines` |
     | `move` | of which `schedule` |
     | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch` |
     | `refusal` | the `text` of an error that a `GradScaler` raised |
@@ -44,7 +43,6 @@ class Scaler:
     where: Where | None  # the line that made it
     enabled: bool
     ours: bool  # it is this library's
-    by_device: bool  # that line asks for a device
     used: bool = False  # it scaled a loss
     scales: dict[str, float | None] = field(default_factory=dict)  # at the `start`, at the `end`
 

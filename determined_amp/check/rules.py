@@ -574,7 +574,7 @@ def _metrics(record: Record) -> Iterator[Finding]:
             yield found("eval_16_bits", record.regions_of_validation, effect, level)
 
 
-# What is saved, averaged, switched and waited for.
+# What is saved, switched and waited for.
 
 
 @rule
@@ -588,15 +588,6 @@ def _checkpoint_of_a_loop(record: Record) -> Iterator[Finding]:
         effect = "after a resume it begins at init_scale again"
         effect += f", not at {number(updates[-1].after)}" if updates else ""
         yield found("scaler_not_saved", saves, effect)
-
-
-@rule
-def _averages(record: Record) -> Iterator[Finding]:
-    moved = [event for event in record.of("skipped step") if event.moved]
-    if moved:
-        effect = f"{_share(record, moved)} moved it, though no weight had moved"
-        lines = [line for event in moved for line in event.lines]
-        yield found("average_on_skipped", lines, effect)
 
 
 @rule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,10 +30,9 @@ from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.amp.tensors import parameters_of
-from determined_amp.check.averages import Averages, address_of
 from determined_amp.check.gradients import Gradients
 from determined_amp.check.graph import loss_of, mark, mark_gradients
-from determined_amp.check.lines import is_users, text_at, users_line, where_of, where_raised
+from determined_amp.check.lines import is_users, users_line, where_of, where_raised
 from determined_amp.check.record import Record, Scaler
 from determined_amp.check.schedules import Schedules
 
@@ -68,7 +66,6 @@ class Spies:
         self._gradients: dict[Optimizer, Gradients] = {}
         self._overflows = overflows
         self.schedules = Schedules(self.record, self._gradients_of)
-        self._averages = Averages(self.record, self._weights)
         self._in_batch = False
         self._running: set[str] = set()  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
@@ -78,7 +75,6 @@ class Spies:
     # What the loop around the training calls.
 
     def begin_batch(self) -> None:
-        self._averages.compare()
         self.record.batches += 1
         self._in_batch = True
 
@@ -116,7 +112,6 @@ class Spies:
                 stack.callback(handle.remove)
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
-            stack.callback(self._averages.compare)
             stack.callback(self.schedules.read_sources)
             try:
                 yield
@@ -198,19 +193,12 @@ class Spies:
         every = self._gradients.values()
         return [each for each in every if not theirs.isdisjoint(map(id, each.weights))]
 
-    def _weights(self) -> Iterator[torch.Tensor]:
-        """Those of all optimizers."""
-        for gradients in self._gradients.values():
-            yield from gradients.weights
-
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
         if scaler not in self._scalers:
-            where = users_line()
             self._scalers[scaler] = Scaler(
-                where=where,
+                where=users_line(),
                 enabled=scaler.is_enabled(),
                 ours="determined_amp" in type(scaler).__module__,
-                by_device=bool(re.search("device|is_available", text_at(where))),
             )
             self.record.scalers.append(self._scalers[scaler])
         return self._scalers[scaler]
@@ -241,7 +229,6 @@ class Spies:
                 return run(*args, **kwargs)
             if not kwargs.get("accumulate_grad"):
                 return self._gradients_alone(run, *args, **kwargs)
-            self._averages.compare()
             loss, autocast = loss_of(args[0], self._scales()), _any_autocast()
             before = []
             for gradients in self._gradients.values():
@@ -347,9 +334,6 @@ class Spies:
     def _step(self, gradients: Gradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
         scaled = scaler is not None and scaler.is_enabled()
         gradients.step(scaled=scaled, skipped=skipped, **how)
-        self._averages.leave()
-        if skipped:
-            self._averages.begin(gradients.windows > 2)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._steps = max(self._steps - 1, 0)
@@ -426,7 +410,7 @@ class Spies:
     def _whose_gradient(self, tensor: torch.Tensor) -> int | None:
         """The number of the optimizer whose gradient this is."""
         for each in self._gradients.values() if tensor.numel() else ():
-            if address_of(tensor) in map(address_of, each.dense()):
+            if tensor.data_ptr() in [gradient.data_ptr() for gradient in each.dense()]:
                 return each.number
         return None
 
