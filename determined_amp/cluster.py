@@ -166,16 +166,16 @@ def leave_answer(
 
 
 def start_ranks(info: det.ClusterInfo, *command: str) -> None:
-    """In a task of several slots, replace this process by the launcher, which runs a command.
+    """In a task of several slots, replace this process by Determined's launcher of a command.
 
     Call it after the configuration was checked, so that mistakes are reported once and without the
-    launcher's traceback. In a process that a launcher has started, it returns.
+    launcher's traceback. In a process that the launcher has started, it returns.
     """
     single = len(info.slot_ids) < 2 and len(info.container_addrs) < 2
     if single or "RANK" in os.environ:
         return
     rank = [sys.executable, "-m", "determined_amp", *command]
-    launcher = [sys.executable, "-m", "determined_amp.launcher"]
+    launcher = [sys.executable, "-m", "determined.launch.torch_distributed"]
     os.execv(sys.executable, [*launcher, *rank])  # noqa: S606
 
 

@@ -393,11 +393,3 @@ def test_twelve_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert output.count("\nround ") == 12
     assert "the end is the same" in output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork of a process cannot use its GPU")
-def test_random_mistakes_are_told_at_once_or_train_what_was_asked() -> None:
-    """See `tests.fuzz`; in a process of its own, as one that has trained cannot be forked."""
-    process = training.start("-m", "tests.fuzz", "--examples", "2")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output

@@ -28,7 +28,6 @@ from determined_amp.cli import find, train
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to, surviving_closed_output
-from determined_amp.local.processes import on_stop_signals
 from determined_amp.runs.folder import RunFolder, read_run
 from tests import training
 from tests.harness import same_bits
@@ -367,10 +366,6 @@ class TestOutputThatVanishes:
             assert process.wait(timeout=100) == 0
         assert training.end(run) == ("completed", "", 12)
         assert "output continues in this log" in (run / "log.txt").read_text()
-
-    def test_closed_terminal_changes_nothing(self) -> None:
-        with on_stop_signals(lambda number, frame: None):
-            os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_name_with_markup_is_shown_as_it_is() -> None:

@@ -98,7 +98,7 @@ class TestWheel:
 
         scripts = configparser.ConfigParser()
         scripts.read_string(distribution.read_text("entry_points.txt") or "")
-        assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:run"}
+        assert dict(scripts["console_scripts"]) == {"det-amp": "determined_amp.__main__:main"}
 
 
 def test_the_installed_command_trains_a_stranger_in_float16_and_audits_it(trained: Path) -> None:

@@ -75,7 +75,7 @@ def test_trials_of_several_workers_share_the_device(tmp_path: Path, workers: int
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_end_of_a_search_is_shown_with_the_best_first(tmp_path: Path, *, stopped: bool) -> None:
+def test_end_of_a_search_names_its_best_values(tmp_path: Path, *, stopped: bool) -> None:
     shown = io.StringIO()
     folder = write_study(tmp_path, [(2.0**scale, scored(scale)) for scale in (24, 16)])
     display = SearchDisplay(Console(file=shown, width=200), SearchPlan(SEARCH), folder)
@@ -83,11 +83,7 @@ def test_end_of_a_search_is_shown_with_the_best_first(tmp_path: Path, *, stopped
     text = shown.getvalue()
     assert ("best so far, of trial 1:" in text, "\nbest:\n" in text) == (stopped, not stopped)
     assert (f"--resume {folder}\n" in text) is stopped
-    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(" 4")]
-    assert rows == [
-        ["1", "0", "2^16", "0", "0.00%", "4"],
-        ["0", "2.807", "2^24", "6", "0.00%", "4"],
-    ]
+    assert "init_scale: 65536.0\n" in text
     assert [minutes(seconds) for seconds in (119.4, 120, 125.2)] == ["119 s", "2 min", "2 min 05 s"]
 
 

@@ -9,9 +9,6 @@ These attributes of torch are replaced this way, for the whole process:
 * `Tensor.retain_grad` and what registers hooks of tensors and modules, while a trial trains as it
   is: hooks that it registers in a batch get float32 and true gradients, too.
 * `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the trial's own.
-
-A command replaces `sys.unraisablehook`, too: Python drops a Ctrl-C that comes while it frees an
-object.
 """
 
 from __future__ import annotations

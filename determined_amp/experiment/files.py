@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from determined_amp.amp.errors import UserError
@@ -68,5 +68,4 @@ def directory_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # it has been removed
-            os.chdir(here)
+        os.chdir(here)

@@ -14,14 +14,6 @@ from determined_amp.amp.errors import ConfigError, Problem, one_line
 
 _PLAIN = (str, int, float, bool, type(None))
 
-# The reader needs seconds for this many characters, and no configuration has a tenth of them.
-_MOST_CHARACTERS = 500_000
-
-# Values of a configuration with its aliases expanded, and its depth.
-_MOST_VALUES, _DEEPEST = 100_000, 100
-
-_TOO_DEEP = "is not YAML of a configuration: nested too deep"
-
 
 def load_yaml(text: str, source: str) -> Any:
     """Read YAML by the rules of `det experiment create`.
@@ -33,15 +25,10 @@ def load_yaml(text: str, source: str) -> Any:
         ConfigError: if it is not YAML, or contains something that a configuration cannot: a date,
             a key that is not text, a section within itself.
     """
-    if len(text) > _MOST_CHARACTERS:
-        limit = f"allowed for a configuration: {_MOST_CHARACTERS}"
-        raise ConfigError(source, [f"has {len(text)} characters; {limit}"])
     try:
         # The same reader as Determined's, whose own function imports half of Determined.
         value = YAML(typ="safe", pure=True).load(text)
-        problems = list(_too_large(value)) or list(_unusual(value, ""))
-    except RecursionError as error:
-        raise ConfigError(source, [_TOO_DEEP]) from error
+        problems = list(_unusual(value, ""))
     except Exception as error:  # the reader raises whatever its constructors do
         raise ConfigError(source, [f"is not YAML: {_problem(error)}"]) from error
     if problems:
@@ -103,27 +90,6 @@ def _problem(error: Exception) -> str:
         return one_line(error)
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
     return f"{one_line(problem)}{where}"
-
-
-def _too_large(value: Any) -> Iterator[str]:
-    values, depth = _size(value, {})
-    if depth > _DEEPEST:
-        yield _TOO_DEEP
-    elif values > _MOST_VALUES:
-        yield f"has more than {_MOST_VALUES} values when its aliases are expanded"
-
-
-def _size(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The number of values in `value`, and its depth; what aliases share is visited once."""
-    if not isinstance(value, (dict, list)):
-        return 1, 0
-    if id(value) not in known:
-        known[id(value)] = 1, _DEEPEST  # where it is met within itself
-        inner = value.values() if isinstance(value, dict) else value
-        sizes = [_size(each, known) for each in inner]
-        depth = 1 + max((deep for _, deep in sizes), default=0)
-        known[id(value)] = 1 + sum(count for count, _ in sizes), depth
-    return known[id(value)]
 
 
 def _unusual(value: Any, path: str) -> Iterator[Problem]:

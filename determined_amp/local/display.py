@@ -52,13 +52,13 @@ _CLOSING = (
 _MOST_OTHERS = 12
 
 
-def progress_bar(console: Console, unit: str) -> Progress:
-    """A bar with the count of `unit`, the elapsed and the remaining time."""
+def _progress_bar(console: Console) -> Progress:
+    """A bar with the count of batches, the elapsed and the remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn("batches"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -77,7 +77,7 @@ class Display(RunListener):
         self._reports = Reports()
         # The batches of a resume that has nothing left to train.
         self._all_trained: int | None = None
-        self._progress = progress_bar(console, "batches")
+        self._progress = _progress_bar(console)
 
     def on_start(self, folder: RunFolder, stop: StopOnSignal) -> None:
         self._folder = folder.shown

@@ -57,15 +57,7 @@ class _MayVanish:
 
 @contextmanager
 def surviving_closed_output() -> Iterator[_MayVanish]:
-    """Inside this block a closed pipe or terminal ends the output, not the program.
-
-    A standard stream that was closed before the program began is opened on nothing: the next file
-    would get its number.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # has the lowest number that is free
-            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", closefd=False))
+    """Inside this block a closed pipe or a full disk ends the output, not the program."""
     before = sys.stdout, sys.stderr
     out: Any = _MayVanish(sys.stdout)
     errors: Any = _MayVanish(sys.stderr)

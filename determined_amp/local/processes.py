@@ -114,13 +114,9 @@ def _backend() -> str:
 
 @contextmanager
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside this block; only in the main thread.
-
-    A terminal that is closed sends SIGHUP, which is ignored.
-    """
+    """Handle SIGINT and SIGTERM inside this block; only in the main thread."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, handler) for number in numbers}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:

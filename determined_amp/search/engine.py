@@ -131,7 +131,7 @@ def _run(
         if workers > workers_of(plan.search):  # from now on the speeds of its trials do not count
             write_config(folder, plan.search, workers)
         engine = Engine(SearchStudy(plan, folder), display, workers, time_limit)
-        with display.bar(), on_stop_signals(engine.on_signal):
+        with on_stop_signals(engine.on_signal):
             engine.run()
     if engine.blocked is not None:
         raise SearchError(

@@ -121,7 +121,6 @@ def _serve(connection: Connection, slot: int, workers: int, directory: str) -> N
     gc.freeze()  # else a collection would copy every page of the server's imports
     # Ctrl-C reaches every process of the terminal, but only the search may stop its trials.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leave_the_cluster()  # the comparison itself may be a task of one, but its trials are not
     # Data loader processes are forks, as in a training without a search. With the fork server they
     # would import everything again, and need data that can be pickled.
