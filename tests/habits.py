@@ -9,9 +9,9 @@ import copy
 import dataclasses
 import operator
 import warnings
-from collections import UserDict, deque
+from collections import UserDict
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from determined import pytorch
@@ -101,20 +101,6 @@ class LoudInPlace(LoudAtFirst):
     def step(self) -> None:
         nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
         self.context.step_optimizer(self.optimizer)
-
-
-class LoudByHand(LoudAtFirst):
-    """Adds up over a window what torch.autograd.grad returns."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.is_loud = batch_idx == 0
-        loss, parameters = self.loss(*batch), list(self.model.parameters())
-        gradients = torch.autograd.grad(loss, parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            before = 0 if parameter.grad is None else parameter.grad
-            parameter.grad = before + gradient.clamp(-0.01, 0.01)
-        self.context.step_optimizer(self.optimizer)
-        return {"loss": loss}
 
 
 class ClampsInPlace(Habit):
@@ -230,10 +216,6 @@ class MovesOneByHand(Habit):
         self.multiplier.grad.data.zero_()
 
 
-class LoudByHandBeside(MovesOneByHand, LoudAtFirst):
-    """The multiplier's gradient overflows, too."""
-
-
 class OwnAccumulation(Habit):
     """Two batches a step, counted by the trial."""
 
@@ -305,19 +287,6 @@ class SecondOptimizer(Habit):
         self.own.zero_grad()
 
 
-class UnknownOptimizer(Habit):
-    """The optimizer that the context knows has nothing to do."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.own = self.optimizer_of(self.optimizer.param_groups[0]["params"])
-        self.optimizer.param_groups[0]["params"] = [nn.Parameter(torch.zeros(1))]
-
-    def step(self) -> None:
-        self.own.step()
-        self.own.zero_grad()
-
-
 class SharedParameters(Habit):
     """Two optimizers of the same parameters after one backward."""
 
@@ -377,12 +346,6 @@ class OwnOptimizer(Habit):
         return Sign(parameters)
 
 
-class StepsOwnOptimizer(OwnOptimizer):
-    """Which fails without gradients, and is stepped without the context."""
-
-    step = StepsItself.step
-
-
 class Lookahead(torch.optim.Optimizer):
     """A wrapper that never calls `Optimizer.__init__`; its state holds that of another."""
 
@@ -418,12 +381,6 @@ class LooksAhead(Habit):
         return Lookahead(super().optimizer_of(parameters))
 
 
-class LooksAheadItself(LooksAhead):
-    """Counts steps, also those without gradients."""
-
-    step = StepsItself.step
-
-
 class Sharpness(torch.optim.Optimizer):
     """Sharpness-aware minimisation around another optimizer."""
 
@@ -439,8 +396,11 @@ class Sharpness(torch.optim.Optimizer):
         for parameter in parameters:
             step = parameter.grad * (0.05 / (norm + 1e-12))
             self.state[parameter]["step"] = step
-            parameter.add_(step)
+            self.move(parameter, step)
         self.zero_grad()
+
+    def move(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+        parameter.add_(step)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -470,12 +430,9 @@ class Sam(Habit):
         loss = self.loss(*batch)
         self.context.backward(loss)
         optimizer.first_step()
-        self.context.backward(self.loss(*batch) * self.loudness(batch_idx))
+        self.context.backward(self.loss(*batch))
         self.step()
         return {"loss": loss}
-
-    def loudness(self, batch_idx: int) -> float:
-        return 1.0
 
     def step(self) -> None:
         optimizer: Any = self.optimizer
@@ -489,11 +446,16 @@ class SamInItsStep(Sam):
         self.context.step_optimizer(self.optimizer)
 
 
-class SamThatOverflows(SamInItsStep):
-    """The second of its backwards does, once; by then the weights are away."""
+class SharpnessByData(Sharpness):
+    """Moves the weights so that no version tells of it."""
 
-    def loudness(self, batch_idx: int) -> float:
-        return 1e6 if batch_idx == 4 else 1.0
+    def move(self, parameter: torch.Tensor, step: torch.Tensor) -> None:
+        parameter.data.add_(step)
+
+
+class SamByData(SamInItsStep):
+    def optimizer_of(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return SharpnessByData(parameters)
 
 
 class Wgan(Habit):
@@ -678,6 +640,19 @@ class ActivationHook(Habit):
         return HookedNet()
 
 
+class NodeHook(NormHook):
+    """Registers a hook of a node of the graph."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        Habit.__init__(self, context)
+
+    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
+        logits = self.model(inputs)
+        if self.model.training:
+            logits.grad_fn.register_prehook(lambda gradients: self.see(*gradients))
+        return functional.cross_entropy(logits, classes)
+
+
 class RetainedGradient(Habit):
     """Reports the gradient of its logits."""
 
@@ -690,58 +665,6 @@ class RetainedGradient(Habit):
         return {"loss": loss, "norm": logits.grad.norm()}
 
 
-class RetainsInHook(Habit):
-    """Reports the gradient of an activation, which a hook sees."""
-
-    seen: Any
-
-    def net(self) -> Any:
-        model = super().net()
-        model[0].register_forward_hook(self.keep)
-        return model
-
-    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.seen = output
-        if output.requires_grad:
-            output.retain_grad()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        return {**reported, "norm": self.seen.grad.norm()}
-
-
-class RetainsInForward(RetainsInHook):
-    """The same of one that its model keeps, as for a map of what it looks at."""
-
-    class Model(Net):
-        def hidden(self, inputs: torch.Tensor) -> Any:
-            self.kept = self.first(inputs)
-            if self.kept.requires_grad:
-                self.kept.retain_grad()
-            return torch.tanh(self.kept)
-
-    def net(self) -> Any:
-        return self.Model()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        reported = Habit.train_batch(self, batch, epoch_idx, batch_idx)
-        model: Any = self.model
-        return {**reported, "norm": model.kept.grad.norm()}
-
-
-class RetainsOverTwoBackwards(RetainsInForward):
-    """Goes backward twice from what its model keeps, and asks again for its gradient, a sum."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        loss, model = self.loss(*batch), self.model
-        kept: Any = model.kept
-        kept.retain_grad()
-        self.context.backward(loss, retain_graph=True)
-        self.context.backward(kept.square().mean())
-        self.step()
-        return {"loss": loss, "norm": kept.grad.norm()}
-
-
 class Penalty(Habit):
     """A penalty of small gradients by the inputs, as of a critic."""
 
@@ -750,35 +673,6 @@ class Penalty(Habit):
         logits = self.model(inputs)
         (gradient,) = torch.autograd.grad((logits * 1e-6).sum(), inputs, create_graph=True)
         return functional.cross_entropy(logits, classes) + (gradient * 1e6).pow(2).mean()
-
-
-class Saliency(Habit):
-    """Makes its inputs of the gradients of a sum, which are larger than those of its loss."""
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        inputs = batch[0].clone().requires_grad_()
-        largest = self.model(inputs).amax(1).sum()
-        (gradient,) = torch.autograd.grad(largest, inputs)
-        moved = inputs.detach() * (1 + 0.1 * gradient.abs())
-        return super().train_batch((moved, batch[1]), epoch_idx, batch_idx)
-
-
-class KeptPenalty(Habit):
-    """Differentiates by what its model keeps."""
-
-    class Model(Net):
-        def hidden(self, inputs: torch.Tensor) -> Any:
-            self.kept = self.first(inputs)
-            return torch.tanh(self.kept)
-
-    def net(self) -> Any:
-        return self.Model()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss, model = super().loss(inputs, classes), self.model
-        kept: Any = model.kept
-        (gradient,) = torch.autograd.grad(loss, kept, create_graph=True, allow_unused=True)
-        return loss if gradient is None else loss + 10 * gradient.pow(2).sum()
 
 
 class JacobianPenalty(Habit):
@@ -829,16 +723,6 @@ class SetsGradients(Habit):
         return {"loss": loss}
 
 
-class SetsLargeGradients(SetsGradients):
-    """Leaves out batches with small gradients."""
-
-    def step(self) -> None:
-        if self.gradients()[0].norm() > 1e-6:
-            super().step()
-        else:
-            self.optimizer.zero_grad()
-
-
 class LooksForAnomalies(Habit):
     """Raises an error for NaN in the backward."""
 
@@ -870,18 +754,6 @@ class Features(Habit):
         return loss + 1e-8 * (self.seen * self.seen).sum()
 
 
-class ReportsActivation(Habit):
-    """Reports the size of what it has seen inside of its model."""
-
-    def net(self) -> Any:
-        return SizingNet()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        model: Any = self.model
-        reported = super().train_batch(batch, epoch_idx, batch_idx)
-        return {**reported, "size": model.sizes.pop()}
-
-
 class DoublesInHook(Habit):
     """Its hook changes the output in place."""
 
@@ -907,15 +779,6 @@ class DoublesDataInHook(DoublesInHook):
 
     def clamp(self, module: nn.Module, inputs: Any) -> None:
         inputs[0].data.clamp_(-0.1, 0.1)
-
-
-class SizingNet(Net):
-    sizes: ClassVar[list[torch.Tensor]] = []
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = super().hidden(inputs)
-        self.sizes.append(hidden.detach().abs().mean())
-        return hidden
 
 
 class KeepingNet(Net):
@@ -951,101 +814,6 @@ class FeaturesOfAllModules(Features):
         loss = super().loss(inputs, classes)
         handle.remove()
         return loss
-
-
-class AttributeOfOneOfTwo(Attribute):
-    """Two models by turns, of which one keeps its features, in a container that the trial has."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        self.context = context
-        self.kept: deque[torch.Tensor] = deque(maxlen=1)
-        self.model = context.wrap_model(KeepingInDeque(self.kept))
-        self.head = context.wrap_model(nn.Linear(CLASSES, CLASSES))
-        parameters = [*self.model.parameters(), *self.head.parameters()]
-        self.optimizer = context.wrap_optimizer(self.optimizer_of(parameters))
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss = functional.cross_entropy(self.head(self.model(inputs * 300)), classes)
-        return loss + 1e-8 * (self.kept[-1] * self.kept[-1]).sum()
-
-
-class KeepingInDeque(Net):
-    def __init__(self, kept: Any) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        self.kept.append(self.first(inputs))
-        return torch.tanh(functional.layer_norm(self.kept[-1], (16,)))
-
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """A part of a tree, whose parts know of each other."""
-
-    parent: Node | None = None
-    children: list[Node] = dataclasses.field(default_factory=list)
-    value: Any = None
-
-
-@dataclasses.dataclass(eq=False)
-class TreeNet(Net):
-    """A dataclass itself, which keeps its features in a tree."""
-
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.kept = Node()
-        self.kept.children.append(Node(self.kept))
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        self.kept.children[0].value = hidden = self.first(inputs)
-        return torch.tanh(functional.layer_norm(hidden, (self.width,)))
-
-
-class AttributeInTree(Features):
-    """The same in a tree, of which a hook counts the parts."""
-
-    def net(self) -> Any:
-        model = TreeNet()
-        model.register_forward_hook(self.keep)
-        return model
-
-    def keep(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
-        module.parts = len(module.kept.children) + 1
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss = Habit.loss(self, inputs * 300, classes)
-        (node,) = self.model.kept.children
-        assert (self.model.parts, node.parent) == (2, self.model.kept)
-        return loss + 1e-8 * (node.value * node.value).sum()
-
-
-class LateAttribute(Habit):
-    """Keeps its features in every third batch only."""
-
-    def net(self) -> Any:
-        return KeepingInThird()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        loss, model = super().loss(inputs * 300, classes), self.model
-        kept: Any = model.kept
-        return loss if kept is None else loss + 1e-8 * (kept * kept).sum()
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        model: Any = self.model
-        model.keeps = batch_idx % 3 == 2
-        return super().train_batch(batch, epoch_idx, batch_idx)
-
-
-class KeepingInThird(Net):
-    keeps = False
-
-    def hidden(self, inputs: torch.Tensor) -> Any:
-        hidden = self.first(inputs)
-        self.kept = hidden if self.keeps else None
-        return torch.tanh(functional.layer_norm(hidden, (16,)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -1085,27 +853,6 @@ class ReturnsMapping(ReturnsSlots):
 
     def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
         return functional.cross_entropy(self.model(inputs)["logits"], classes)
-
-
-class Policy(Net):
-    """Returns a distribution, whose variance is beyond float16, and keeps another one."""
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        logits = super().forward(inputs)
-        self.kept = torch.distributions.Normal(300 * logits, 300 + logits.square())
-        normal = torch.distributions.Independent(torch.distributions.Normal(logits, 1.0), 1)
-        affine = torch.distributions.AffineTransform(logits, 300 + logits.square())
-        return torch.distributions.TransformedDistribution(normal, [affine])
-
-
-class ReturnsDistribution(Habit):
-    def net(self) -> Any:
-        return Policy()
-
-    def loss(self, inputs: torch.Tensor, classes: torch.Tensor) -> Any:
-        points, found, model = 300 * inputs[:, :CLASSES], self.model(inputs), self.model
-        kept: Any = model.kept
-        return -0.1 * (found.log_prob(points).mean() + kept.log_prob(points).mean())
 
 
 class Box:
@@ -1434,24 +1181,35 @@ class Complex(Habit):
         return Spectral()
 
 
-# Refused, or made to overflow.
-APART = {
-    *(LoudAtFirst, LoudInPlace, LoudByHand, LoudByHandBeside, SamThatOverflows),
-    *(LineSearch, ReturnsBox, HalfWeights),
+# What an unmodified trial of each class meets. `REFUSED_IN_FP16` trains as in float32 in all other
+# precisions; the words are a part of the sentence that refuses it.
+_HOOK, _GRAD = "it has a hook in the backward", "it calls torch.autograd.grad or torch.func"
+_OWN_STEP, _MOVES = (
+    "itself, which no overflow could skip",
+    "moves the weights between two backwards",
+)
+REFUSED_IN_FP16: dict[type[Habit], str] = {
+    **dict.fromkeys((StepsItself, SecondOptimizer), _OWN_STEP),
+    **dict.fromkeys((Sam, SamInItsStep, SamByData), _MOVES),
+    **dict.fromkeys((ParameterHook, AccumulatedHook, ModuleHooks, NormHook), _HOOK),
+    **dict.fromkeys((OldModuleHook, HookOfAllModules, HookInHook, ActivationHook), _HOOK),
+    **dict.fromkeys((NodeHook, RetainedGradient), _HOOK),
+    **dict.fromkeys((Penalty, JacobianPenalty, FunctionalPenalty, SetsGradients, Pinn), _GRAD),
 }
+# In 16 bits its features are in 16 bits, as under any autocast.
+ORDINARY = {Attribute}
+REFUSED_IN_16_BITS = {ReturnsNamespace, ReturnsMapping, ReturnsBox, LineSearch, HalfWeights}
+# Made to overflow.
+LOUD = (LoudAtFirst, LoudInPlace)
 # What these keep Determined does not save: histories, parameters and optimizers that nobody
 # wrapped, and how TorchScript has optimized its graph.
 KEEP_THEIR_OWN = {
-    *(KeepsNorms, SecondOptimizer, UnknownOptimizer, Sam, SamInItsStep, TwoTowers),
+    *(KeepsNorms, SecondOptimizer, Sam, SamInItsStep, SamByData, TwoTowers),
     *(MeanTeacher, Traced, MovesOneByHand),
 }
 # Do something with the gradients of a window that overflows.
 USE_GRADIENTS = (
-    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsItself, StepsByHand, ZeroesItself),
-    *(ProjectsGradients, StepsByHandInPlace),
-    *(UnknownOptimizer, SharedParameters, OwnOptimizer, LooksAhead, Sam, SamInItsStep),
-    *(ParameterHook, AccumulatedHook, ModuleHooks, ActivationHook, Penalty, SetsGradients),
-    *(JacobianPenalty, KeptPenalty, HookInHook, LooksForAnomalies),
-    *(StepsOwnOptimizer, LooksAheadItself),
-    *(SparseEmbedding, Complex),
+    *(Habit, ClampsData, ClipsOutside, StepsIfSmall, StepsByHand, ZeroesItself),
+    *(ProjectsGradients, StepsByHandInPlace, SharedParameters, OwnOptimizer, LooksAhead),
+    *(LooksForAnomalies, SparseEmbedding, Complex, MovesOneByHand),
 )

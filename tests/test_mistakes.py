@@ -272,7 +272,11 @@ REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
     (habits.ReturnsBox, FP16_ONLY, "its loss is in float16"),
     (habits.HalfWeights, EVERY_PRECISION, "are in bfloat16, as after .half() or .bfloat16()"),
     (habits.LineSearch, IN_16_BITS, "LBFGS with a closure, for which no line helps in 16 bits"),
-    (StepsInsideTheBackward, FP16_ONLY, "steps an optimizer inside the backward"),
+    (StepsInsideTheBackward, FP16_ONLY, "it has a hook in the backward"),
+    *(
+        (each, IN_16_BITS, "its loss is in ")
+        for each in (habits.ReturnsNamespace, habits.ReturnsMapping)
+    ),
 ]
 
 

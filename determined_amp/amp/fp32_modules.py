@@ -23,17 +23,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import operator
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution, Transform
 
 from determined_amp.amp.errors import UserError
 from determined_amp.amp.patched import patched
@@ -155,126 +153,71 @@ def _in_float32(forward: Callable[..., Any], device_type: str, /, *args: Any, **
     cast_args, cast_kwargs = as_float32((args, kwargs), replaced)
     with torch.autocast(device_type, enabled=False):
         output = forward(*cast_args, **cast_kwargs)
-    write_back(replaced)
+    _write_back(replaced)
     return output
 
 
-def write_back(replaced: Sequence[tuple[Any, Any]], *, untraced: bool = False) -> None:
-    """Copy what was written into the casts of `as_float32` back to the caller's objects.
+def _write_back(replaced: Sequence[tuple[Any, Any]]) -> None:
+    """Copy what a module has written into the casts of `as_float32` back to the caller's objects.
 
     Args:
         replaced: The pairs of `as_float32`.
-        untraced: Whether to look for what was written through `.data`, too, which leaves no trace.
-            Each cast is copied for that; where nothing was written it changes nothing.
     """
     original_of = {id(cast): original for original, cast in replaced}
-
-    def back(value: Any) -> Any:
-        return original_of.get(id(value), value)
-
     for original, cast in replaced:
         if isinstance(original, torch.Tensor):
             if not cast.is_inference() and cast._version:  # in place
                 original.copy_(cast)
-            elif untraced and _is_writable(original):
-                original.data.copy_(cast.data)
-        elif isinstance(original, (list, deque)):
-            items = [*map(back, cast)]
-            original.clear()
-            original.extend(items)
-        elif isinstance(original, MutableMapping):
+        elif isinstance(original, list):
+            original[:] = [original_of.get(id(item), item) for item in cast]
+        elif isinstance(original, dict):
             for key in original.keys() - cast.keys():
                 del original[key]
-            for key, value in cast.items():
-                if key not in original or original[key] is not back(value):
-                    original[key] = back(value)
+            for key, item in cast.items():
+                own = original_of.get(id(item), item)
+                if key not in original or original[key] is not own:
+                    original[key] = own
 
 
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided, and no number of it is in several places, as of `expand`."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return all(stride or size < 2 for size, stride in sizes)
-
-
-# Types of most of what modules keep and get; no container of these alone needs a search.
-_PLAIN = frozenset((bool, float, int, str, type(None)))
-
-# Containers by id, each with its cast: one may be in several places, or hold itself.
-_Known = dict[int, tuple[Any, Any]]
-
-
-def as_float32(
-    value: Any, replaced: list[tuple[Any, Any]] | None = None, known: _Known | None = None
-) -> Any:
-    """Cast the float16 and bfloat16 tensors in nested containers, dataclasses and distributions.
+def as_float32(value: Any, replaced: list[tuple[Any, Any]] | None = None) -> Any:
+    """Cast the float16 and bfloat16 tensors in nested tuples, lists, dicts and dataclasses.
 
     A container without such a tensor is returned itself, so that a module can still write to it.
 
     Args:
         value: Anything.
         replaced: Gets a pair for each tensor and container that was replaced: the old and the new.
-        known: The containers that were met before.
     """
+    cast = value
     if isinstance(value, torch.Tensor):
-        is_16_bit = value.dtype in (torch.float16, torch.bfloat16)
-        cast = value.float() if is_16_bit else value
-    elif holds_no_tensor(value):
-        return value
-    else:
-        known = {} if known is None else known
-        if id(value) in known:
-            return known[id(value)][1]
-        known[id(value)] = value, value
-        cast = _cast(value, replaced, known)
-        known[id(value)] = value, cast
+        if value.dtype in (torch.float16, torch.bfloat16):
+            cast = value.float()
+    elif isinstance(value, (list, tuple)):
+        items = [as_float32(item, replaced) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            has_names = hasattr(value, "_fields")  # a namedtuple
+            cast = type(value)(*items) if has_names else type(value)(items)
+    elif isinstance(value, dict):
+        cast = _with_casts(value, value, operator.setitem, replaced)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        cast = _with_casts(value, fields, object.__setattr__, replaced)  # a frozen one, too
     if replaced is not None and cast is not value:
         replaced.append((value, cast))
     return cast
 
 
-def holds_no_tensor(value: Any) -> bool:
-    """Whether that is seen at once: this is asked very often. False if a search must tell."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return _PLAIN.issuperset(map(type, value))
-    if kind is dict:
-        return _PLAIN.issuperset(map(type, value.values()))
-    return kind in _PLAIN
-
-
-def _cast(value: Any, replaced: list[tuple[Any, Any]] | None, known: _Known) -> Any:
-    if isinstance(value, (list, tuple)):
-        items = [as_float32(item, replaced, known) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, deque):
-        items = [as_float32(item, replaced, known) for item in value]
-        is_same = all(new is old for new, old in zip(items, value, strict=True))
-        return value if is_same else deque(items, value.maxlen)
-    if isinstance(value, MutableMapping):
-        cast = {key: as_float32(old, replaced, known) for key, old in value.items()}
-        if any(cast[key] is not old for key, old in value.items()):
-            value = copy.copy(value)  # one of the same kind
-            for key, new in cast.items():
-                value[key] = new
+def _with_casts(
+    value: Any,
+    items: Mapping[Any, Any],
+    put: Callable[[Any, Any, Any], None],
+    replaced: list[tuple[Any, Any]] | None,
+) -> Any:
+    """A copy of a container with the casts of its items; itself if there is nothing to cast."""
+    casts = {key: as_float32(item, replaced) for key, item in items.items()}
+    if all(casts[key] is item for key, item in items.items()):
         return value
-    held = fields_of(value)
-    cast = {name: as_float32(old, replaced, known) for name, old in held.items()}
-    if any(cast[name] is not old for name, old in held.items()):
-        value = copy.copy(value)
-        for name, new in cast.items():
-            object.__setattr__(value, name, new)  # a frozen one, too
-    return value
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """What a dataclass, a namespace or a distribution holds, by name; else nothing."""
-    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
-    if not (is_dataclass or isinstance(value, (SimpleNamespace, Distribution, Transform))):
-        return {}
-    names = set(getattr(value, "__dict__", {}))  # which one with slots has not
-    names |= {field.name for field in dataclasses.fields(value)} if is_dataclass else set()
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    copied = copy.copy(value)
+    for key, cast in casts.items():
+        put(copied, key, cast)
+    return copied

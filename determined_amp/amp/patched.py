@@ -6,8 +6,9 @@ These attributes of torch are replaced this way, for the whole process:
   the regions, and nothing else changes their dtype.
 * `torch.autograd.Variable._execution_engine`, while a batch is replayed, and while a trial trains
   as it is: `Tensor.backward` and `torch.autograd.grad` have no hook, and all of them end there.
-* `Tensor.retain_grad` and what registers hooks of tensors and modules, while a trial trains as it
-  is: hooks that it registers in a batch get float32 and true gradients, too.
+* What registers forward hooks, while an unmodified trial trains in 16 bits: they see float32.
+* What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified trial trains
+  with a loss scale: they are refused.
 * `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the trial's own.
 """
 

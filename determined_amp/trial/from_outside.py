@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,10 +38,15 @@ from determined_amp.trial.determined_0_38 import (
     has_amp_of_its_own,
     scaler_of,
 )
-from determined_amp.trial.hooks import converted_hooks
+from determined_amp.trial.hooks import ForwardHooks, NoBackwardHooks
 from determined_amp.trial.mixed_precision import MixedPrecision
-from determined_amp.trial.optimizers import StepIsSkippedError, WeightsAside, fuse, let_skip
-from determined_amp.trial.outer_autocast import NO_AMP, OuterAutocast, refusal, source_of
+from determined_amp.trial.optimizers import fuse
+from determined_amp.trial.outer_autocast import (
+    NO_AMP,
+    OuterAutocast,
+    refusal,
+    refuse_in_float16,
+)
 from determined_amp.trial.true_gradients import TrueGradients
 
 logger = logging.getLogger(__name__)
@@ -87,12 +92,8 @@ class FromOutside(pytorch.PyTorchCallback):
         self._autocast = OuterAutocast(self._amp)
         self._losses: list[torch.Tensor] = []
         self._gradients: TrueGradients | None = None
-        self._weights_aside = WeightsAside(self._amp.scaler)
-        # The optimizer that the trial is stepping itself, without the context.
+        # The optimizer that steps without the context.
         self._own: torch.optim.Optimizer | None = None
-        self._own_skipped = False
-        self._outside_of_batches: torch.optim.Optimizer | None = None
-        self._skippable: set[torch.optim.Optimizer] = set()
         self._patches = ExitStack()
 
     # Calls of the trial's constructor.
@@ -124,7 +125,6 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._losses.clear()
-        self._autocast.wanted.clear()
         if self._gradients is not None:
             before = current_batch(self._context) or 0
             in_window = before % aggregation_frequency(self._context) > 0
@@ -160,23 +160,26 @@ class FromOutside(pytorch.PyTorchCallback):
             )
         if loss.dtype in (torch.float16, torch.bfloat16):
             raise refusal(
-                f"its loss is in {str(loss.dtype).removeprefix('torch.')}: the model's output "
-                "is no tensor, list, tuple, dictionary or dataclass, so it was not cast to float32",
-                "a model that returns one of these, or .float() on what is taken out of it",
+                f"its loss is in {str(loss.dtype).removeprefix('torch.')}: it is computed from a "
+                "tensor that the model keeps, or returns in another container than a tuple, list, "
+                "dict or dataclass, so the tensor was not cast to float32",
+                ".float() on the tensor",
             )
         if loss.numel() == 1:
             self._losses.append(loss.detach().clone().reshape(()))  # the trial may change it
 
         def run(scaled: torch.Tensor) -> None:
-            with self._in_backward(), self._autocast.handing_on_gradients():
+            before, self._autocast.in_backward = self._autocast.in_backward, True
+            try:
                 backward(scaled)
+            finally:
+                self._autocast.in_backward = before
 
         if gradients is None:
             run(amp.scaler.scale(loss))
         elif amp.is_replaying:  # to find what overflows, which must not be set to 0
             gradients.replay(loss, run)
         else:
-            self._weights_aside.remember(self._context.optimizers)
             gradients.backward(loss, run)
 
     def step(
@@ -185,8 +188,6 @@ class FromOutside(pytorch.PyTorchCallback):
         step: Callable[[Callable[[Any], Any] | None, Any], None],
         clip_grads: Callable[[Any], Any] | None,
         scaler: Any,
-        *,
-        zero_grad: bool,
     ) -> None:
         """Step an optimizer whose gradients are true.
 
@@ -195,7 +196,6 @@ class FromOutside(pytorch.PyTorchCallback):
             step: The context's own step; gets a function that clips, and a scaler.
             clip_grads: The trial's function that clips.
             scaler: The trial's scaler.
-            zero_grad: Whether the gradients are zeroed afterwards.
         """
         amp = self._amp
         if scaler is not None and scaler.is_enabled():
@@ -211,19 +211,8 @@ class FromOutside(pytorch.PyTorchCallback):
         if ends_step(self._context):
             amp.scaler.has_unscaled(optimizer, self._begin_step(optimizer))
         step(clip if clip_grads else None, amp.scaler)
-        skipped = amp.scaler.outcomes.get(optimizer)
-        if skipped is True:
-            self._weights_aside.put_back(optimizer, zero_grad=zero_grad)
-        if skipped is not None:
-            self._weights_aside.forget(optimizer)
 
-    @contextmanager
-    def _in_backward(self) -> Iterator[None]:
-        before, self._autocast.in_backward = self._autocast.in_backward, True
-        try:
-            yield
-        finally:
-            self._autocast.in_backward = before
+    # Internals.
 
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """End the window of an optimizer; return its `found_inf` if there is a loss scale."""
@@ -231,47 +220,28 @@ class FromOutside(pytorch.PyTorchCallback):
         if self._counted_as(optimizer) in scaler.outcomes:  # a second step in a batch
             self._amp.finish_steps()
         scaler.has_scaled = True
-        return None if self._gradients is None else self._gradients.close(optimizer)
+        return None if self._gradients is None else self._gradients.found_inf_of_step()
 
     # Calls of torch.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook before each step of any optimizer, through the context or not."""
         amp = self._amp
-        if not self._autocast.training:  # of a callback or a validation, whose loss is not scaled
-            if not amp.scaler.stepping:
-                self._outside_of_batches, amp.scaler.stepping = optimizer, True
-            return
-        drops = self._weights_aside.is_within_put_back(optimizer)
-        if amp.is_replaying:
-            drops = True
-        elif not amp.scaler.stepping:
-            self._own = optimizer
-            self._refuse_own_step(optimizer, by_closure=has_closure(args, kwargs))
-            found_inf = self._begin_step(optimizer)
-            if found_inf is not None:
-                amp.scaler.note(optimizer, found_inf)
-                drops = bool(found_inf)
-            self._own_skipped = drops
-            amp.scaler.stepping = True
-        if drops and optimizer in self._skippable:
-            self._weights_aside.put_back(optimizer, zero_grad=False)
-            self._after_step(optimizer)
-            raise StepIsSkippedError
-        if drops:  # a step without gradients changes nothing
+        if amp.is_replaying:  # a step without gradients changes nothing
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
+        elif not amp.scaler.stepping:
+            if self._autocast.training:
+                self._refuse_own_step(optimizer, by_closure=has_closure(args, kwargs))
+                self._begin_step(optimizer)
+            self._own, amp.scaler.stepping = optimizer, True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        if optimizer is self._outside_of_batches:
-            self._outside_of_batches, self._amp.scaler.stepping = None, False
-        if optimizer is self._own:
-            self._own = None
-            scaler = self._amp.scaler
-            counted = self._counted_as(optimizer)
-            scaler.stepping = False
-            scaler.has_stepped(counted, self._own_skipped)
-            self._weights_aside.forget(counted)
+        if optimizer is not self._own:
+            return
+        self._own, self._amp.scaler.stepping = None, False
+        if self._autocast.training:
+            self._amp.scaler.has_stepped(self._counted_as(optimizer), False)
 
     def _counted_as(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer of the context with the same parameters, if there is one."""
@@ -282,44 +252,37 @@ class FromOutside(pytorch.PyTorchCallback):
         return next(same, optimizer)
 
     def _refuse_own_step(self, optimizer: torch.optim.Optimizer, *, by_closure: bool) -> None:
-        scaled = self._gradients is not None
-        if (scaled and by_closure) or (
-            isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
-        ):
+        scaled, name = self._amp.scaler.is_enabled(), type(optimizer).__name__
+        searches = isinstance(optimizer, torch.optim.LBFGS) and self._autocast.casts
+        if searches or (scaled and by_closure):
             raise ConfigError(
                 "the trial",
                 [
-                    f"train_batch: it steps {type(optimizer).__name__} with a closure, for which "
+                    f"train_batch: it steps {name} with a closure, for which "
                     "no line helps in 16 bits: it compares losses and gradients of several "
                     "backwards that must not be skipped; allowed: precision fp32 or tf32"
                 ],
             )
-        if self._gradients is not None and self._gradients.scale is not None:
+        if scaled:
             raise refusal(
-                "it steps an optimizer inside the backward, where gradients are still scaled",
-                "the step after context.backward, or precision amp_bf16, which needs no scale",
+                f"it steps {name} itself, which no overflow could skip",
+                "self.context.step_optimizer(optimizer) with an optimizer of "
+                "context.wrap_optimizer, or precision amp_bf16, which needs no loss scale",
             )
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of the engine that all of torch's backwards use."""
-        if not self._autocast.training or self._autocast.in_backward:
-            return run(*args, **kwargs)
-        if any(map(is_stand_in, args[0])):  # a compiler traces this backward
+        is_inside = not self._autocast.training or self._autocast.in_backward
+        if is_inside or any(map(is_stand_in, args[0])):  # a compiler traces this backward
             return run(*args, **kwargs)
         if kwargs.get("accumulate_grad"):
             raise refusal("it calls loss.backward() itself", "self.context.backward(loss)")
-        # outputs, their gradients, retain_graph, create_graph, inputs
-        sources = [source_of(it) for it in args[4]]
-        inputs = tuple(i if s is None else s for i, s in zip(args[4], sources, strict=True))
-        args = *args[:4], inputs, *args[5:]
-        with self._in_backward():
-            if self._gradients is None:
-                found = run(*args, **kwargs)
-            else:
-                # The finder has replaced the engine, too, and must see the scaled outputs.
-                outermost = torch.autograd.Variable._execution_engine.run_backward
-                found = self._gradients.grad(outermost, *args, **kwargs)
-        return tuple(g if s is None else as_float32(g) for g, s in zip(found, sources, strict=True))
+        if self._gradients is not None:
+            raise refuse_in_float16(
+                "it calls torch.autograd.grad or torch.func, whose gradients would be without a "
+                "loss scale"
+            )
+        return run(*args, **kwargs)
 
     # Calls of Determined's loop.
 
@@ -332,18 +295,21 @@ class FromOutside(pytorch.PyTorchCallback):
 
     def on_training_start(self) -> None:
         _refuse_16_bit_weights(self._context)
-        if self._amp.scaler.is_enabled():
-            self._gradients = TrueGradients(self._amp)
-            own = (it for it in vars(self._trial).values() if isinstance(it, torch.optim.Optimizer))
-            self._skippable = let_skip([*self._context.optimizers, *own])
         for handle in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._patches.callback(handle.remove)
         self._patches.enter_context(backwards_through(self._run_backward))
-        hooks = converted_hooks(self._amp, self._autocast, self._gradients)
-        self._patches.enter_context(hooks)
+        if self._autocast.casts:
+            hooks = ForwardHooks(self._amp.models)
+            self._patches.enter_context(hooks.shown_in_float32())
+            self._autocast.before_forward = hooks.show_to_hooks_of_all
+        if self._amp.scaler.is_enabled():
+            parameters = parameters_in(self._amp.models, self._amp.optimizers)
+            refused = NoBackwardHooks(self._amp.models, parameters, self._autocast)
+            self._patches.enter_context(refused.refused())
+            self._gradients = TrueGradients(self._amp, refused.refuse_hooks_of_all)
 
     def on_trial_shutdown(self) -> None:
         self._patches.close()

@@ -1,110 +1,170 @@
-"""Shows the hooks of a trial what they would see in float32 without a loss scale."""
+"""What an unmodified trial's hooks see.
+
+A module with a forward hook gets float32 and returns float32, so its hooks see what the modules
+around it see. Hooks of a backward would see scaled gradients, so they are refused under a loss
+scale.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all  # has the hooks that are called for every module
 
-from determined_amp.amp.core import AmpCore
-from determined_amp.amp.fp32_modules import as_float32, write_back
+from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.fp32_modules import as_float32
 from determined_amp.amp.patched import patched
-from determined_amp.amp.tensors import parameters_in
-from determined_amp.trial.outer_autocast import OuterAutocast, mark_casts, source_of
-from determined_amp.trial.true_gradients import TrueGradients, are_finite, by_kind, inverse
+from determined_amp.trial.outer_autocast import OuterAutocast, refuse_in_float16
+
+_BEFORE_FORWARD, _AFTER_FORWARD = "register_forward_pre_hook", "register_forward_hook"
+_register_before = nn.Module.register_forward_pre_hook
+_register_after = nn.Module.register_forward_hook
+
+# What registers hooks of a backward, and keeps the gradient of a tensor that is no leaf.
+_OF_BACKWARDS: dict[Any, tuple[str, ...]] = {
+    nn.Module: (
+        "register_full_backward_pre_hook",
+        "register_full_backward_hook",
+        "register_backward_hook",
+    ),
+    torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    torch.autograd.Function: ("_register_hook",),  # of every node of a graph
+}
+
+# The key of our own hook among those for every module; torch's keys are not negative.
+_OURS = -1
 
 
-@contextmanager
-def converted_hooks(
-    amp: AmpCore, autocast: OuterAutocast, gradients: TrueGradients | None
-) -> Iterator[None]:
-    """Give float32 and true gradients to the trial's hooks in this block, also to later ones.
+class ForwardHooks:
+    """Shows float32 to the trial's forward hooks.
 
     Args:
-        amp: The trial's mixed precision, with all models and optimizers.
-        autocast: Knows whether the models compute in 16 bits, and whether a batch is trained.
-        gradients: The true gradients; None without a loss scale.
+        models: The trial's models.
     """
-    of_all = nn.modules.module  # has the hooks that are called for every module
-    holders: dict[Any, Sequence[Any]] = {
-        nn.Module: [module for model in amp.models for module in model.modules()],
-        torch.Tensor: parameters_in(amp.models, amp.optimizers),
-        of_all: [of_all],
-    }
-    kinds: list[tuple[Any, str, str, Any]] = []
-    if autocast.casts:
-        to_float32 = partial(partial, _in_float32)
-        for kind in ("forward", "forward_pre"):
-            kinds += [
-                (nn.Module, f"register_{kind}_hook", f"_{kind}_hooks", to_float32),
-                (of_all, f"register_module_{kind}_hook", f"_global_{kind}_hooks", to_float32),
-            ]
-        true = partial(partial, _on_true, gradients)
-        for kind in ("full_backward", "full_backward_pre", "backward"):
-            hooks_of_kind = f"_{kind.removeprefix('full_')}_hooks"
-            kinds += [
-                (nn.Module, f"register_{kind}_hook", hooks_of_kind, true),
-                (of_all, f"register_module_{kind}_hook", f"_global{hooks_of_kind}", true),
-            ]
-        kinds.append((torch.Tensor, "register_hook", "_backward_hooks", true))
-    if gradients is not None:
-        of_leaf = partial(partial, _on_true_leaf, gradients)
-        of_leaves = "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks"
-        kinds.append((torch.Tensor, *of_leaves, of_leaf))
-    with ExitStack() as patches:
-        if autocast.casts:
-            retain = _retaining(torch.Tensor.retain_grad, autocast, gradients)
-            patches.enter_context(patched(torch.Tensor, "retain_grad", retain))
-        for owner, register, attribute, convert in kinds:
-            for it in holders[owner]:
-                hooks = getattr(it, attribute, None) or {}
-                own = {key: hook for key, hook in hooks.items() if _is_the_trials(hook)}
-                hooks.update({key: convert(hook) for key, hook in own.items()})
-                patches.callback(_put_back, hooks, own)
-            registering = _registering(
-                getattr(owner, register), convert, is_method=owner is not of_all
-            )
-            patches.enter_context(patched(owner, register, registering))
-        yield
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._shown: set[nn.Module] = set()
+        self._undo = ExitStack()
+
+    @contextmanager
+    def shown_in_float32(self) -> Iterator[None]:
+        """Show float32 in this block, also to hooks that come later."""
+        with self._undo:
+            for model in self._models:
+                for module in model.modules():
+                    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+                    if _any_of_the_trial(hooks):
+                        self._show(module)
+            for name in (_BEFORE_FORWARD, _AFTER_FORWARD):
+                registering = _calling_first(self._meet, getattr(nn.Module, name))
+                self._undo.enter_context(patched(nn.Module, name, registering))
+            yield
+
+    def show_to_hooks_of_all(self) -> None:
+        """Called before each forward, for hooks that are called for every module."""
+        self._put_first(of_all._global_forward_pre_hooks, _cast_inputs)
+        self._put_first(of_all._global_forward_hooks, _cast_output)
+
+    def _meet(self, module: nn.Module, hook: Callable[..., Any], *_: Any, **__: Any) -> None:
+        if _is_the_trials(hook):
+            self._show(module)
+
+    def _show(self, module: nn.Module) -> None:
+        if module in self._shown:
+            return
+        self._shown.add(module)
+        before = _register_before(module, _cast_all_inputs, prepend=True, with_kwargs=True)
+        after = _register_after(module, _cast_output, prepend=True)
+        self._undo.callback(before.remove)
+        self._undo.callback(after.remove)
+
+    def _put_first(self, hooks: Any, cast: Callable[..., Any]) -> None:
+        if hooks and next(iter(hooks)) != _OURS and _any_of_the_trial(hooks):
+            hooks[_OURS] = cast
+            hooks.move_to_end(_OURS, last=False)
+            self._undo.callback(hooks.pop, _OURS, None)
 
 
-def _put_back(hooks: dict[int, Any], own: dict[int, Any]) -> None:
-    """Let the hooks that are still there be the trial's own again."""
-    hooks.update({key: hook for key, hook in own.items() if key in hooks})
+class NoBackwardHooks:
+    """Refuses the trial's hooks of a backward.
+
+    Args:
+        models: The trial's models.
+        parameters: All of its parameters.
+        autocast: Knows whether a batch is trained.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        parameters: Iterable[torch.Tensor],
+        autocast: OuterAutocast,
+    ) -> None:
+        self._models = models
+        self._parameters = parameters
+        self._autocast = autocast
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse them in this block, and those that there are already.
+
+        Raises:
+            ConfigError: if there is such a hook.
+        """
+        for parameter in self._parameters:
+            _refuse_any(parameter._backward_hooks)
+            _refuse_any(getattr(parameter, "_post_accumulate_grad_hooks", None))
+        for model in self._models:
+            for module in model.modules():
+                _refuse_any(module._backward_pre_hooks)
+                _refuse_any(module._backward_hooks)
+        with ExitStack() as stack:
+            for owner, names in _OF_BACKWARDS.items():
+                for name in names:
+                    registering = _calling_first(self._refuse_one, getattr(owner, name))
+                    stack.enter_context(patched(owner, name, registering))
+            yield
+
+    def refuse_hooks_of_all(self) -> None:
+        """Called before each backward, for hooks that are called for every module."""
+        _refuse_any(of_all._global_backward_pre_hooks)
+        _refuse_any(of_all._global_backward_hooks)
+
+    def _refuse_one(self, owner: Any, hook: Any = None, *_: Any, **__: Any) -> None:
+        if hook is not None and not _is_the_trials(hook):  # a compiler has hooks, too
+            return
+        outlives_the_batch = isinstance(owner, (nn.Module, nn.Parameter))
+        if outlives_the_batch or self._autocast.training:
+            raise _refusal()
 
 
-def _retaining(
-    retain_grad: Callable[..., Any], autocast: OuterAutocast, gradients: TrueGradients | None
-) -> Callable[..., Any]:
-    def retain(tensor: torch.Tensor) -> None:
-        retain_grad(tensor)
-        source = source_of(tensor)
-        if source is not None:
-            retain_grad(source)
-            autocast.wanted[tensor] = source
-        if autocast.training and gradients is not None:
-            gradients.retain(tensor)
-
-    return retain
+def _refuse_any(hooks: Mapping[int, Any] | None) -> None:
+    if hooks and _any_of_the_trial(hooks):
+        raise _refusal()
 
 
-def _registering(
-    register: Callable[..., Any], convert: Callable[..., Any], *, is_method: bool
-) -> Callable[..., Any]:
-    def method(it: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        source = source_of(it)  # which all gradients of a cast go through
-        it = it if source is None else source
-        return register(it, convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
+def _refusal() -> ConfigError:
+    return refuse_in_float16(
+        "it has a hook in the backward or calls retain_grad, which would see scaled gradients"
+    )
 
-    def function(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return register(convert(hook) if _is_the_trials(hook) else hook, *args, **kwargs)
 
-    return method if is_method else function
+def _calling_first(function: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call_both(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        function(owner, *args, **kwargs)
+        return method(owner, *args, **kwargs)
+
+    return call_both
+
+
+def _any_of_the_trial(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    return any(_is_the_trials(hook) for hook in hooks.values())
 
 
 def _is_the_trials(hook: Callable[..., Any]) -> bool:
@@ -116,52 +176,13 @@ def _is_the_trials(hook: Callable[..., Any]) -> bool:
     return module.partition(".")[0] not in ("torch", "determined", "determined_amp")
 
 
-def _in_float32(hook: Callable[..., Any], /, *args: Any) -> Any:
-    """Call a hook of a forward, and keep what it changes in place."""
-    replaced: list[tuple[Any, Any]] = []
-    cast = as_float32(args, replaced)
-    mark_casts(replaced)
-    result = hook(*cast)
-    if result is None:
-        write_back(replaced, untraced=True)
-    return result
+def _cast_inputs(module: nn.Module, args: Any) -> Any:
+    return as_float32(args)
 
 
-def _on_true(gradients: TrueGradients | None, hook: Callable[..., Any], /, *args: Any) -> Any:
-    """Call the hook of a tensor, or that of a module, which gets the module first."""
-    scale = None if gradients is None else gradients.scale
-    ours = 1 if isinstance(args[0], nn.Module) else 0
-    factor = 1.0 if scale is None else inverse(scale)
-    true = [_each(lambda gradient: as_float32(gradient) * factor, value) for value in args]
-    result = hook(*true)
-    if result is None:
-        result = true[ours]  # which it may have changed in place
-    if scale is None:
-        return _each(lambda new, old: new.to(old.dtype), result, args[ours])
-    # A hook may turn infinity into a finite number, but the overflow must not be lost.
-    scaled: list[torch.Tensor] = []
-    _each(scaled.append, args[ours:])
-    back = torch.where(are_finite(scaled or [scale]), scale, math.nan)
-    return _each(lambda new, old: (new * back).to(old.dtype), result, args[ours])
+def _cast_all_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return as_float32(args), as_float32(kwargs)
 
 
-def _on_true_leaf(
-    gradients: TrueGradients | None, hook: Callable[..., Any], /, leaf: torch.Tensor
-) -> None:
-    scale = None if gradients is None else gradients.scale
-    if scale is None or leaf.grad is None:  # an earlier hook of the leaf may have dropped it
-        hook(leaf)
-        return
-    ((_, _, values),) = by_kind([leaf])
-    finite = are_finite(values)
-    torch._foreach_mul_(values, inverse(scale))
-    hook(leaf)
-    for _, _, values in by_kind([leaf]):
-        torch._foreach_mul_(values, torch.where(finite, scale, math.nan))
-
-
-def _each(function: Callable[..., Any], value: Any, *others: Any) -> Any:
-    """Call a function with each tensor of nested tuples, and with its counterparts in others."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_each(function, *items) for items in zip(value, *others, strict=True))
-    return function(value, *others) if isinstance(value, torch.Tensor) else value
+def _cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return as_float32(output)

@@ -140,4 +140,4 @@ class AmpContext(pytorch.PyTorchTrialContext):
         if self.outside is None or not self.outside.is_attached:
             run(clip_grads, scaler)
         else:
-            self.outside.step(optimizer, run, clip_grads, scaler, zero_grad=auto_zero_grads)
+            self.outside.step(optimizer, run, clip_grads, scaler)
