@@ -52,6 +52,17 @@ MADE_UP = {"tests/test_NAME.py", "tests/test_a.py", "tests/test_b.py"}
 PLATFORM = {"resources.resource_pool"}
 
 
+def test_every_promise_names_tests_that_exist() -> None:
+    promises = (DOCS / "promises.md").read_text()
+    rows = [row for row in promises.splitlines() if row.startswith("| ")]
+    kept = [row for row in rows if not row.startswith(("| promise |", "| what |"))]
+    for row in kept:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert named, row
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+
+
 def named_files(text: str) -> set[str]:
     linked = set(re.findall(r"\]\(([\w./-]+)", text)) - {"https"}
     paths = re.findall(r"(?<![\w/.-])[\w.-]+/[\w./-]*\.(?:yaml|py|sh|md|txt|png)\b", text)
