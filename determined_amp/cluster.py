@@ -52,6 +52,8 @@ from determined_amp.trial.notes import (
 )
 from determined_amp.trial.unmodified import trial_of
 
+logger = logging.getLogger(__name__)
+
 
 def task_info() -> det.ClusterInfo:
     """Determined's information on the trial that this task runs."""
@@ -190,6 +192,8 @@ def _context(experiment: Experiment) -> Iterator[pytorch.PyTorchTrialContext]:
     hparams, frequency = dict(experiment.hyperparameters), experiment.aggregation_frequency
     try:
         with pytorch.init(hparams=hparams, aggregation_frequency=frequency) as context:
+            if context.distributed.rank == 0:
+                logger.info(experiment.described_precision())
             average_by_default(context, experiment.plan.average_aggregated_gradients)
             try:
                 with translating_exits(), limits_of_16_bits():

@@ -334,7 +334,7 @@ def test_malformed_override_is_a_config_error(override: str, problem: str) -> No
 
 
 @pytest.mark.parametrize(
-    "path", ["labels", "environment", "searcher.max_trials", "searcher.time_metric", "note"]
+    "path", ["labels", "environment", "searcher.max_trials", "searcher.time_metric"]
 )
 def test_key_that_is_only_determineds_is_its_own_business(path: str) -> None:
     config = with_overrides(yaml.safe_load(_YAML.read_text()), [f"{path}=1"])

@@ -25,6 +25,7 @@ from rich.console import Console
 from determined_amp import UserError
 from determined_amp import __main__ as door
 from determined_amp.cli import find, train
+from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.local.checkpoint_storage import Resume, complete_checkpoints
 from determined_amp.local.display import Display
 from determined_amp.local.logs import logging_to, surviving_closed_output
@@ -371,7 +372,7 @@ class TestOutputThatVanishes:
 def test_name_with_markup_is_shown_as_it_is() -> None:
     """`[/b]` would close a tag of rich that nobody opened: an error after the whole training."""
     text = io.StringIO()
-    display = Display("x [/b] [red]", Console(file=text, width=100), metric="f1 [/b]")
+    display = Display(experiment_named("x [/b] [red]", "f1 [/b]"), Console(file=text, width=100))
     display.on_start(Mock(shown="runs/[/b]"), Mock(answer=None))
     for batches, speed in enumerate((1.0, 100.0, 300.0, 200.0, 7.0)):
         line = {"group": "training", "batches": batches, "samples_per_second": speed}
@@ -416,10 +417,19 @@ def test_run_that_has_nothing_left_to_train_says_so() -> None:
     )
 
 
+def experiment_named(name: str, metric: str) -> Experiment:
+    config = {
+        "name": name,
+        "entrypoint": "tests.strangers:Stranger",
+        "searcher": {"metric": metric},
+    }
+    return parse(config, "test")
+
+
 def closing_table(reports: list[tuple[str, dict[str, float]]], total: int = 80) -> str:
     """What is printed after the reports of a run that resumed after 40 batches."""
     text = io.StringIO()
-    display = Display("x", Console(file=text, width=100), metric="f1")
+    display = Display(experiment_named("x", "f1"), Console(file=text, width=100))
     display.on_start(Mock(shown="runs/x"), Mock(answer=None))
     display.on_training(40, total, 10)
     for group, metrics in reports:

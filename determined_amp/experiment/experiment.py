@@ -29,6 +29,7 @@ from determined_amp.amp.settings import AmpSettings, setting
 from determined_amp.experiment.dotted import flat, value_at
 from determined_amp.experiment.entrypoint import is_class, trial_in
 from determined_amp.experiment.fields import is_settings_class, plain, read
+from determined_amp.experiment.misplaced import misplaced, of_the_trial
 from determined_amp.experiment.training import (
     ONE_BATCH,
     Length,
@@ -48,23 +49,13 @@ if TYPE_CHECKING:
 
     from determined_amp.experiment.factory import Factory
 
-# Top-level keys of an experiment configuration (`schemas/expconf/v0/experiment.json`).
-_SECTIONS = frozenset(
-    [
-        *("bind_mounts", "checkpoint_policy", "checkpoint_storage", "data", "debug", "description"),
-        *("entrypoint", "environment", "hyperparameters", "integrations", "internal", "labels"),
-        *("log_policies", "max_restarts", "min_checkpoint_period", "min_validation_period", "name"),
-        *("optimizations", "pachyderm", "pbs", "perform_initial_validation", "preemption_timeout"),
-        *("profiling", "project", "records_per_epoch", "reproducibility", "resources"),
-        *("retention_policy", "scheduling_unit", "searcher", "security", "slurm", "unmanaged"),
-        *("tensorboard_storage", "workspace"),
-    ]
-)
-
 _NUMBERS = ("int", "double", "log")
 _RANGES = (*_NUMBERS, "categorical")
 
 _SCALE = "amp.init_scale"
+
+# The precision of a run without an `amp` section.
+NO_AMP_SECTION = "no amp section: the trial's own precision, as it is; no guard, no loss scale"
 
 # The hyperparameter that sets the seed of a trial, in place of one that the platform draws.
 TRIAL_SEED = "trial_seed"
@@ -159,6 +150,17 @@ class Experiment:
     def seed(self) -> int:
         """Seed of a local run."""
         return self.platform.reproducibility.experiment_seed
+
+    @property
+    def precision(self) -> str:
+        """The precision of a run, in words for its log and its closing table."""
+        return NO_AMP_SECTION if self.amp is None else self.amp.precision.value
+
+    def described_precision(self) -> str:
+        """The first line of the log of a run."""
+        own = of_the_trial(self.hyperparameters)
+        first = self.precision if self.amp is None else f"precision: {self.precision}"
+        return f"{first} ({'; '.join(own)}: the trial's own)" if own else first
 
     @property
     def training(self) -> TrainingSettings:
@@ -306,6 +308,9 @@ def _check(
     if platform is not None and known is not None:
         slots = platform.resources.slots_per_trial
         problems.extend(indivisible_batch(known.global_batch_size, slots))
+    elsewhere = misplaced(config, values)
+    named_before = {problem.key for problem in elsewhere}
+    problems = [*elsewhere, *(p for p in problems if getattr(p, "key", "") not in named_before)]
     if problems or named is None or platform is None or known is None or plan is None:
         raise ConfigError(source, problems)
     path, key = named
@@ -433,19 +438,17 @@ def _named_trial(
 
 
 def _misspelt(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each key that looks like a misspelt key of Determined's.
+    """A problem for each key that looks like a misspelt one, in the sections that we read in part.
 
-    Such a key would have no effect, because the master knows only its own keys. In sections that we
-    read in part, other unknown keys are allowed.
+    Such a key would have no effect. Other unknown keys are allowed there.
     """
-    known = {"": _SECTIONS}
     read_in_part = vars(Platform()).items()
-    known |= {k: frozenset(vars(v)) for k, v in read_in_part if dataclasses.is_dataclass(v)}
+    known = {k: frozenset(vars(v)) for k, v in read_in_part if dataclasses.is_dataclass(v)}
     for name, keys in known.items():
-        section = config.get(name) if name else config
+        section = config.get(name)
         for key in section.keys() - keys if isinstance(section, Mapping) else ():
             for near in difflib.get_close_matches(str(key), keys, n=1, cutoff=0.8):
-                yield Problem(f"{name}.{key}".lstrip("."), f"unknown key; did you mean {near}?")
+                yield Problem(f"{name}.{key}", f"unknown key; did you mean {near}?")
 
 
 @dataclass(frozen=True)

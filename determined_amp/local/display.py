@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from determined_amp.amp.metric_names import AuditMetricName, MetricName
+from determined_amp.experiment.experiment import Experiment
 from determined_amp.experiment.training import LENGTH_UNITS
 from determined_amp.local.processes import StopOnSignal
 from determined_amp.local.run_listener import RunListener
@@ -69,9 +70,10 @@ def _progress_bar(console: Console) -> Progress:
 class Display(RunListener):
     """Shows one run."""
 
-    def __init__(self, title: str, console: Console, metric: str | None = None) -> None:
-        self._title = title
-        self._metric = metric
+    def __init__(self, experiment: Experiment, console: Console) -> None:
+        self._title = experiment.name
+        self._metric = experiment.platform.searcher.metric
+        self._precision = experiment.precision
         self._console = console
         self._latest: dict[str, dict[str, float]] = {"validation": {}, "training": {}}
         self._reports = Reports()
@@ -141,6 +143,7 @@ class Display(RunListener):
                 numbers[name] = steps
         if self._reports.speed is not None:  # the last report is as good as its few batches
             numbers[MetricName.SAMPLES_PER_SECOND] = self._reports.speed.median
+        table.add_row("precision", self._precision)
         for title, name, text in _CLOSING:
             if name in numbers:
                 table.add_row(title, text.format(numbers[name]))

@@ -232,8 +232,7 @@ def train(
         console = Console(quiet=not (chief and show))
         notified: list[RunListener] = []
         if chief:
-            metric = experiment.platform.searcher.metric
-            display = [Display(experiment.name, console, metric)] if show else []
+            display = [Display(experiment, console)] if show else []
             recorder = RunRecorder(experiment, resume, processes.size)
             notified = [recorder, *display, *listeners]
         with translating_disk_errors(folder.path):
@@ -275,6 +274,8 @@ def _fit(
         faults_of_the_trial(),
         controlled_by(partial(LocalController, experiment, listeners, first_batch, Path.cwd())),
     ):
+        if listeners:
+            logger.info(experiment.described_precision())
         context = trial_context(core_context, experiment, first_batch)
         trial = trial_of(experiment, context)
         # The controller restores the experiment's policy; `Trainer` refuses `best` here.

@@ -13,8 +13,10 @@ from determined_amp.amp.errors import ConfigError
 from determined_amp.experiment.errors import ending_the_program
 from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.fields import read
+from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import Plan, read_plan
 from determined_amp.trial.determined_0_38 import aggregation_frequency
+from determined_amp.trial.mixed_precision import MixedPrecision
 
 
 @ending_the_program()
@@ -37,7 +39,7 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
         GuardError: if the run no longer trains.
     """
     config, hyperparameters = _configuration(context)
-    plan, platform = _read(config, hyperparameters)
+    plan, platform = _read(config, hyperparameters, context)
     _check_aggregation(plan.aggregation_frequency, context)
     if plan.training.cudnn_benchmark is not None:
         torch.backends.cudnn.benchmark = plan.training.cudnn_benchmark
@@ -72,8 +74,14 @@ def _configuration(
     return config, constants(hyperparameters)
 
 
-def _read(config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> tuple[Plan, Platform]:
+def _read(
+    config: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any],
+    context: pytorch.PyTorchTrialContext,
+) -> tuple[Plan, Platform]:
     problems: list[str] = []
+    if MixedPrecision.of(context) is None:  # one has read its settings, or its script gave them
+        problems.extend(misplaced(config, hyperparameters))
     plan = read_plan(config, hyperparameters, problems)
     platform = read(Platform, config, "", problems, strict=False)
     if plan is None or platform is None or problems:

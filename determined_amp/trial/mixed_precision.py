@@ -26,7 +26,9 @@ from determined_amp.amp.replay import NewestBatch
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.experiment import constants
 from determined_amp.experiment.fields import read_section
+from determined_amp.experiment.misplaced import misplaced
 from determined_amp.trial.accumulation import average_at_once, share_gradients_once
 from determined_amp.trial.checkpoint import PortableCheckpoint
 from determined_amp.trial.determined_0_38 import (
@@ -385,6 +387,9 @@ def _settings_of(context: pytorch.PyTorchTrialContext) -> AmpSettings:
             "the context has no hyperparameters; allowed: pytorch.init(hparams=...), or "
             "MixedPrecision(context, AmpSettings(...))",
         )
+    elsewhere = misplaced({}, constants(hparams))
+    if elsewhere:
+        raise ConfigError("hyperparameters", elsewhere)
     if "amp" not in hparams:
         raise ConfigError(
             "hyperparameters",

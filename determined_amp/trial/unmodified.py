@@ -6,6 +6,7 @@ each step to `FromOutside`, which does there what a trial with a `MixedPrecision
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from determined_amp.experiment.experiment import Experiment, parse
 from determined_amp.trial.from_outside import FromOutside
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.outer_autocast import refusal
+
+logger = logging.getLogger(__name__)
 
 MakeTrial = Callable[[pytorch.PyTorchTrialContext], pytorch.PyTorchTrial]
 
@@ -81,6 +84,8 @@ class TrialAsItIs(pytorch.PyTorchTrial):
     def __new__(cls, context: pytorch.PyTorchTrialContext) -> Any:
         config, hparams = context.get_experiment_config(), context.get_hparams()
         experiment = parse(config, "experiment", hyperparameters=hparams)
+        if context.distributed.rank == 0:
+            logger.info(experiment.described_precision())
         return trial_of(experiment, context)
 
 

@@ -16,7 +16,7 @@ from determined import core
 from torch import nn
 from torch.nn import functional
 
-from determined_amp import AmpLoop, AmpSettings, GuardError, Precision
+from determined_amp import AmpLoop, AmpSettings, GuardError
 
 BATCHES, REPORT_EVERY, CHECKPOINT_EVERY = 200, 25, 50
 
@@ -96,6 +96,6 @@ def train(
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format=det.LOG_FORMAT)
     info = det.get_cluster_info()  # None without a cluster
-    precision = Precision(info.trial.hparams["precision"]) if info else Precision.AMP_FP16
+    section = info.trial.hparams["amp"] if info else {"precision": "amp_fp16"}
     with core.init() as core_context:
-        train(core_context, AmpSettings(precision), info.latest_checkpoint if info else None)
+        train(core_context, AmpSettings(**section), info.latest_checkpoint if info else None)

@@ -1,0 +1,195 @@
+"""No run trains in another precision than its YAML seems to ask for without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from determined import pytorch
+
+from determined_amp import __main__ as door
+from determined_amp.amp.errors import ConfigError
+from determined_amp.experiment.experiment import NO_AMP_SECTION, parse
+from determined_amp.experiment.overrides import with_overrides
+from determined_amp.search.search_plan import SearchPlan
+from determined_amp.trial.fitting import fit
+from determined_amp.trial.mixed_precision import MixedPrecision
+from tests.strangers import Stranger
+
+PLAIN: dict[str, Any] = {
+    "name": "plain",
+    "entrypoint": "tests.strangers:Stranger",
+    "hyperparameters": {"lr": 0.1},
+    "searcher": {"name": "single", "metric": "val_loss", "max_length": {"batches": 4}},
+    "scheduling_unit": 2,
+}
+
+SECTION = "{precision: amp_fp16}"
+
+# An override of the YAML, the key that is named, and what to write.
+MISPLACED = [
+    (f"amp={SECTION}", "amp", "write hyperparameters: {amp: "),
+    ("amp.init_scale=1024", "amp", "write hyperparameters: {amp: "),
+    ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
+    (f"Hyperparameters.amp={SECTION}", "Hyperparameters.amp", "{amp: "),
+    (f"data.amp={SECTION}", "data.amp", "{amp: "),
+    (f"optimizations.amp={SECTION}", "optimizations.amp", "{amp: "),
+    ("optimizations.mixed_precision=O1", "optimizations.mixed_precision", "amp.precision"),
+    ("optimizations.mixed_precision=amp_fp16", "optimizations.mixed_precision", "amp_fp16}}"),
+    *(
+        (f"hyperparameters.{name}", f"hyperparameters.{key}", write)
+        for name, key, write in [
+            ("amp=amp_fp16", "amp", "{amp: {precision: amp_fp16}}"),
+            ("amp=AMP_FP16", "amp", "{amp: {precision: amp_fp16}}"),
+            ("amp='precision: amp_fp16'", "amp", "{amp: {precision: amp_fp16}}"),
+            ("amp={type: const, val: amp_bf16}", "amp", "{amp: {precision: amp_bf16}}"),
+            ("amp=[{precision: amp_fp16}]", "amp[0]", "{amp: "),
+            ("amp=[precision, amp_fp16]", "amp[1]", "{amp: "),
+            ("amp=tf32", "amp", "{amp: {precision: tf32}}"),
+            ("precision=amp_bf16", "precision", "{amp: {precision: amp_bf16}}"),
+            ("precision=fp32", "precision", "{amp: {precision: fp32}}"),
+            ("precision={type: const, val: Amp-BF16}", "precision", "amp_bf16}}"),
+            ("mixed_precision=amp_fp16", "mixed_precision", "{amp: {precision: amp_fp16}}"),
+            ("use_amp=amp_fp16", "use_amp", "{amp: {precision: amp_fp16}}"),
+            ("dtype=amp_fp16", "dtype", "{amp: {precision: amp_fp16}}"),
+            ("mode=amp_fp16", "mode", "{amp: {precision: amp_fp16}}"),
+            (f"AMP={SECTION}", "AMP", "{amp: "),
+            ("Amp={init_scale: 1024}", "Amp", "{amp: "),
+            (f"mixed_precision={SECTION}", "mixed_precision", "{amp: "),
+            (f"hyperparameters.amp={SECTION}", "hyperparameters.amp", "{amp: "),
+            (f"optimizer.amp={SECTION}", "optimizer.amp", "{amp: "),
+            ("max_length={batches: 8}", "max_length", "{training: {max_length: "),
+            ("reporting_period=2 batches", "reporting_period", "{training: {reporting_period: "),
+            ("Training={max_length: {epochs: 1}}", "Training.max_length", "{training: "),
+            ("training=[{max_length: {epochs: 1}}]", "training[0].max_length", "{training: "),
+        ]
+    ),
+]
+
+# What a trial with a mixed precision of its own may have.
+OWN = {
+    "amp=true": "hyperparameters.amp: True",
+    "precision=16": "hyperparameters.precision: 16",
+    "precision=bf16": "hyperparameters.precision: bf16",
+    "mixed_precision=fp16": "hyperparameters.mixed_precision: fp16",
+    "fp16=true": "hyperparameters.fp16: True",
+    "net.use_amp=true": "hyperparameters.net.use_amp: True",
+}
+
+
+def problems_of(config: dict[str, Any], **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(config, "test", **options)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(("override", "key", "write"), MISPLACED)
+def test_misplaced_setting_is_one_problem_that_says_where_it_belongs(
+    override: str, key: str, write: str
+) -> None:
+    (problem,) = problems_of(with_overrides(PLAIN, [override]))
+    assert problem.startswith(f"{key}: got ")
+    assert write in problem
+
+
+@pytest.mark.parametrize("nested", ["amp={precision: amp_fp16}", "precision=amp_fp16"])
+def test_amp_section_within_another_section_is_one_problem(nested: str) -> None:
+    ours = with_overrides(PLAIN, ["hyperparameters.training={max_length: {batches: 4}}"])
+    del ours["searcher"]["max_length"], ours["scheduling_unit"]
+    parse(ours, "test")  # the control
+    (problem,) = problems_of(with_overrides(ours, [f"hyperparameters.training.{nested}"]))
+    assert "; write hyperparameters: {amp: {precision: " in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("note", "allowed there: its own"),
+        ("x-common", "allowed there: its own"),
+        ("hyper_parameters", "did you mean hyperparameters?"),
+        ("Searcher", "did you mean searcher?"),
+        ("global_batch_size", "allowed there: its own"),
+    ],
+)
+def test_top_level_key_that_determined_has_not_is_a_problem(key: str, says: str) -> None:
+    (problem,) = problems_of({**PLAIN, key: 4})
+    assert problem.startswith(f"{key}: unknown key")
+    assert says in problem
+
+
+@pytest.mark.parametrize(("override", "named"), OWN.items())
+def test_hyperparameter_of_a_trial_with_amp_of_its_own_is_named_in_the_first_line(
+    override: str, named: str
+) -> None:
+    found = parse(with_overrides(PLAIN, [f"hyperparameters.{override}"]), "test")
+    assert found.amp is None
+    assert found.described_precision() == f"{NO_AMP_SECTION} ({named}: the trial's own)"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=amp_fp16",
+        "labels=[amp_fp16]",
+        "checkpoint_storage={type: shared_fs, host_path: /amp_fp16}",
+        "data.folder=amp_fp16",
+        "data.training={max_length: 128}",
+        "hyperparameters.max_length=128",
+        "hyperparameters.warmup=4",
+        "hyperparameters.scaler={init_scale: 1024, growth_interval: 10}",
+        "searcher.metric=precision",
+    ],
+)
+def test_what_only_looks_like_a_setting_is_no_problem_and_not_named(override: str) -> None:
+    found = parse(with_overrides(PLAIN, [override]), "test")
+    assert found.described_precision() == NO_AMP_SECTION
+
+
+def test_first_line_of_an_amp_section_names_the_precision() -> None:
+    config = with_overrides(PLAIN, ["hyperparameters.amp={precision: amp_bf16}"])
+    assert parse(config, "test").described_precision() == "precision: amp_bf16"
+
+
+def test_range_of_a_search_that_holds_a_misplaced_precision_is_refused() -> None:
+    choices = "{type: categorical, vals: [fp32, amp_fp16]}"
+    searched = {**PLAIN, "reproducibility": {"experiment_seed": 0}}
+    searched["searcher"] = {"name": "grid", "metric": "val_loss"}
+    right = with_overrides(searched, [f"hyperparameters.amp.precision={choices}"])
+    SearchPlan({**right, "searcher": {**right["searcher"], "max_length": 4}}).check()  # the control
+    for key in ("amp", "precision"):
+        wrong = with_overrides(searched, [f"hyperparameters.{key}={choices}"])
+        with pytest.raises(ConfigError, match=f"hyperparameters.{key}: got "):
+            SearchPlan({**wrong, "searcher": {**wrong["searcher"], "max_length": 4}}).check()
+
+
+@pytest.mark.parametrize("command", ["train", "check", "audit", "find", "score", "compare"])
+def test_every_command_refuses_a_misplaced_section(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.yaml"
+    path.write_text(yaml.safe_dump({**PLAIN, "amp": {"precision": "amp_fp16"}}))
+    assert door.main([command, str(path)]) == 2
+    assert "amp: got {'precision': 'amp_fp16'}, which nothing reads" in capsys.readouterr().err
+
+
+def test_script_of_the_users_own_is_told_of_a_misplaced_precision() -> None:
+    with pytorch.init(hparams={"precision": "amp_fp16"}, exp_conf=PLAIN) as context:
+        with pytest.raises(ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"):
+            MixedPrecision(context)
+        with pytest.raises(ConfigError, match=r"hyperparameters\.precision: got 'amp_fp16'"):
+            fit(Stranger(context), context)
+
+
+def test_log_begins_with_the_precision_and_the_closing_table_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, run = tmp_path / "plain.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(PLAIN))
+    assert door.main(["train", str(path), "--run-folder", str(run)]) == 0
+    first = (run / "log.txt").read_text().splitlines()[0]
+    assert first.endswith(f": {NO_AMP_SECTION}")
+    table = capsys.readouterr().out.partition("plain: completed")[2]
+    assert "precision" in table
+    assert "no amp section: " in table
