@@ -35,10 +35,8 @@ from determined_amp.finder.score import check_score
 from determined_amp.finder.verdict import Finding
 from determined_amp.local.open_trial import OpenTrial
 from determined_amp.trial.determined_0_38 import (
-    SafeController,
     average_by_default,
     checkpoint_context,
-    controlled_by,
     task_configuration,
     train_context,
 )
@@ -88,8 +86,7 @@ def train_task(trial: str | None, arguments: Sequence[str]) -> None:
         info.trial.trial_seed = experiment.seed
     with _context(experiment) as context:
         trained = trial_of(experiment, context)
-        with controlled_by(SafeController):
-            fit(trained, context)
+        fit(trained, context)
 
 
 def score_task(trial: str | None, batches: int) -> None:

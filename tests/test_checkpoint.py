@@ -17,6 +17,7 @@ import pytest
 import torch
 from determined import core, pytorch
 
+from determined_amp import ConfigError
 from determined_amp import __main__ as door
 from determined_amp.local.checkpoint_storage import (
     LocalCheckpoints,
@@ -28,6 +29,7 @@ from determined_amp.trial.checkpoint import (
     allow_numpy_random_state,
     load_plain,
 )
+from determined_amp.trial.fitting import fit as train_trial
 from tests import training
 from tests.harness import Fitted, core_context_of, fit
 from tests.trials import FP16_SECTION, Weights
@@ -70,8 +72,8 @@ class RunsCode:
         return Path.touch, (self._victim,)
 
 
-class TestDeterminedsOwnTrainer:
-    """A stranger's trial in a stranger's script: `MixedPrecision` alone sees to its checkpoints."""
+class TestOwnScript:
+    """A stranger's trial in a stranger's script."""
 
     @pytest.fixture
     def first(self) -> Fitted:
@@ -112,8 +114,11 @@ class TestDeterminedsOwnTrainer:
                 hparams={"amp": FP16_SECTION}, exp_conf={}, enable_tensorboard_logging=False
             ) as context:
                 context._core.checkpoint = core_context_of(folder).checkpoint
-                pytorch.Trainer(Shuffles(context), context).fit(
-                    max_length=pytorch.Batch(batches), latest_checkpoint=checkpoint
+                train_trial(
+                    Shuffles(context),
+                    context,
+                    max_length=pytorch.Batch(batches),
+                    latest_checkpoint=checkpoint,
                 )
             return max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns).name
 
@@ -122,6 +127,13 @@ class TestDeterminedsOwnTrainer:
         seen.clear()
         train(8, train(4, None))
         assert seen == undisturbed
+
+    def test_determineds_own_loop_is_no_resume_without_a_cluster(self, first: Fitted) -> None:
+        words = r"latest_checkpoint: without a cluster .* determined_amp\.fit\(trial, context"
+        with pytest.raises(ConfigError, match=words):
+            fit(
+                Weights, FP16_SECTION, batches=4, resume=first, loop=pytorch._PyTorchTrialController
+            )
 
     @pytest.mark.parametrize("name", ["state_dict.pth", "trial_state.pkl"])
     def test_checkpoint_that_runs_code_is_refused_and_not_run(

@@ -5,98 +5,57 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections import deque
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from determined import pytorch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
 from determined_amp.amp.settings import FindScale
 from determined_amp.experiment.fields import plain, read_section
+from determined_amp.finder import frozen as frozen_batch
 from determined_amp.finder.frozen import LossScaleError
-from determined_amp.finder.restored import restored
 from determined_amp.trial import frozen
 from tests.harness import fit_as_it_is, same_bits
-from tests.trials import CLASSES, FEATURES, Converted, Plain, points
+from tests.trials import CLASSES, FEATURES, Converted, Plain
 
 # A scheduler that Determined moves is moved by a skipped first step, too.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
 FIND = {"precision": "amp_fp16", "init_scale": "find"}
+BATCHES = 6
 
 
-class Count:
-    """An object without a dictionary."""
+class Draws(Plain):
+    """Draws from every global generator, beside its dropout."""
 
-    __slots__ = ("n",)
+    def net(self) -> nn.Module:
+        random.seed(1)
+        np.random.seed(1)
+        return super().net()
 
-    def __init__(self) -> None:
-        self.n = 0
-
-
-class Keeps(Plain):
-    """Trains on its batch and on what it remembers in objects of many kinds."""
-
-    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
-        super().__init__(context)
-        self.count, self.seen, self.newest = Count(), [0.0], deque([0.0], maxlen=2)
-        self.by_name, self.known = {"sum": 0.0}, {0}
-        self.bank, self.array = torch.zeros(FEATURES), np.zeros(FEATURES, np.float32)
-        self.generator = torch.Generator().manual_seed(1)
-        self.random, self.numpys = random.Random(1), np.random.default_rng(1)
-        self.add = self._adder()
-        self.fetched = 0
-
-    def _adder(self) -> Any:
-        held = {"calls": 0.0}
-
-        def add(x: float) -> float:
-            held["calls"] += 1.0
-            return x + held["calls"]
-
-        return add
-
-    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+    def loss(self, batch: Any) -> torch.Tensor:
         inputs, classes = batch
-        self.count.n += 1
-        self.seen.append(self.add(self.random.random()))
-        self.newest.append(self.numpys.random())
-        self.by_name["sum"] += self.seen[-1]
-        self.known.add(self.count.n)
-        self.bank += inputs.detach().mean(0)
-        self.array += 1
-        noise = torch.randn(FEATURES, generator=self.generator)
-        own = sum(self.newest) + self.by_name["sum"] + len(self.known) + len(self.seen)
-        inputs = inputs + self.bank + noise + own + torch.from_numpy(self.array)
-        return super().train_batch((inputs, classes), epoch_idx, batch_idx)
-
-    def build_training_data_loader(self) -> pytorch.DataLoader:
-        trial = self
-
-        class Fetched(TensorDataset):
-            def __getitem__(self, index: Any) -> Any:
-                trial.fetched += 1
-                return tuple(tensor[index] for tensor in self.tensors)
-
-        data = Fetched(*points().tensors)
-        return pytorch.DataLoader(data, batch_size=4, shuffle=True)
+        noise = random.random() + float(np.random.rand()) + torch.randn(FEATURES)
+        return super().loss((inputs + noise, classes))
 
 
-class KeepsConverted(Converted, Keeps):
+class DrawsConverted(Converted, Draws):
     """The same with a `MixedPrecision` of its own."""
 
+
+class Remembers(Plain):
+    """Adds to its inputs how many batches it has seen."""
+
+    seen = 0
+
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
-        self.count.n += 1
-        self.bank += torch.randn(FEATURES, generator=self.generator)
+        self.seen += 1
         inputs, classes = batch
-        return super().train_batch((inputs + self.bank + self.count.n, classes), 0, batch_idx)
+        return super().train_batch((inputs + self.seen, classes), epoch_idx, batch_idx)
 
 
 def found(log: pytest.LogCaptureFixture) -> float:
@@ -106,15 +65,12 @@ def found(log: pytest.LogCaptureFixture) -> float:
 
 
 def run(trial: Any, **amp: Any) -> Any:
-    return fit_as_it_is(trial, {**FIND, **amp}, batches=6)
+    return fit_as_it_is(trial, {**FIND, **amp}, batches=BATCHES)
 
 
 def left(fitted: Any) -> list[Any]:
-    """The checkpoint, what the trial remembers, and what it reported."""
-    trial, state = fitted.trial, fitted.checkpoint
-    own = [trial.count.n, trial.seen, list(trial.newest), trial.by_name, trial.bank, trial.fetched]
-    losses = [report["loss"] for report in fitted.reports.training]
-    return [state, own, losses]
+    """The checkpoint, and what was reported."""
+    return [fitted.checkpoint, [report["loss"] for report in fitted.reports.training]]
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +78,7 @@ def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 
-@pytest.mark.parametrize("trial", [Keeps, KeepsConverted])
+@pytest.mark.parametrize("trial", [Draws, DrawsConverted])
 def test_run_is_that_with_the_written_scale_to_the_bit(
     trial: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +88,14 @@ def test_run_is_that_with_the_written_scale_to_the_bit(
     written = run(trial, init_scale=scale)
     assert same_bits(left(searched), left(written))
     assert found(caplog) == scale  # the second run found nothing
-    # The control: the trial's own state is not put back.
-    monkeypatch.setattr(frozen, "restored", lambda *roots, besides: nullcontext())
+    # The control: nothing is put back.
+    monkeypatch.setattr(frozen_batch, "undisturbed", lambda *models, optimizers: nullcontext())
     assert not same_bits(left(run(trial)), left(written))
+
+
+def test_what_a_trial_keeps_itself_sees_the_passes_of_the_finder() -> None:
+    assert run(Remembers, init_scale=8.0).trial.seen == BATCHES
+    assert run(Remembers).trial.seen > BATCHES
 
 
 def test_resume_keeps_the_saved_scale(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,31 +172,3 @@ def test_settings_say_it_as_they_read_it() -> None:
     assert plain(settings)["init_scale"] == "find"
     with pytest.raises(ConfigError, match=r"got 'seek'; allowed: a number > 0 and <= .*, find"):
         read_section(AmpSettings, {**FIND, "init_scale": "seek"}, "amp")
-
-
-class TestRestored:
-    def test_restored_puts_back_what_it_reaches_and_no_more(self) -> None:
-        class Holder:
-            pass
-
-        inner, left_alone = [1], nn.Parameter(torch.ones(1))
-        holder: Any = Holder()
-        holder.partial, holder.parameter = partial(inner.append, 2), left_alone
-        holder.both = {"inner": inner}
-        with restored(holder):
-            holder.partial()
-            holder.new = 1
-            del holder.both["inner"]
-            left_alone.data += 1
-        assert inner == [1]
-        assert holder.both == {"inner": inner}
-        assert not hasattr(holder, "new")
-        assert left_alone.item() == 2
-
-    def test_restored_survives_a_circle_and_an_error(self) -> None:
-        circle: list[Any] = []
-        circle.append(circle)
-        with suppress(RuntimeError), restored(circle):
-            circle.append(1)
-            raise RuntimeError
-        assert len(circle) == 1

@@ -339,7 +339,7 @@ class TestTrouble:
             watched.on_training_workload_end({}, {})
 
     def test_trouble_before_the_first_report_is_none(self) -> None:
-        guard().on_training_workload_end({"loss": math.nan, "watch_lr_drift_steps": 1}, {})
+        guard().on_training_workload_end({"loss": math.nan}, {})
 
     def test_trouble_fails_a_searchs_trial_and_not_the_search(
         self, caplog: pytest.LogCaptureFixture

@@ -435,26 +435,6 @@ def scales_no_loss(loop: OwnLoop) -> None:
     loop.step()
 
 
-def clips_every_batch_of_a_window(loop: OwnLoop) -> None:
-    for _ in range(2):
-        loop.backward()
-        loop.amp.clip_gradients(loop.optimizer, 1.0)
-        loop.amp.update()
-
-
-def clips_every_batch_and_ends_none(loop: OwnLoop) -> None:
-    for _ in range(2):
-        loop.backward()
-        loop.amp.clip_gradients(loop.optimizer, 1.0)
-
-
-def goes_backward_between_clip_and_step(loop: OwnLoop) -> None:
-    loop.backward()
-    loop.amp.clip_gradients(loop.optimizer, 1.0)
-    loop.backward()
-    loop.step()
-
-
 def schedules_twice(loop: OwnLoop) -> None:
     for _ in range(2):
         loop.amp.wrap_lr_scheduler(lr_scheduler.ExponentialLR(loop.optimizer, 0.9))
@@ -470,15 +450,6 @@ def schedules_twice(loop: OwnLoop) -> None:
             r"allowed: amp\.update\(\.\.\.\) at the end of each batch, with amp\.fin",
         ),
         (steps_twice, "the loop: steps an optimizer twice"),
-        (
-            clips_every_batch_of_a_window,
-            "^the loop: it adds scaled gradients to unscaled ones; all",
-        ),
-        (clips_every_batch_and_ends_none, "^the loop: it adds scaled gradients to unscaled ones"),
-        (
-            goes_backward_between_clip_and_step,
-            "^the loop: it adds scaled gradients to unscaled ones; allowed: a clip after the last",
-        ),
         (scales_no_loss, r"it does not scale the loss; .*\.backward\(\)"),
         (
             schedules_twice,

@@ -19,7 +19,6 @@ from determined_amp.amp.metrics import WARMUP_BATCHES
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import NewestBatch, undisturbed
 from determined_amp.experiment.errors import ending_the_program, exit_status
-from determined_amp.trial.determined_0_38 import SafeController, use_safe_loop
 from tests import training
 from tests.harness import Context, fit
 from tests.trials import FP16_SECTION as FP16
@@ -260,7 +259,6 @@ class TestPlainScript:
             last = text.splitlines()[-1]
             assert last.startswith("no retry can help: ")
             assert says in last
-        assert len(list(folder.glob("*/state_dict.pth"))) == 1
 
     def test_error_of_any_other_kind_is_left_to_the_hook_before(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -294,24 +292,3 @@ class TestPlainScript:
         assert hooked == "no retry can help: the trial: a mistake"
         assert printed == "before: the trial: a mistake"
         assert capfd.readouterr().err == f"{hooked}\n{printed}\n"
-
-
-class TestLoop:
-    def made(self, kind: type[pytorch._PyTorchTrialController]) -> type:
-        """What becomes of a loop that asks a trial for callbacks."""
-        loop: Any = object.__new__(kind)
-
-        def asks(self: Any) -> None:
-            use_safe_loop()
-
-        asks(loop)
-        return type(loop)
-
-    def test_loop_of_determined_becomes_safe_and_no_other_one_does(self) -> None:
-        class Theirs(pytorch._PyTorchTrialController):
-            pass
-
-        assert self.made(pytorch._PyTorchTrialController) is SafeController
-        assert self.made(Theirs) is Theirs
-        assert self.made(SafeController) is SafeController
-        use_safe_loop()  # without one nothing happens

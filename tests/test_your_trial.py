@@ -102,8 +102,8 @@ VARIANTS = {
 
 
 def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the program on the page that uses Determined's own `Trainer`."""
-    (script,) = (block for block in blocks(PAGE, "python") if "pytorch.Trainer(" in block)
+    """By the program on the page."""
+    (script,) = (block for block in blocks(PAGE, "python") if "pytorch.init(" in block)
     # Determined copies the whole folder into each checkpoint, so those are not within it.
     shutil.copytree(TEMPLATE, project := folder / "project")
     if VARIANTS[name]:
@@ -119,7 +119,7 @@ def train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "faulty"])
-def test_every_way_on_the_page_trains_and_is_audited_by_determineds_own_trainer(
+def test_every_way_on_the_page_trains_and_is_audited(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

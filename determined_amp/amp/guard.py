@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from determined_amp.amp.diagnosis import find_cause
 from determined_amp.amp.errors import GuardError
-from determined_amp.amp.metric_names import MetricName
 from determined_amp.amp.metrics import Report, StepReport, TrainingMetrics
 from determined_amp.amp.passes import Train
 from determined_amp.amp.running_statistics import RunningStatistics
@@ -126,7 +125,6 @@ class Guard:
         report = self._metrics.latest
         if report is None:
             return
-        self._warn_of_drift(metrics)
         self._warn_of_skips_at_the_start(report)
         self._warn_of_no_step(report, batches)
         failure = next(self._failures(report, metrics), None)
@@ -258,16 +256,6 @@ class Guard:
                 "no optimizer was stepped since the last report, over %d batches that went "
                 "backward: is a condition of train_batch never met?",
                 batches,
-            )
-
-    def _warn_of_drift(self, metrics: Mapping[str, Any]) -> None:
-        name = MetricName.LR_DRIFT_STEPS
-        drift = max((v for k, v in metrics.items() if k.startswith(name)), default=0)
-        if drift and self._is_new("drift"):
-            logger.warning(
-                "a scheduler of context.wrap_lr_scheduler moved on %d skipped steps, which left "
-                "the weights alone; amp.wrap_lr_scheduler moves it on applied steps only",
-                drift,
             )
 
     def _is_new(self, warning: str) -> bool:

@@ -23,14 +23,13 @@ class Mistake(enum.Enum):
     STEPS_TWICE = "steps an optimizer twice"
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"
-    MIXES_SCALES = "it adds scaled gradients to unscaled ones"
     TAKES_CLOSURE = "it steps with a closure, which a loss scale does not allow"
     UPDATES_NOTHING = "it steps an optimizer, and must end with amp.update(...)"
 
 
 # What each call does to an optimizer in each stage. Other mistakes are possible in every stage: a
-# step that bypasses the scaler or takes a closure, one without a scaled loss since the last update,
-# and gradients that are added to others of another scale.
+# step that bypasses the scaler or takes a closure, or one without a scaled loss since the last
+# update.
 TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
     (Stage.SCALED, "unscale"): Stage.UNSCALED,
     (Stage.SCALED, "clip"): Mistake.CLIPS_SCALED,
@@ -47,7 +46,6 @@ TRANSITIONS: Mapping[tuple[Stage, str], Stage | Mistake] = {
 }
 
 _TWICE = "with amp.finish_steps() between two steps of a batch"
-_ONCE = "a clip after the last backward of a step, and optimizer.zero_grad() if a step is left out"
 _NO_SCALE = "precision amp_bf16, tf32 or fp32"
 
 # What to write instead in a loop of one's own.
@@ -55,7 +53,6 @@ IN_A_LOOP: Mapping[Mistake, str] = {
     Mistake.CLIPS_SCALED: "amp.clip_gradients(optimizer, max_norm=...)",
     Mistake.STEPS_TWICE: f"amp.update(...) at the end of each batch, {_TWICE}",
     Mistake.STEPS_ITSELF: "amp.scaler.step(optimizer)",
-    Mistake.MIXES_SCALES: _ONCE,
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.SCALES_NO_LOSS: "amp.scaler.scale(loss).backward()",
 }
@@ -65,7 +62,6 @@ IN_A_TRIAL: Mapping[Mistake, str] = {
     Mistake.CLIPS_SCALED: "clip_grads=amp.clip(optimizer, max_norm=...), or a function that calls "
     "amp.scaler.unscale_(optimizer) first",
     Mistake.STEPS_TWICE: _TWICE,
-    Mistake.MIXES_SCALES: _ONCE,
     Mistake.TAKES_CLOSURE: _NO_SCALE,
     Mistake.STEPS_ITSELF: "context.step_optimizer(optimizer, scaler=amp.scaler)",
     Mistake.SCALES_NO_LOSS: "context.backward(amp.scaler.scale(loss))",

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import HeldGradients, any_gradient, has_closure
+from determined_amp.amp.tensors import any_gradient, has_closure
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
@@ -72,8 +72,6 @@ class LossScaler(torch.amp.GradScaler):
         self._remedies = remedies
         self._stages: dict[Optimizer, Stage] = {}
         self._outcomes: dict[Optimizer, Skipped] = {}
-        # Unscaled gradients that no step has used: noted by `update` and before each backward.
-        self._left: dict[Optimizer, HeldGradients] = {}
         self._has_moved = False
         self._needs_update = False
         self._used: torch.Tensor | None = None
@@ -83,14 +81,13 @@ class LossScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Call `GradScaler.scale`, and note that it was called."""
         self.has_scaled = True
-        if self._left or self._stages:
-            self._look_at_what_is_left()
+        if self._stages:
+            self._forget_dropped_gradients()
         return super().scale(outputs) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
         stage = self._check(optimizer, "unscale")
-        self._refuse_two_scales(optimizer)
         self._stages[optimizer] = stage
         if self._enabled:
             super().unscale_(optimizer)
@@ -102,7 +99,6 @@ class LossScaler(torch.amp.GradScaler):
         if self.clips:
             self._check(optimizer, "clip")
         self._check(optimizer, "step")
-        self._refuse_two_scales(optimizer)
         closure = has_closure((optimizer, *args), kwargs)
         if closure and self._enabled:
             raise error_of(Mistake.TAKES_CLOSURE, self._remedies)
@@ -129,9 +125,6 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Call `GradScaler.update`, and keep the scale above its floor. No synchronisation."""
         self.has_scaled = self._needs_update = False
-        for optimizer, stage in self._stages.items():
-            if stage is Stage.UNSCALED:
-                self._left[optimizer] = HeldGradients(optimizer)
         self._stages = {each: s for each, s in self._stages.items() if s is Stage.STEPPED}
         if not self._enabled:
             return
@@ -173,9 +166,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Call `unscale_`, unless the gradients of an optimizer are unscaled already."""
-        if self.is_unscaled(optimizer):
-            self._refuse_two_scales(optimizer)
-        else:
+        if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -260,22 +251,13 @@ class LossScaler(torch.amp.GradScaler):
         assert self._scale is not None
         self.note(optimizer, torch.zeros_like(self._scale))
 
-    def _look_at_what_is_left(self) -> None:
-        """Before a backward: which unscaled gradients would it add scaled ones to?"""
-        unscaled = [each for each, s in self._stages.items() if s is Stage.UNSCALED]
-        # Those are noted again below. The others, whose step was left out, are read.
-        left_out = ((each, it) for each, it in self._left.items() if each not in unscaled)
-        self._left = {each: it for each, it in left_out if not it.have_changed and it.are_there}
+    def _forget_dropped_gradients(self) -> None:
+        """An error may have led to `zero_grad` between a clip and its step: unscale anew."""
+        unscaled = [each for each, stage in self._stages.items() if stage is Stage.UNSCALED]
         for optimizer in unscaled:
-            self._left[optimizer] = HeldGradients(optimizer)
-            if not any_gradient(optimizer):  # dropped, after an error between clip and step
+            if not any_gradient(optimizer):
                 del self._stages[optimizer]
                 self._per_optimizer_states.pop(id(optimizer), None)
-
-    def _refuse_two_scales(self, optimizer: Optimizer) -> None:
-        left = self._left.pop(optimizer, None)
-        if left and (left.have_changed if self.is_unscaled(optimizer) else left.are_there):
-            raise error_of(Mistake.MIXES_SCALES, self._remedies)
 
     def _found_inf(self, optimizer: Optimizer) -> torch.Tensor:
         state = self._per_optimizer_states[id(optimizer)]

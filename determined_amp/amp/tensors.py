@@ -125,21 +125,3 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 def largest_of(tensor: torch.Tensor) -> float:
     """The largest magnitude in a tensor, 0 if it is empty; synchronises."""
     return float(values_of(tensor).abs().max()) if tensor.numel() else 0.0
-
-
-class HeldGradients:
-    """The gradients of an optimizer at one time, and what has become of them since."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        self._held = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
-
-    @property
-    def are_there(self) -> bool:
-        """Whether one is still that of its parameter, and not set to 0; synchronises."""
-        return any(p.grad is g and bool(values_of(g).any()) for p, g, _ in self._held)
-
-    @property
-    def have_changed(self) -> bool:
-        """Whether one was replaced or written to."""
-        return any(p.grad is not g or g._version != version for p, g, version in self._held)

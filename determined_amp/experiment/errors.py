@@ -181,11 +181,12 @@ def ending_the_program() -> Iterator[None]:
     try:
         yield
     except UserError:
-        _print_uncaught_user_errors()
+        print_uncaught_user_errors()
         raise
 
 
-def _print_uncaught_user_errors() -> None:
+def print_uncaught_user_errors() -> None:
+    """End the program with one line if a `UserError` is not caught."""
     if getattr(sys.excepthook, "__module__", None) == __name__:
         return
     before = sys.excepthook

@@ -112,10 +112,17 @@ def allow_numpy_random_state() -> None:
     add_safe_globals([*array_types, *((reconstruct, name) for name in names)])
 
 
-_MOVED_BY_SCHEDULERS = {
-    *("lr", "initial_lr", "max_lr", "min_lr"),
-    *("betas", "momentum", "base_momentum", "max_momentum"),
-}
+# Settings of an optimizer that schedulers move.
+MOVED_BY_SCHEDULERS = frozenset(
+    (
+        *("lr", "initial_lr", "max_lr", "min_lr"),
+        *("betas", "momentum", "base_momentum", "max_momentum"),
+    )
+)
+
+# Settings that say by which kernels a step is computed, and not what it is. GradScaler knows those
+# of this trial's constructor: with others, an overflow would reach the weights.
+KERNELS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
 
 def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -126,51 +133,44 @@ def plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def settle_groups(
-    checkpoint: dict[str, Any],
-    optimizers: Sequence[torch.optim.Optimizer],
-    scheduled_by_context: Collection[torch.optim.Optimizer],
-    constructed: list[list[dict[str, Any]]],
-    before: Mapping[str, Any],
+def take_settings(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, keys: Collection[str]
 ) -> None:
-    """Take every setting of every optimizer either from a checkpoint or from this trial.
-
-    A value that the run has moved continues from the checkpoint: a rate that follows a scheduler of
-    `context.wrap_lr_scheduler`, or that the trial sets by hand. A value that the constructor gets
-    here comes from this trial if the saved run's constructor got another: its YAML has changed.
+    """Replace settings in the state of a saved optimizer by those of this trial's.
 
     Args:
-        checkpoint: What Determined is about to load; its optimizers' groups are changed in place.
-        optimizers: The trial's optimizers.
-        scheduled_by_context: Those with a scheduler of `context.wrap_lr_scheduler`.
-        constructed: `plain_groups` of every optimizer as this trial made it.
-        before: `constructed` and `scheduled` as the saved run noted them; empty for a warm start,
-            which only takes over what such a scheduler moves.
-
-    Raises:
-        ValueError: if the saved run had another kind of optimizer.
+        saved: The state; changed in place.
+        optimizer: This trial's optimizer.
+        keys: The settings to replace. Those that the state lacks are added.
     """
-    saved_optimizers = checkpoint.get("optimizers_state_dict", [])
-    for index, (saved, optimizer) in enumerate(zip(saved_optimizers, optimizers, strict=False)):
-        then = _at(before.get("constructed"), index, [])
-        # A rate that followed the applied steps is computed again from their count.
-        scheduled = _at(before.get("scheduled"), index, False)
-        groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
-        for number, (saved_group, group) in enumerate(groups):  # torch itself reports a mismatch
-            was, now = _at(then, number, {}), constructed[index][number]
-            if before:
-                _check_kind(saved_group, group, optimizer)
-            for key in group.keys() & saved_group.keys() - {"params"}:
-                schedulable = key in _MOVED_BY_SCHEDULERS
-                # A scheduler of the context continues from the checkpoint, and so does what it
-                # has moved.
-                moved_there = key == "lr" or key not in was or _plain(saved_group[key]) != was[key]
-                if schedulable and optimizer in scheduled_by_context and moved_there:
-                    continue
-                unchanged = key in was and was[key] == now.get(key)
-                if not unchanged or (schedulable and scheduled):
-                    saved_group[key] = group[key]
-            saved_group.update({key: group[key] for key in group.keys() - saved_group.keys()})
+    groups = zip(_groups_in(saved), optimizer.param_groups, strict=False)
+    for saved_group, group in groups:  # torch itself reports a mismatch
+        missing = group.keys() - saved_group.keys()
+        taken = missing.union(keys).intersection(group) - {"params"}
+        saved_group.update({key: group[key] for key in taken})
+
+
+def kept_settings(
+    saved: Mapping[str, Any],
+    then: Sequence[Mapping[str, Any]],
+    now: Sequence[Mapping[str, Any]],
+    ours: Collection[str],
+) -> list[str]:
+    """Say which settings of a saved optimizer a resume keeps although its YAML has changed them.
+
+    Args:
+        saved: The state of the optimizer.
+        then: `plain_groups` of the saved run's optimizer as it was made.
+        now: The same of this trial's.
+        ours: The settings that come from this trial.
+    """
+    kept = []
+    for saved_group, was, here in zip(_groups_in(saved), then, now, strict=False):
+        for key in sorted(was.keys() & here.keys() & saved_group.keys()):
+            value = _plain(saved_group[key])
+            if key not in ours and was[key] != here[key] != value:
+                kept.append(f"{key} {value}, not {here[key]}")
+    return kept
 
 
 def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
@@ -182,21 +182,23 @@ def _groups_in(saved: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return next(filter(None, nested), ())
 
 
-def _check_kind(
-    saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: torch.optim.Optimizer
-) -> None:
-    """Raise if the saved optimizer is of another kind; torch would load it all the same.
+def check_kind(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a saved optimizer is of another kind; torch would load it all the same.
 
     Then settings are both missing and added. A newer torch, schedulers and users only add.
+
+    Raises:
+        ValueError: if it is.
     """
     defaults: dict[str, Any] = getattr(optimizer, "defaults", {})  # many wrappers have none
-    lacks, has = defaults.keys() - saved.keys(), saved.keys() - group.keys()
-    has -= _MOVED_BY_SCHEDULERS - {"betas", "momentum"}
-    if lacks and has:
-        raise ValueError(
-            f"its optimizer has {', '.join(sorted(has))}, and {type(optimizer).__name__} has "
-            f"{', '.join(sorted(lacks))}"
-        )
+    for saved_group, group in zip(_groups_in(saved), optimizer.param_groups, strict=False):
+        lacks, has = defaults.keys() - saved_group.keys(), saved_group.keys() - group.keys()
+        has -= MOVED_BY_SCHEDULERS - {"betas", "momentum"}
+        if lacks and has:
+            raise ValueError(
+                f"its optimizer has {', '.join(sorted(has))}, and {type(optimizer).__name__} has "
+                f"{', '.join(sorted(lacks))}"
+            )
 
 
 def _without_code(state: Any) -> Any:
@@ -205,10 +207,6 @@ def _without_code(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _without_code(value) for key, value in state.items() if not callable(value)}
     return state
-
-
-def _at(values: Sequence[Any] | None, index: int, missing: Any) -> Any:
-    return values[index] if values is not None and index < len(values) else missing
 
 
 def _plain(value: Any) -> Any:

@@ -6,10 +6,9 @@ to review this file.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -318,8 +317,8 @@ class SafeController(_Controller):
 #
 # * `torch.load`, while a checkpoint is loaded: Determined does not pass `weights_only`, and torch
 #   before 2.6 runs the code in a checkpoint without it.
-# * `pytorch._PyTorchTrialController`, while a command of ours trains: `Trainer.fit` takes no loop
-#   as an argument, and a trial without our callbacks must be loaded and saved as promised, too.
+# * `pytorch._PyTorchTrialController`, while `fit` or a command of ours trains: `Trainer.fit` takes
+#   no loop as an argument.
 # * `sys.excepthook`, by the first `UserError` that leaves `MixedPrecision` or the loop: nothing
 #   else gives a script of the user's exit status 2 and the line that a log policy matches.
 #
@@ -337,24 +336,14 @@ class BatchCollector(SafeController):
         """Do nothing: torch warns of a schedule that moves without its optimizer."""
 
 
-def use_safe_loop() -> None:
-    """Turn the loop that is asking its trial for callbacks into a `SafeController`.
-
-    `Trainer.fit` neither takes a loop as an argument nor exposes its own, so the loop is found
-    among the callers. A loop of another class stays as it is.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        loop = frame.f_locals.get("self")
-        if isinstance(loop, _Controller):
-            if type(loop) is _Controller:
-                loop.__class__ = SafeController
-            return
-        frame = frame.f_back
-
-
 @contextmanager
 def controlled_by(controller: Callable[..., pytorch._PyTorchTrialController]) -> Iterator[None]:
     """Let `pytorch.Trainer.fit` run its loop in `controller`."""
     with patched(pytorch, "_PyTorchTrialController", controller):
         yield
+
+
+def safe_loop() -> AbstractContextManager[None]:
+    """Let `pytorch.Trainer.fit` run a `SafeController`, unless a command has chosen a loop."""
+    is_chosen = pytorch._PyTorchTrialController is not _Controller
+    return nullcontext() if is_chosen else controlled_by(SafeController)

@@ -15,7 +15,7 @@ from determined_amp.experiment.experiment import Platform, constants
 from determined_amp.experiment.fields import read
 from determined_amp.experiment.misplaced import misplaced
 from determined_amp.experiment.training import Plan, read_plan
-from determined_amp.trial.determined_0_38 import aggregation_frequency
+from determined_amp.trial.determined_0_38 import aggregation_frequency, safe_loop
 from determined_amp.trial.mixed_precision import MixedPrecision
 
 
@@ -26,7 +26,7 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
     The arguments of `pytorch.Trainer.fit` come from the experiment configuration, in our form
     (`hyperparameters.training`) or in Determined's own (`searcher.max_length`,
     `min_validation_period` and the like). On a cluster the run continues from its latest
-    checkpoint.
+    checkpoint. The loop is a `SafeController`.
 
     Args:
         trial: The trial.
@@ -43,7 +43,8 @@ def fit(trial: pytorch.PyTorchTrial, context: pytorch.PyTorchTrialContext, **opt
     _check_aggregation(plan.aggregation_frequency, context)
     if plan.training.cudnn_benchmark is not None:
         torch.backends.cudnn.benchmark = plan.training.cudnn_benchmark
-    pytorch.Trainer(trial, context).fit(**{**_options(plan, platform), **options})
+    with safe_loop():
+        pytorch.Trainer(trial, context).fit(**{**_options(plan, platform), **options})
 
 
 def _check_aggregation(frequency: int, context: pytorch.PyTorchTrialContext) -> None:

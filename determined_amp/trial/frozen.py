@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import determined as det
 import torch
-from determined import core, pytorch
+from determined import pytorch
 
 from determined_amp.amp.errors import ConfigError
 from determined_amp.amp.patched import patched
@@ -25,7 +25,6 @@ from determined_amp.amp.settings import OnOverflow
 from determined_amp.experiment.dotted import value_at
 from determined_amp.finder.advice import FoundScale, run_now, sentences
 from determined_amp.finder.frozen import FrozenBatch, LossScaleError
-from determined_amp.finder.restored import restored
 from determined_amp.finder.score import Score, score_batches
 from determined_amp.finder.verdict import find
 from determined_amp.trial.determined_0_38 import (
@@ -86,8 +85,8 @@ def set_found_scale(
 ) -> None:
     """Find the loss scale of a training on its first batch, and train with it.
 
-    Afterwards everything else is as before: `FrozenBatch` restores models and random state, and
-    `restored` what the trial's own objects hold.
+    `FrozenBatch` restores models and random state. What the trial itself keeps, such as a counter,
+    a queue or a generator of its own, has seen every pass.
 
     Args:
         amp: The trial's mixed precision.
@@ -100,10 +99,8 @@ def set_found_scale(
     """
     settings, begun = amp.settings, time.perf_counter()
     frozen = [TrialBatch(trial, amp.context, batch, train)]
-    others = (pytorch.PyTorchTrialContext, core.DistributedContext, pytorch.DataLoader)
     try:
-        with restored(trial, besides=others):
-            answer = _find(type(trial).__name__, amp.context, frozen)
+        answer = _find(type(trial).__name__, amp.context, frozen)
     except LossScaleError as error:
         first = settings.first_scale
         logger.warning("init_scale: find found none: %s; starting with %g", error, first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -19,13 +20,13 @@ from determined import pytorch
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
-from determined_amp.amp.errors import ConfigError
+from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
 from determined_amp.amp.replay import NewestBatch
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.audit import AuditMetrics, audited
-from determined_amp.experiment.errors import ending_the_program
+from determined_amp.experiment.errors import ending_the_program, print_uncaught_user_errors
 from determined_amp.experiment.experiment import constants
 from determined_amp.experiment.fields import read_section
 from determined_amp.experiment.misplaced import misplaced
@@ -37,7 +38,6 @@ from determined_amp.trial.determined_0_38 import (
     hyperparameters,
     scaler_of,
     searcher,
-    use_safe_loop,
     what_steps,
 )
 from determined_amp.trial.guard import TrialGuard
@@ -56,9 +56,7 @@ class MixedPrecision(ResumedTraining):
     Make it in the trial's constructor, before `context.wrap_model`, and return its `callbacks` from
     `build_callbacks`. Its attributes are those of `AmpCore`.
 
-    It sets torch's switches for TF32, which are global to the process, as `AmpCore` says. The loop
-    that trains with its `callbacks` becomes a `SafeController`:
-    checkpoints are loaded without running code, and a run that the guard ends leaves one. A
+    It sets torch's switches for TF32, which are global to the process, as `AmpCore` says. A
     `UserError` ends a program with one line and exit status 2.
 
     Args:
@@ -188,7 +186,6 @@ class MixedPrecision(ResumedTraining):
         Args:
             trial: The trial itself. The guard replays its newest batch to find a fault.
         """
-        use_safe_loop()
         if self._trial is None:
             self._time_the_loader(trial)
         self._trial = trial
@@ -248,6 +245,8 @@ class MixedPrecision(ResumedTraining):
         self._hooks.clear()
         self._patches.close()
         self._newest = None
+        if isinstance(sys.exc_info()[1], UserError):  # on its way out of the loop
+            print_uncaught_user_errors()
 
     # Internals.
 

@@ -6,13 +6,21 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import determined as det
 from determined import pytorch
 from torch.optim import Optimizer
 
 from determined_amp.amp.core import AmpCore
 from determined_amp.amp.mistakes import IN_A_TRIAL
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.trial.checkpoint import plain_groups, settle_groups
+from determined_amp.trial.checkpoint import (
+    KERNELS,
+    MOVED_BY_SCHEDULERS,
+    check_kind,
+    kept_settings,
+    plain_groups,
+    take_settings,
+)
 from determined_amp.trial.determined_0_38 import aggregation_frequency, current_batch, schedulers
 
 logger = logging.getLogger(__name__)
@@ -48,12 +56,11 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         self._aggregation_frequency = aggregation_frequency(context)
         self._constructed: list[list[dict[str, Any]]] | None = None
         self._warm_start = False
+        self._is_in_safe_loop = False
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and schedules; Determined saves the loss scale itself."""
-        moved = [steps.is_scheduled for steps in self.metrics.all()]
-        state = self.metrics.state_dict()
-        return {**state, "constructed": self._constructed, "scheduled": moved}
+        return {**self.metrics.state_dict(), "constructed": self._constructed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Determined calls it after weights, optimizers and scaler have been restored."""
@@ -70,6 +77,7 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             same_trial: Whether the checkpoint is one of this trial.
         """
         self._warm_start = not same_trial
+        self._is_in_safe_loop = True
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
         batch_idx = current_batch(self._context)
@@ -81,18 +89,23 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
             )
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
-        """Let the checkpoint win, except over what has changed in this trial's YAML.
+        """Let the checkpoint win in a resumed run, and this trial in a warm start.
 
-        A resumed run keeps its current scale and growth tracker, and the rates that a scheduler or
-        the trial itself has moved. A warm start (weights from another trial) begins with this
-        trial's `init_scale`, which a search relies on. The scaler's factors and interval always
-        come from this trial, and so does every setting of an optimizer whose constructor got
-        another value.
+        A resumed run keeps its current scale and growth tracker, and the settings of its
+        optimizers. A warm start (weights from another trial) begins with this trial's, which a
+        search relies on. The scaler's factors and interval always come from this trial, and so do
+        rates that follow applied steps.
+
+        Raises:
+            ConfigError: in Determined's own `Trainer` off a cluster, which begins again at batch 0.
         """
-        constructed = self._remember_constructed()
-        before = {} if self._warm_start else checkpoint.get("callbacks", {}).get(CALLBACK)
-        moved = scheduled(self._context)
-        settle_groups(checkpoint, self.optimizers, moved, constructed, before or {})
+        if not self._is_in_safe_loop and det.get_cluster_info() is None:
+            raise self._wrong(
+                "latest_checkpoint",
+                "without a cluster pytorch.Trainer begins again at the first batch; allowed: "
+                "determined_amp.fit(trial, context, latest_checkpoint=...)",
+            )
+        self._settle_optimizers(checkpoint)
         state = checkpoint.pop("scaler_state_dict", None)
         if not self.scaler.is_enabled():
             if state:
@@ -106,6 +119,39 @@ class ResumedTraining(AmpCore, pytorch.PyTorchCallback):
         else:
             self.finds_scale = False
         checkpoint["scaler_state_dict"] = state
+
+    def _settle_optimizers(self, checkpoint: dict[str, Any]) -> None:
+        """Take what comes from this trial, and log what the YAML has changed in vain."""
+        constructed = self._remember_constructed()
+        before = checkpoint.get("callbacks", {}).get(CALLBACK) or {}
+        made_then = before.get("constructed") or [[]] * len(constructed)
+        kept: list[str] = []
+        states = checkpoint.get("optimizers_state_dict", [])
+        of_each = zip(self.optimizers, states, made_then, constructed, strict=False)
+        for optimizer, state, then, now in of_each:
+            ours = self._settings_of_this_trial(optimizer)
+            if not self._warm_start:
+                check_kind(state, optimizer)
+                kept += kept_settings(state, then, now, ours)
+            take_settings(state, optimizer, ours)
+        if kept:
+            logger.warning(
+                "the optimizer goes on with the settings of the checkpoint, although this trial "
+                "has others: %s. A new run from its weights (searcher.source_checkpoint_uuid on a "
+                "cluster) begins with those of its YAML",
+                "; ".join(dict.fromkeys(kept)),
+            )
+
+    def _settings_of_this_trial(self, optimizer: Optimizer) -> frozenset[str]:
+        """The settings that do not come from a checkpoint."""
+        if not self._warm_start:
+            # A rate that follows the applied steps is computed again from their count.
+            follows = self.metrics.of(optimizer).is_scheduled
+            return KERNELS | MOVED_BY_SCHEDULERS if follows else KERNELS
+        settings = frozenset(key for group in optimizer.param_groups for key in group)
+        # Determined restores the schedulers of the context, which go on from where they were.
+        by_context = optimizer in scheduled(self._context)
+        return settings - MOVED_BY_SCHEDULERS if by_context else settings
 
     def _remember_constructed(self) -> list[list[dict[str, Any]]]:
         """The settings of the optimizers as made, before a checkpoint or a step changes them."""
