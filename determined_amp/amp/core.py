@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from determined_amp.amp.casts import drop_casts_when_loaded
 from determined_amp.amp.compiled import compile_forward
 from determined_amp.amp.counts import StepCounts
 from determined_amp.amp.errors import ConfigError
@@ -127,6 +128,7 @@ class AmpCore:
         keep_in_float32(inner, here, self.device.type, compiled=compiled is not Compile.OFF)
         compile_forward(inner, compiled)
         self._unmatched = [pattern for pattern in self._unmatched if pattern not in here]
+        drop_casts_when_loaded(inner)
         self._prepared.append(inner)
         return model
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in, tensors_of
@@ -151,6 +152,7 @@ def undisturbed(
                 parameter.grad = gradient
             for weight, before in weights:
                 weight.data.copy_(before)
+            drop_casts()
             for module, training in modes.items():
                 module.training = training
             for module, own in owned:  # a module may have put others in their place

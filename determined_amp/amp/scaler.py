@@ -19,6 +19,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
 from determined_amp.amp.settings import AmpSettings
 from determined_amp.amp.tensors import any_gradient, has_closure
@@ -226,6 +227,7 @@ class LossScaler(torch.amp.GradScaler):
         self._stages[optimizer] = Stage.STEPPED
         self._outcomes[optimizer] = skipped
         self._needs_update = True
+        drop_casts()
 
     def note(self, whose: object, found_inf: torch.Tensor) -> None:
         """Take part in the next `update`.

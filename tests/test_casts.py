@@ -1,0 +1,125 @@
+"""Weights that change inside one autocast region are cast anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from determined_amp import AmpLoop, AmpSettings, Precision
+from determined_amp.amp.replay import undisturbed
+from tests.harness import fit, same_bits
+from tests.trials import Converted
+
+SIXTEEN_BITS = pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
+STEPS = 6
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+class Loop:
+    """A small training in one `AmpLoop`."""
+
+    def __init__(self, precision: str) -> None:
+        self.amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
+        self.model = self.amp.prepare(net())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+
+    def loss(self) -> torch.Tensor:
+        with self.amp.autocast():
+            return functional.cross_entropy(self.model(self.inputs), self.inputs[:, :4].argmax(1))
+
+    def step(self) -> float:
+        loss = self.loss()
+        torch.autograd.backward(self.amp.scaler.scale(loss))
+        self.amp.scaler.step(self.optimizer)
+        self.optimizer.zero_grad()
+        self.amp.update(loss)
+        return loss.item()
+
+
+def several_steps(loop: Loop) -> list[float]:
+    return [loop.step() for _ in range(STEPS)]
+
+
+def a_loaded_state(loop: Loop) -> list[float]:
+    before = loop.loss().item()
+    loop.model.load_state_dict({k: 2 * v for k, v in loop.model.state_dict().items()})
+    return [before, loop.loss().item()]
+
+
+def a_loaded_state_of_a_part(loop: Loop) -> list[float]:
+    before = loop.loss().item()
+    head: Any = loop.model[2]  # type: ignore[index]
+    head.load_state_dict({k: 2 * v for k, v in head.state_dict().items()})
+    return [before, loop.loss().item()]
+
+
+def a_rehearsal_that_moves_weights(loop: Loop) -> list[float]:
+    with undisturbed(loop.model, optimizers=[loop.optimizer]):
+        for parameter in loop.model.parameters():
+            parameter.data.mul_(2.0)
+        loop.loss()
+    return [loop.loss().item()]
+
+
+@SIXTEEN_BITS
+@pytest.mark.parametrize(
+    "train",
+    [several_steps, a_loaded_state, a_loaded_state_of_a_part, a_rehearsal_that_moves_weights],
+)
+def test_region_around_changing_weights_computes_with_the_new_ones(
+    train: Callable[[Loop], list[float]], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_regions_of_their_own = train(Loop(precision))
+    loop = Loop(precision)
+    with loop.amp.autocast():
+        assert train(loop) == with_regions_of_their_own
+    # The control: casts that are kept are those of old weights.
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    loop = Loop(precision)
+    with loop.amp.autocast():
+        assert train(loop) != with_regions_of_their_own
+
+
+class StepsInOneRegion(Converted):
+    """Three steps of a batch in one region, as GRPO and PPO make them."""
+
+    is_one = True
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with self.amp.autocast() if self.is_one else nullcontext():
+            for number in range(3):
+                if number:
+                    self.amp.finish_steps()
+                with self.amp.autocast():
+                    loss = self.loss(batch)
+                self.context.backward(self.amp.scaler.scale(loss))
+                self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
+        return self.amp.update(loss)
+
+
+class StepsInRegionsOfTheirOwn(StepsInOneRegion):
+    is_one = False
+
+
+@SIXTEEN_BITS
+def test_trial_with_several_steps_in_one_region_trains_as_with_a_region_for_each(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(trial: type[Converted]) -> Any:
+        return fit(trial, {"precision": precision}, batches=3).checkpoint["models_state_dict"]
+
+    right = left(StepsInRegionsOfTheirOwn)
+    assert same_bits(left(StepsInOneRegion), right)
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    assert not same_bits(left(StepsInOneRegion), right)
