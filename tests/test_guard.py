@@ -27,7 +27,8 @@ from determined_amp.trial import notes
 from determined_amp.trial.guard import TrialGuard
 from determined_amp.trial.mixed_precision import MixedPrecision
 from determined_amp.trial.notes import cause_first
-from tests.harness import Context
+from tests.harness import Context, fit
+from tests.trials import Weights
 
 FP16 = AmpSettings(Precision.AMP_FP16, min_scale=2.0, max_consecutive_skips=3, max_skip_ratio=0.5)
 WARNS = dataclasses.replace(FP16, on_overflow=OnOverflow.WARN)
@@ -248,11 +249,13 @@ def test_share_of_skips_counts_from_the_checkpoint_that_the_run_goes_on_from(
 
 
 class TestTrouble:
-    @pytest.mark.parametrize("start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas"])
+    @pytest.mark.parametrize(
+        "start", ["s" * 12, "s" * 7 + "aas", "sa" * 9, "s" * 40 + "asas", "s" * 84]
+    )
     def test_start_that_is_settling_is_never_ended(self, start: str) -> None:
         """Whatever the reports are: s is a skipped step, a an applied one."""
         steps = start + "a" * 60
-        for period in range(1, 30):
+        for period in range(1, 60):
             watched = guard(dataclasses.replace(FP16, max_consecutive_skips=50))
             for end in range(period, len(steps), period):
                 done = steps[:end]
@@ -289,6 +292,26 @@ class TestTrouble:
     def test_trouble_of_one_of_several_optimizers_says_which(self) -> None:
         with pytest.raises(GuardError, match="optimizer 1: 4 optimizer steps in a row"):
             judge(guard(), counted(100, 0, name="_0"), counted(100, 4, 4, name="_1"))
+
+    @pytest.mark.parametrize(
+        ("losses", "said"),
+        [
+            ([1.5, 2e6, 3e6], 1),
+            ([1.5, 1e6], 0),
+            ([2e6, 1.5], 0),
+            ([0.0, 2e6], 0),
+            ([-1.0, 2e6], 0),
+            ([None, 1.5, 2e6], 1),
+            (["high", "higher"], 0),
+        ],
+    )
+    def test_loss_a_million_times_that_of_the_first_report_is_one_warning(
+        self, losses: list[Any], said: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        watched = guard(AmpSettings(Precision.AMP_BF16))
+        for loss in losses:
+            judge(watched, loss=loss)
+        assert caplog.text.count("in the first report: this run does not train") == said
 
     @pytest.mark.parametrize("precision", [Precision.FP32, Precision.AMP_BF16])
     def test_loss_that_is_not_finite_is_trouble_where_nothing_is_skipped(
@@ -520,3 +543,40 @@ class TestRunningStatistics:
         statistics.repair()
         assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
         assert not caplog.text
+
+
+class NeverSteps(Weights):
+    def step(self, which: int = 0) -> None:
+        pass
+
+
+class AlwaysOverflows(Weights):
+    rows = ((math.inf,),) * 4
+
+
+@pytest.mark.parametrize(
+    ("trial", "precision", "words"),
+    [
+        (AlwaysOverflows, "amp_fp16", "all of its 4 optimizer steps overflowed and were skipped"),
+        (NeverSteps, "amp_fp16", "no optimizer was stepped"),
+        (NeverSteps, "fp32", "no optimizer was stepped"),
+        (Weights, "amp_fp16", None),
+        (Weights, "amp_bf16", None),
+    ],
+)
+def test_run_that_ends_without_an_applied_step_says_so(
+    trial: type[Weights], precision: str, words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"precision": precision, "init_scale": 64.0, "audit": False}
+    fit(trial, section, batches=len(trial.rows))
+    assert caplog.text.count("this run has trained nothing: ") == (words is not None)
+    assert words is None or words in caplog.text
+
+
+def test_run_that_ends_with_an_error_is_not_said_to_have_trained_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    section = {"precision": "amp_fp16", "min_scale": 2.0**15, "audit": False}
+    with pytest.raises(GuardError, match="at its floor"):
+        fit(AlwaysOverflows, section, batches=4)
+    assert "trained nothing" not in caplog.text

@@ -22,4 +22,5 @@ def drop_casts_when_loaded(model: nn.Module) -> None:
     """Drop them whenever a state is loaded into a model, or into a part of it."""
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # they take no hooks
-            module.register_load_state_dict_post_hook(drop_casts)
+            register: Any = module.register_load_state_dict_post_hook  # torch has no types here
+            register(drop_casts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 # max_skip_ratio is judged over at least this many optimizer steps, and not before as many have been
 # applied since the start of the run, where the loss scale finds its level.
 MIN_STEPS_TO_JUDGE = 10
+
+# A loss that has grown by this factor since the first report is no longer that of a training.
+_GROWN = 1e6
 
 # From this many skips on, a start is worth a line in the log.
 _WORTH_A_LINE = 5
@@ -88,6 +92,7 @@ class Guard:
         self._judged_at: dict[str, tuple[int, int]] = {}
         self._norm_at_start: torch.Tensor | None = None
         self._scale_at_start = 1.0
+        self._first_loss: float | None = None
         self._explained = False
         self._warned: set[str] = set()
 
@@ -104,10 +109,28 @@ class Guard:
 
     def begin_with(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the steps of an optimizer before the run; it may come after the start."""
-        name, counts = self._metrics.suffix(optimizer), self._metrics.of(optimizer).counts
-        known = counts.applied_on_host
-        applied = int(counts.applied) if known is None else known
-        self._began_at[name] = self._judged_at[name] = applied, counts.attempted - applied
+        name = self._metrics.suffix(optimizer)
+        self._began_at[name] = self._judged_at[name] = self._steps_of(optimizer)
+
+    def end(self) -> None:
+        """Say so if a run of at least one report has not applied a step; synchronises."""
+        if not self.enabled or self._metrics.latest is None or self._slots.rank:
+            return
+        skipped_in_all = 0
+        for optimizer in self._optimizers:
+            applied, skipped = self._steps_of(optimizer)
+            applied_before, skipped_before = self._began_at.get(
+                self._metrics.suffix(optimizer), (0, 0)
+            )
+            if applied > applied_before:
+                return
+            skipped_in_all += skipped - skipped_before
+        logger.warning(
+            "this run has trained nothing: %s. The weights are as they were at its start",
+            f"all of its {skipped_in_all} optimizer steps overflowed and were skipped"
+            if skipped_in_all
+            else "no optimizer was stepped",
+        )
 
     def judge(self, metrics: Mapping[str, Any], batches: int) -> None:
         """Judge the newest report, right after it was made.
@@ -127,6 +150,7 @@ class Guard:
             return
         self._warn_of_skips_at_the_start(report)
         self._warn_of_no_step(report, batches)
+        self._warn_of_grown_loss(self._loss_of(report, metrics))
         failure = next(self._failures(report, metrics), None)
         if failure is not None:
             self.fail(failure)
@@ -180,7 +204,7 @@ class Guard:
         """The failures in a report, worst first."""
         settings = self._settings
         if not settings.scales_the_loss:
-            loss = metrics.get("loss") if report.loss is None else report.loss
+            loss = self._loss_of(report, metrics)
             if is_not_finite(loss):
                 yield f"the training loss is {loss} in {settings.precision.value}"
             elif loss is None and not self._weights_are_finite():
@@ -204,7 +228,9 @@ class Guard:
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
-        if skips > settings.max_consecutive_skips:
+        began_at, _ = self._began_at.get(step.name, (0, 0))
+        has_settled = step.applied > began_at  # before that the floor ends what never settles
+        if has_settled and skips > settings.max_consecutive_skips:
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
@@ -257,6 +283,31 @@ class Guard:
                 "backward: is a condition of train_batch never met?",
                 batches,
             )
+
+    def _warn_of_grown_loss(self, loss: object) -> None:
+        if not isinstance(loss, Real) or is_not_finite(loss):
+            return
+        if self._first_loss is None:
+            self._first_loss = float(loss)
+        # A loss of 0 or below is not what a growth can be measured by.
+        if 0 < self._first_loss * _GROWN < float(loss) and self._is_new("loss"):
+            logger.warning(
+                "the training loss is %g, and was %g in the first report: this run does not train. "
+                "Lower the learning rate, or clip",
+                loss,
+                self._first_loss,
+            )
+
+    def _loss_of(self, report: Report, metrics: Mapping[str, Any]) -> Any:
+        """The loss of a report; None if there is none."""
+        return metrics.get("loss") if report.loss is None else report.loss
+
+    def _steps_of(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+        """Applied and skipped steps of an optimizer; synchronises."""
+        counts = self._metrics.of(optimizer).counts
+        known = counts.applied_on_host
+        applied = int(counts.applied) if known is None else known
+        return applied, counts.attempted - applied
 
     def _is_new(self, warning: str) -> bool:
         """Whether a warning has not been given yet; from now on it has."""

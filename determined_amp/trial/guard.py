@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -83,6 +84,10 @@ class TrialGuard(pytorch.PyTorchCallback):
             self._end_search_trial(failure)
         with self._ending_the_trial():
             self._guard.fail(failure)
+
+    def on_trial_shutdown(self) -> None:
+        if sys.exc_info()[1] is None:  # else the run ends with an error, which says more
+            self._guard.end()
 
     @contextmanager
     def _ending_the_trial(self) -> Iterator[None]:
