@@ -15,7 +15,7 @@ given_python = $(if $(filter command% environment,$(origin PYTHON)),$(PYTHON))
 
 works = $(firstword $(foreach p,$(1),$(shell $(p) -c 'import sys; exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $(p))))
 
-.PHONY: help run search dashboard report compare test test-oldest test-gpu test-cluster mutants lint format tensorboard clean
+.PHONY: help run search dashboard report compare test test-oldest test-gpu test-cluster test-readme mutants lint format tensorboard clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,7 +40,7 @@ compare: $(ENV)/ready ## would AMP pay on a trial, and in which precision: make 
 test: $(ENV)/ready ## all tests that need no GPU or cluster, with the newest torch
 	@# Images and CI often keep Python from writing bytecode; with it torch is imported in half the time.
 	@PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(ENV))/pycache \
-	    $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not cluster"
+	    $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not cluster and not readme"
 
 test-oldest: ## the same with torch 2.3, the level of Determined's default task image
 	@$(MAKE) test ENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt \
@@ -53,6 +53,9 @@ test-gpu: $(if $(given_python),,$(ENV)/ready) ## tests that need a GPU, with a P
 
 test-cluster: $(ENV)/ready ## everything on a real cluster; needs DET_MASTER and a login
 	@$(RUN) -m pytest -m cluster -vv -rs tests/test_cluster.py
+
+test-readme: $(ENV)/ready ## every command of the README, from a fresh clone with its own install
+	@$(RUN) -m pytest -m readme -vv -rs tests/test_readme.py
 
 mutants: $(ENV)/ready ## plant faults, and list those that tests miss: MODULE=FILE [TESTS=... SAMPLE=100]
 	@test -n "$(MODULE)" || { echo "no module: make mutants MODULE=determined_amp/amp/scaler.py" >&2; exit 2; }
@@ -80,4 +83,6 @@ $(ENV)/ready: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv --clear $(ENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) uv
 	@$(ENV)/bin/uv pip install --quiet --python $(RUN) -c $(CONSTRAINTS) -r pyproject.toml --all-extras
+	@# The library itself, so that its commands run in any folder.
+	@$(ENV)/bin/uv pip install --quiet --python $(RUN) --no-deps --no-build-isolation --editable .
 	@touch $@

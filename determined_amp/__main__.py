@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from determined_amp import __version__
 from determined_amp.amp.errors import UserError
 from determined_amp.experiment.errors import NO_RETRY, exit_status
 from determined_amp.local.logs import surviving_closed_output
@@ -35,8 +36,8 @@ _COMMANDS = {
 # Commands that write their result into a folder. The others print it.
 _KEEP_THEIR_RESULT = ("train", "compare", "search", "report", "report precision")
 
-# Packages that the extras `search` and `reports` install.
-_OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy")
+# Packages that the extras of pyproject.toml install.
+_OF_EXTRAS = ("optuna", "sqlalchemy", "matplotlib", "scipy", "torchvision", "sklearn", "diffusers")
 
 
 def usage() -> str:
@@ -49,7 +50,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "python -m determined_amp COMMAND --help lists the arguments of a command.",
+            "python -m determined_amp COMMAND --help lists the arguments of a command;",
+            "python -m determined_amp --version prints the version.",
         ]
     )
 
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] in (["--help"], ["-h"]):
         print(usage())
+        return 0
+    if words[:1] == ["--version"]:
+        print(f"determined_amp {__version__}")
         return 0
     command = " ".join(words[: 2 if " ".join(words[:2]) in _COMMANDS else 1])
     if command not in _COMMANDS:
@@ -97,7 +102,7 @@ def _do(command: str, words: Sequence[str]) -> int:
         add = (
             "add python3 -m pip install optuna matplotlib scipy to startup-hook.sh"
             if "DET_TASK_TYPE" in os.environ
-            else "pip install '.[search,reports]' in a checkout of determined_amp adds it"
+            else "pip install '.[all]' in a checkout of determined_amp adds it"
         )
         raise UserError(f"{command} needs {error.name}, which is not installed; {add}") from error
 

@@ -93,7 +93,7 @@ class TestWheel:
             "determined", "torch", "numpy", "pyyaml", "ruamel.yaml", "tensorboard", "rich",
         }  # fmt: skip
         extras = distribution.metadata.get_all("Provides-Extra")
-        assert extras == ["search", "reports", "examples", "dev"]
+        assert extras == ["search", "reports", "examples", "all", "dev"]
         assert distribution.metadata["License-Expression"] == "Apache-2.0"
 
         scripts = configparser.ConfigParser()

@@ -1,0 +1,91 @@
+"""The commands of the README that need no cluster, as a new user types them.
+
+`make test-readme` clones the repository, installs it as the README says, and runs every command in
+another folder. `make test` runs a sample with this environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+OURS = "python -m determined_amp "
+# The lines that a new user types once; the test of the whole page does what they do.
+SET_UP = ("git clone ", "cd ", "python3 -m venv ", ". .venv", "pip install ")
+SAMPLE = ("python -m determined_amp find ",)
+
+
+def commands() -> list[str]:
+    """The commands in the README's blocks, without comments, in order."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    lines = "".join(block for language, block in fenced if not language).splitlines()
+    parts = [part for line in lines for part in line.split(" && ")]
+    return [shlex.join(shlex.split(part, comments=True)) for part in parts]
+
+
+def with_names(command: str, clone: Path, runs: Path) -> list[str]:
+    """The words of a command, with the files of a user's own and the paths of the clone."""
+    words = shlex.split(command)
+    words = ["amp.yaml" if word == "YOUR_YAML" else word for word in words]
+    newest = max(runs.glob("runs/mlp-amp/*"), default=Path("none"))
+    words = [str(newest) if word == "runs/mlp-amp/TIME" else word for word in words]
+    return [str(clone / word) if (clone / word).is_file() else word for word in words]
+
+
+def run(
+    command: str, python: Path, clone: Path, folder: Path, env: dict[str, str] | None = None
+) -> None:
+    words = [str(python), *with_names(command, clone, folder)[1:]]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A folder of a user, with a trial, its YAML and a script."""
+    folder = tmp_path / "mine"
+    shutil.copytree(ROOT / "docs" / "your_trial", folder)
+    return folder
+
+
+def test_every_command_of_the_readme_is_known() -> None:
+    known = (OURS, "det experiment create ", *SET_UP)
+    assert [command for command in commands() if not command.startswith(known)] == []
+    assert len([command for command in commands() if command.startswith(OURS)]) > 5
+
+
+@pytest.mark.parametrize("start", SAMPLE)
+def test_sample_of_the_readmes_commands_runs_in_another_folder(
+    start: str, own_folder: Path
+) -> None:
+    (command,) = [command for command in commands() if command.startswith(start)]
+    run(command, Path(sys.executable), ROOT, own_folder)
+
+
+@pytest.mark.readme
+def test_all_commands_of_the_readme_run_from_a_fresh_clone(
+    tmp_path: Path, own_folder: Path
+) -> None:
+    clone, python = tmp_path / "clone", tmp_path / "venv" / "bin" / "python"
+    without_ours = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+    def call(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True, env=without_ours)
+
+    call("git", "clone", "--quiet", ROOT, clone)
+    call(sys.executable, "-m", "venv", python.parents[1])
+    call(
+        python, "-m", "pip", "install", "--quiet", "-c", clone / "constraints.txt", f"{clone}[all]"
+    )
+    for command in commands():
+        if command.startswith(OURS):
+            run(command, python, clone, own_folder, without_ours)
