@@ -344,7 +344,6 @@ def _found(task: Task, seed: int) -> Choice:
         init_log2=None if without else finding.choice_log2,
         dtype=torch.bfloat16 if without else torch.float16,
         samples=loss.samples,
-        fp32_modules=finding.islands,
         verdict=verdict.value,
         predicted_log2=None if verdict is Verdict.FORWARD_OVERFLOW else finding.first_overflow_log2,
     )

@@ -345,23 +345,19 @@ def run_pilots(trials: _Trials, results: PilotResults, folder: Path, console: Co
 
 
 def _find(trials: _Trials, results: PilotResults, folder: Path, log: Callable[[str], None]) -> None:
-    """Find the loss scale. If modules need float32, keep them in it and find the scale again."""
-    for attempt in range(3):
-        config = trials.pilot(Precision.AMP_FP16, FINDER_BATCHES)
-        answer = find_the_scale(config, folder / f"loss-scale-{attempt}", log)
-        if isinstance(answer, str):
-            results.left_out[Precision.AMP_FP16.value] = answer
-            return
-        results.scale = answer
-        if answer.finding.verdict in _FLOAT16_HOPELESS:
-            cause = answer.finding.cause or "float16 loses gradients at every loss scale"
-            results.left_out[Precision.AMP_FP16.value] = cause
-            break
+    """Find the loss scale, or the reason why float16 has none."""
+    config = trials.pilot(Precision.AMP_FP16, FINDER_BATCHES)
+    answer = find_the_scale(config, folder / "loss-scale", log)
+    if isinstance(answer, str):
+        results.left_out[Precision.AMP_FP16.value] = answer
+        return
+    results.scale = answer
+    if answer.finding.verdict in _FLOAT16_HOPELESS:
+        cause = answer.finding.cause or "float16 loses gradients at every loss scale"
+        results.left_out[Precision.AMP_FP16.value] = cause
+    else:
         trials.change_amp(yaml_changes(answer))
-        if answer.finding.verdict is not Verdict.ISLANDS:
-            break
-    assert results.scale is not None
-    results.scale.write(folder.parent / FILE_NAME)
+    answer.write(folder.parent / FILE_NAME)
 
 
 def make_plan(results: PilotResults, experiment: Experiment, options: argparse.Namespace) -> Plan:

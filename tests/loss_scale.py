@@ -15,7 +15,6 @@ from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.histogram import BINS, Histogram
 from determined_amp.finder.passes import Prediction
 from determined_amp.finder.recorder import Source
-from determined_amp.finder.verdict import _islands
 from determined_amp.local.open_trial import open_trial
 from determined_amp.trial.frozen import in_training
 
@@ -79,11 +78,6 @@ def prediction_of(modules: Mapping[str, Mapping[int, int]], largest: float = 1.0
     """Of one tensor in each module."""
     tensors = {Source(name, "mm", 0, (1,)): histogram(at) for name, at in modules.items()}
     return Prediction(tensors, largest)
-
-
-def fewest_islands(prediction: Prediction) -> tuple[str, ...]:
-    """The smallest proposal of modules to keep in float32."""
-    return min(_islands(prediction), key=len, default=())
 
 
 def histogram(values_by_log2: Mapping[int, int]) -> Histogram:

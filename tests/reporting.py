@@ -108,7 +108,7 @@ def finding(choice: int | None = 17, low: int = -6, top: int = 18) -> dict[str, 
     }
     window: dict[str, Any] = {
         **{"choice_log2": choice, "low_log2": low, "top_log2": top, "headroom_log2": 18.5},
-        **{"recorded_log2": None, "reason": "", "islands": []},
+        **{"recorded_log2": None, "reason": ""},
     }
     has_none = choice is None
     predicted = [

@@ -82,7 +82,6 @@ def of_run(**changes: Any) -> FoundScale:
 
 
 BF16 = found(verdict=Verdict.BF16, low_log2=16, choice_log2=13)
-ISLANDS = found(verdict=Verdict.ISLANDS, low_log2=16, islands=("model 1: head.out", "stem.0"))
 HOPELESS = found(verdict=Verdict.FORWARD_OVERFLOW, choice_log2=None, cause="head overflows")
 
 
@@ -169,15 +168,6 @@ SENTENCES: dict[str, tuple[FoundScale, list[str]]] = {
             f"starting at the YAML's {SKIPS}",
         ],
     ),
-    "islands": (
-        ISLANDS,
-        [
-            NO_WINDOW,
-            "verdict: keep these modules in float32: model 1: head.out, stem.0; then run this "
-            "again",
-            f"starting at the YAML's {SKIPS}",
-        ],
-    ),
     "forward that overflows": (HOPELESS, ["verdict: no scale helps: head overflows"]),
     "modules without gradients": (
         found(modules=(HEAD, DEAD, dataclasses.replace(DEAD, name="other"))),
@@ -213,9 +203,8 @@ class TestChanges:
             (FOUND, {"init_scale": 8192.0}),
             (of_run(min_scale=8192.0), {"init_scale": 8192.0}),
             (of_run(min_scale=8193.0), {"init_scale": 8192.0, "min_scale": 32.0}),
-            (ISLANDS, {"fp32_modules": ["^stem$", "^head[.]out$", "^stem[.]0$"]}),
         ],
-        ids=["scale", "at the limit", "below the limit", "islands"],
+        ids=["scale", "at the limit", "below the limit"],
     )
     def test_changes_are_those_of_the_verdict(
         self, given: FoundScale, changes: dict[str, Any]
@@ -238,13 +227,9 @@ class TestChanges:
         ("given", "line"),
         [
             (FOUND, "torch.amp.GradScaler(..., init_scale=8192.0)"),
-            (
-                ISLANDS,
-                "torch.autocast(..., enabled=False) around these modules, and float32 inputs",
-            ),
             (BF16, "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"),
         ],
-        ids=["scale", "islands", "bf16"],
+        ids=["scale", "bf16"],
     )
     def test_changes_of_a_trial_without_a_section_amp_are_python(
         self, given: FoundScale, line: str
@@ -255,9 +240,7 @@ class TestChanges:
 
 
 class TestJson:
-    @pytest.mark.parametrize(
-        "given", [FOUND, BF16, ISLANDS, HOPELESS], ids=lambda f: f.finding.verdict
-    )
+    @pytest.mark.parametrize("given", [FOUND, BF16, HOPELESS], ids=lambda f: f.finding.verdict)
     def test_json_gives_the_same_finding_back(self, given: FoundScale, tmp_path: Path) -> None:
         given.write(tmp_path / "found.json")
         assert FoundScale.read(tmp_path / "found.json") == given

@@ -27,7 +27,7 @@ from determined_amp import __main__ as door
 from determined_amp.cli import find as finder
 from determined_amp.experiment.experiment import read_yaml
 from determined_amp.experiment.overrides import with_overrides
-from determined_amp.finder.advice import FinderRun, FoundScale, yaml_changes
+from determined_amp.finder.advice import FoundScale
 from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.histogram import OVERFLOW_LOG2
 from determined_amp.finder.passes import Prediction, observe, predict
@@ -229,17 +229,6 @@ class TestVerdict:
         found = finding(TinyLoss, global_batch_size=64)
         assert found.verdict is Verdict.SCALE
         assert found.low_log2 > 16
-
-    def test_islands_are_modules_of_the_model_beside_those_of_the_yaml(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(DeepPlain, "make_model", thirty_eight_layers)
-        found = finding(DeepPlain)
-        assert found.verdict is Verdict.ISLANDS
-        assert set(found.islands) <= set(dict(thirty_eight_layers(None).named_modules()))
-        run = FinderRun("", "", "", "", 1, 1, 1.0, 1, is_ours=True, fp32_modules=("^0$",))
-        patterns = ["^0$", f"^{found.islands[0]}$"]
-        assert yaml_changes(FoundScale(found, run))["fp32_modules"] == patterns
 
     def test_forward_overflow_names_the_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def make_model(trial: SmallTrial) -> nn.Module:

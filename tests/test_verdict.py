@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
 from determined_amp.finder import verdict
 from determined_amp.finder.passes import Observation, Prediction
 from determined_amp.finder.verdict import (
     Finding,
     Verdict,
-    _judge,
     _module,
+    _verdict,
     choice_of,
     find,
 )
-from tests.loss_scale import fewest_islands, prediction_of
+from tests.loss_scale import prediction_of
 
 CONTEXT: Any = object()
 BATCHES: Any = object()
@@ -34,7 +33,6 @@ def found(
     overflows: Callable[[float], bool],
     *,
     loss_is_finite: bool = True,
-    sweep: bool = False,
 ) -> Finding:
     """The finding where float16 overflows at these scales."""
 
@@ -52,42 +50,36 @@ def found(
 
         return of
 
-    for name, result in (("predict", prediction), ("cause_of", "the cause"), ("_help", True)):
+    for name, result in (("predict", prediction), ("cause_of", "the cause")):
         monkeypatch.setattr(verdict, name, answers(result))
     monkeypatch.setattr(verdict, "observe", observe)
-    return find(CONTEXT, BATCHES, sweep=sweep)
+    return find(CONTEXT, BATCHES)
 
 
 class TestFind:
     @pytest.mark.parametrize(
         ("top", "first", "last", "step"), [(12, -31, 20, 3), (126, -31, 130, 7)]
     )
-    def test_sweep_measures_every_shown_scale_once_and_the_choice_last(
+    def test_shown_scales_reach_from_below_the_window_to_above_it(
         self, top: int, first: int, last: int, step: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """From four powers of two below the window to four above it, in 24 rows and a few more."""
         prediction = prediction_of({"a": {3: 1}})
-        finding = found(monkeypatch, prediction, lambda scale: scale > top, sweep=True)
-        measured = [int(seen.scale_log2) for seen in finding.verified]
-        assert measured[-1] == finding.choice_log2
+        finding = found(monkeypatch, prediction, lambda scale: scale > top)
         rows, shown = {*range(first, last + 1, step)}, finding.shown_scales()
-        assert sorted(measured) == [scale for scale in shown if scale <= 127]
-        assert rows | {16, -27, top} < {*shown}
-        assert (shown[0], shown[-1]) == (min(rows), max(rows))
-        inside = [scale in finding for scale in (-28, -27, top, top + 1)]
-        assert inside == [False, True, True, False]
+        assert rows | {16, -27, top} <= {*shown}
         predicted = [shares.scale_log2 for shares in finding.predicted]
         assert (predicted[0], predicted[-1]) == (first, max(48, last))
         assert predicted == [*range(predicted[0], predicted[-1] + 1)]
         assert finding.at(-1000) is finding.predicted[0]
         assert finding.at(1000) is finding.predicted[-1]
 
-    def test_finder_names_islands_where_no_scale_is_safe(
+    def test_finder_advises_bfloat16_where_no_scale_is_safe(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prediction = prediction_of({"loud": {10: 1}, **{name: {-31: 1} for name in "abc"}})
         finding = found(monkeypatch, prediction, lambda scale: scale > 5)
-        assert (finding.verdict, finding.islands) == (Verdict.ISLANDS, ("loud",))
+        assert finding.verdict is Verdict.BF16
         assert (finding.low_log2, finding.top_log2, finding.choice_log2) == (7, 5, 4)
         assert finding.answer_log2 is None
 
@@ -136,7 +128,7 @@ class TestFind:
             assert (finding.answer_log2, finding.cause) == (None, "the cause")
         else:
             assert (finding.top_log2, finding.window_bits) == (works, works - low)
-            assert (finding.answer_log2, finding.cause, finding.islands) == (choice, "", ())
+            assert (finding.answer_log2, finding.cause) == (choice, "")
             assert scales[-1] == choice
 
     def test_shares_are_those_of_the_prediction(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,64 +164,8 @@ class TestFind:
 def test_verdict_and_choice_are_those_of_the_window(
     low: int, top: int, expected: Verdict, choice: int
 ) -> None:
-    assert _judge(CONTEXT, BATCHES, prediction_of({"a": {0: 1}}), low, top) == (expected, ())
+    assert _verdict(low, top, gave_up=False) is expected
     assert choice_of(low, top) == choice
-
-
-@pytest.mark.parametrize(
-    ("helps", "expected"),
-    [
-        ({("loud",), ("faint", "c", "b")}, ("loud",)),
-        ({("faint", "c", "b")}, ("faint", "c", "b")),
-        (set(), ()),
-    ],
-)
-def test_verdict_is_for_the_fewest_islands_that_a_pass_shows_to_help(
-    helps: set[tuple[str, ...]], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proposed = [("faint", "c", "b"), ("loud",)]
-    monkeypatch.setattr(verdict, "_islands", lambda prediction: proposed)
-    monkeypatch.setattr(verdict, "_help", lambda context, batches, names: names in helps)
-    judged = _judge(CONTEXT, BATCHES, prediction_of({"a": {0: 1}}), 1, 0)
-    assert judged == (Verdict.ISLANDS if expected else Verdict.BF16, expected)
-
-
-class TestIslands:
-    @pytest.mark.parametrize(("faintest", "expected"), [(-38, ("loud",)), (-39, ("faint",))])
-    def test_islands_leave_a_window_of_one_power_of_two_at_least(
-        self, faintest: int, expected: tuple[str, ...]
-    ) -> None:
-        """Without the loud module, gradients of 2^1 and 2^-38 leave 2^14 alone."""
-        modules = {"loud": {4: 1}, "a": {1: 1}, "b": {-20: 1}, "faint": {faintest: 1}}
-        assert fewest_islands(prediction_of(modules)) == expected
-
-    @pytest.mark.parametrize(("loud", "quiet"), [(1, 2), (2, 3), (3, 4)])
-    def test_islands_are_three_at_most_and_fewer_than_the_others(
-        self, loud: int, quiet: int
-    ) -> None:
-        modules = {f"loud {i}": {30 + i: 1} for i in range(loud)}
-        others = {f"quiet {i}": {-30: 1} for i in range(quiet)}
-        islands = fewest_islands(prediction_of({**modules, **others}))
-        assert set(islands) == set(modules)
-        assert islands == tuple(sorted(modules, reverse=True))  # the loudest first
-        del others["quiet 0"]
-        assert fewest_islands(prediction_of({**modules, **others})) != islands
-
-    def test_islands_of_more_than_three_modules_are_none(self) -> None:
-        modules = {f"loud {i}": {30: 1} for i in range(4)}
-        others = {f"quiet {i}": {-30: 1} for i in range(9)}
-        assert fewest_islands(prediction_of({**modules, **others})) == ()
-
-    def test_islands_are_the_fewest(self) -> None:
-        """Two loud ones, or one faint one."""
-        modules = {"loud": {20: 1}, "louder": {21: 1}, "faint": {-30: 1}}
-        others = {name: {0: 1} for name in "abcd"}
-        assert fewest_islands(prediction_of({**modules, **others})) == ("faint",)
-
-    @pytest.mark.parametrize("name", [OUTSIDE, WHOLE_MODEL])
-    def test_islands_are_modules_that_can_be_named(self, name: str) -> None:
-        others = {other: {-30: 1} for other in "abcd"}
-        assert fewest_islands(prediction_of({name: {30: 1}, **others})) == ()
 
 
 def finding_of(prediction: Prediction, low: int = 0, top: int = 10) -> Finding:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with open_trial(config, options.config, options.trial, options.checkpoint) as opened:
         name = str(config.get("name", options.config))
-        answer = opened.find(options.batches, name=name, sweep=options.sweep)
+        answer = opened.find(options.batches, name=name)
     answer.show(Console())
     _save(answer, options)
     return 0
@@ -102,9 +102,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="start from this checkpoint, or from the newest one of this run folder",
-    )
-    parser.add_argument(
-        "--sweep", action="store_true", help="also measure every shown scale in float16"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the prediction")

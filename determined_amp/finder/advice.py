@@ -124,7 +124,6 @@ class FoundScale:
             values["predicted"] = tuple(Shares(**shares) for shares in values["predicted"])
             values["verified"] = tuple(map(_observation, values["verified"]))
             values["modules"] = tuple(map(_module, values["modules"]))
-            values["islands"] = tuple(values["islands"])
             return FoundScale(Finding(**values), FinderRun(**run))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LossScaleError(
@@ -226,9 +225,6 @@ def sentences(answer: FoundScale) -> Iterator[str]:
         yield _fine(finding)
     elif finding.verdict is Verdict.SCALE:
         yield f"verdict: use 2^{finding.choice_log2}"
-    elif finding.verdict is Verdict.ISLANDS:
-        names = ", ".join(finding.islands)
-        yield f"verdict: keep these modules in float32: {names}; then run this again"
     else:
         instead = "amp_bf16, or fp32 where the device has no bfloat16"
         yield (
@@ -301,10 +297,6 @@ def yaml_changes(answer: FoundScale) -> dict[str, Any]:
         # What was recorded in float16 cannot run in bfloat16.
         precision = "amp_bf16" if finding.recorded_log2 is None else "fp32"
         return {"precision": precision, **dict.fromkeys(SCALER_KEYS)}
-    if finding.verdict is Verdict.ISLANDS:
-        names = (name.rpartition(": ")[2] for name in finding.islands)  # without the model's number
-        patterns = (f"^{name.replace('.', '[.]')}$" for name in names)
-        return {"fp32_modules": [*run.fp32_modules, *patterns]}
     assert finding.choice_log2 is not None
     changes = {"init_scale": 2.0**finding.choice_log2}
     if changes["init_scale"] < run.min_scale:
@@ -319,8 +311,6 @@ def lines_to_paste(answer: FoundScale) -> str:
         return yaml_lines(changes)
     if changes.get("init_scale") is not None:  # None removes the key
         return f"torch.amp.GradScaler(..., init_scale={yaml_value(changes['init_scale'])})"
-    if "fp32_modules" in changes:
-        return "torch.autocast(..., enabled=False) around these modules, and float32 inputs"
     if finding.recorded_log2 is not None:
         return "float32, without autocast and GradScaler"
     return "torch.autocast(..., dtype=torch.bfloat16), without a GradScaler"

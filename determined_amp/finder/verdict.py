@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from determined_amp.amp.fp32_modules import meanwhile_in_float32
-from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL, module_names
-from determined_amp.finder.frozen import FrozenBatch, LossScaleError
+from determined_amp.amp.origin import OUTSIDE, WHOLE_MODEL
+from determined_amp.finder.frozen import FrozenBatch
 from determined_amp.finder.passes import Observation, Place, Prediction, cause_of, observe, predict
 
 # log2 of the default init_scale of PyTorch's GradScaler.
@@ -29,9 +28,6 @@ _SEARCHED = (-16, 48)
 # A loss scale is a float32.
 LARGEST_LOG2 = 127
 
-# With more float32 modules than this, the model hardly computes in float16.
-_MOST_ISLANDS = 3
-
 # How many times the top is halved at most. A kernel that accumulates in float16 can overflow a few
 # bits before its result does.
 _MOST_DECREMENTS = 24
@@ -48,7 +44,6 @@ class Verdict(enum.Enum):
     DEFAULT = "default is fine"
     SCALE = "use 2^k"
     BF16 = "use amp_bf16"
-    ISLANDS = "keep these modules in float32"
     FORWARD_OVERFLOW = "no scale helps"
 
 
@@ -118,7 +113,6 @@ class Finding(Window):
     headroom_log2: float  # `Prediction.headroom_log2`
     recorded_log2: int | None = None  # `Prediction.recorded_log2`
     reason: str = ""  # why the prediction was not recorded in bfloat16
-    islands: tuple[str, ...] = ()  # modules to keep in float32
     cause: str = ""  # why no scale helps
 
     @property
@@ -159,10 +153,8 @@ def choice_of(low: int, top: int) -> int:
     return DEFAULT_LOG2 if low <= DEFAULT_LOG2 <= top - room else top - room
 
 
-def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False) -> Finding:
+def find(context: Place, batches: Sequence[FrozenBatch]) -> Finding:
     """Find the loss scale to start with, see `choice_of`, and verify it in float16.
-
-    With `sweep` also measure every shown scale in float16.
 
     Raises:
         LossScaleError: if there is nothing to scale.
@@ -179,13 +171,7 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
     choice = choice_of(low, top)
     if choice != top and not gave_up:
         verified.append(measure(choice))
-    (verdict, islands), cause = _judge(context, batches, prediction, low, top), ""
-    if gave_up:
-        verdict, islands, cause = Verdict.FORWARD_OVERFLOW, (), cause_of(context, batches)
-    if sweep:
-        done = [int(seen.scale_log2) for seen in (*above, *verified)]
-        shown = {*_shown_scales(low, top, done)} - {*done}
-        verified = [*map(measure, sorted(at for at in shown if at <= LARGEST_LOG2)), *verified]
+    cause = cause_of(context, batches) if gave_up else ""
     known = {seen.scale_log2 for seen in verified}
     verified = [*(seen for seen in above if seen.scale_log2 not in known), *verified]
     rows = _shown_scales(low, top, (int(seen.scale_log2) for seen in verified))
@@ -195,14 +181,13 @@ def find(context: Place, batches: Sequence[FrozenBatch], *, sweep: bool = False)
         low_log2=low,
         top_log2=top,
         choice_log2=None if gave_up else choice,
-        verdict=verdict,
+        verdict=_verdict(low, top, gave_up=gave_up),
         predicted=tuple(Shares(scale, overflow(scale), flushed(scale)) for scale in scales),
         verified=tuple(verified),
         modules=tuple(_module(prediction, name) for name in prediction.modules),
         headroom_log2=prediction.headroom_log2,
         recorded_log2=prediction.recorded_log2,
         reason=prediction.reason,
-        islands=islands,
         cause=cause,
     )
 
@@ -270,55 +255,13 @@ def _shown_scales(low: int, top: int, measured: Iterable[int]) -> list[int]:
     return sorted({DEFAULT_LOG2, low, top, *measured, *range(first, last + 1, step)})
 
 
-def _judge(
-    context: Place, batches: Sequence[FrozenBatch], prediction: Prediction, low: int, top: int
-) -> tuple[Verdict, tuple[str, ...]]:
+def _verdict(low: int, top: int, *, gave_up: bool) -> Verdict:
+    if gave_up:
+        return Verdict.FORWARD_OVERFLOW
     if low > top:
-        proposed = sorted(_islands(prediction), key=len)
-        islands = next((names for names in proposed if _help(context, batches, names)), ())
-        return (Verdict.ISLANDS if islands else Verdict.BF16), islands
-    if low <= DEFAULT_LOG2 <= top:
-        return Verdict.DEFAULT, ()
-    return Verdict.SCALE, ()
-
-
-def _islands(prediction: Prediction) -> list[tuple[str, ...]]:
-    """Few modules each that might be kept in float32 so that the others have a safe scale.
-
-    Candidates are the modules with the largest gradients, and those with the smallest.
-    """
-    modules = {name: h for name, h in prediction.modules.items() if h.nonzero}
-    large = sorted(modules, key=lambda name: -(modules[name].largest_log2 or 0))
-    lowest = {name: _alone(prediction, name).smallest_scale_log2(FLUSHED_LIMIT) for name in modules}
-    small = sorted(modules, key=lambda name: -lowest[name])
-    return [islands for order in (large, small) if (islands := _leading(prediction, order))]
-
-
-def _help(context: Place, batches: Sequence[FrozenBatch], islands: Sequence[str]) -> bool:
-    """Whether there is a safe scale with these modules in float32, verified by passes with them."""
-    modules = [module for module, name in module_names(context.models).items() if name in islands]
-    parameters = (p for model in context.models for p in model.parameters())
-    device_type = next((p.device.type for p in parameters), "cpu")
-    with meanwhile_in_float32(modules, device_type):
-        try:
-            rest = predict(context, batches)
-            low, top = rest.smallest_scale_log2(FLUSHED_LIMIT), rest.first_overflow_log2 - 1
-            return low <= top and not observe(context, batches, choice_of(low, top), rest).overflow
-        except (LossScaleError, RuntimeError):  # the trial's own code may not take float32 there
-            return False
+        return Verdict.BF16
+    return Verdict.DEFAULT if low <= DEFAULT_LOG2 <= top else Verdict.SCALE
 
 
 def _alone(prediction: Prediction, module: str) -> Prediction:
     return prediction.of(lambda name: name == module)
-
-
-def _leading(prediction: Prediction, order: Sequence[str]) -> tuple[str, ...]:
-    """The shortest beginning of `order` without which the other modules have a safe scale."""
-    for count in range(1, min(_MOST_ISLANDS, (len(order) - 1) // 2) + 1):
-        islands = order[:count]
-        if OUTSIDE in islands or WHOLE_MODEL in islands:
-            return ()
-        rest = prediction.of(lambda name, islands=islands: name not in islands)  # type: ignore[misc]
-        if rest.smallest_scale_log2(FLUSHED_LIMIT) < rest.first_overflow_log2:
-            return tuple(islands)
-    return ()

@@ -107,7 +107,7 @@ class OpenTrial:
         """Score the loss scale on so many batches; the trial cannot be used afterwards."""
         return score(self.trial, self.context, batches)
 
-    def find(self, batches: int, *, name: str | None = None, sweep: bool = False) -> FoundScale:
+    def find(self, batches: int, *, name: str | None = None) -> FoundScale:
         """Find the loss scale on so many batches; the trial cannot be used afterwards."""
         return find_in_trial(
             name or self.experiment.name,
@@ -115,7 +115,6 @@ class OpenTrial:
             self.context,
             batches,
             latest_checkpoint=self.latest_checkpoint,
-            sweep=sweep,
         )
 
 

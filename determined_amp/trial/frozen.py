@@ -57,7 +57,6 @@ def find_in_trial(
     batches: int,
     *,
     latest_checkpoint: str | None = None,
-    sweep: bool = False,
 ) -> FoundScale:
     """Find the initial loss scale of a trial; the trial cannot be used afterwards.
 
@@ -67,7 +66,6 @@ def find_in_trial(
         context: Its context.
         batches: Number of training batches to use.
         latest_checkpoint: The checkpoint to start from, in the context's checkpoint storage.
-        sweep: Also measure every shown scale in float16.
 
     Raises:
         LossScaleError: if the trial has no loss scale, or none can be found.
@@ -75,7 +73,7 @@ def find_in_trial(
     wrapped_scaler(context)
 
     def work(frozen: Sequence[FrozenBatch]) -> FoundScale:
-        return _find(name, context, frozen, sweep=sweep)
+        return _find(name, context, frozen)
 
     return in_training(trial, context, batches, work, latest_checkpoint)
 
@@ -137,11 +135,9 @@ def _find(
     name: str,
     context: pytorch.PyTorchTrialContext,
     frozen: Sequence[FrozenBatch],
-    *,
-    sweep: bool = False,
 ) -> FoundScale:
     scaler, amp = wrapped_scaler(context), MixedPrecision.of(context)
-    finding = find(context, frozen, sweep=sweep)
+    finding = find(context, frozen)
     run = run_now(
         name,
         context.device,
