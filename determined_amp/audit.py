@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from determined_amp.amp.errors import ConfigError, UserError
+from determined_amp.amp.errors import ConfigError, UserError, one_line
 from determined_amp.amp.loop import AmpLoop
 from determined_amp.amp.metric_names import AuditMetricName
 from determined_amp.amp.precision import DeviceSupport
-from determined_amp.amp.replay import undisturbed
+from determined_amp.amp.replay import own_copy, undisturbed
 from determined_amp.amp.settings import Precision
 from determined_amp.amp.tensors import has_closure
 
@@ -55,8 +55,8 @@ _RESULT = "out_val" if "out_val" in _FORMULA.parameters else "out"
 class ProductCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts products and casts by dtype. It does not synchronise.
 
-    It changes no result but one: torch casts the products of `nn.Bilinear` within their kernel,
-    which it does not do while they are counted.
+    Count a rehearsal, never a batch that is trained: while a mode watches, autocast does not reach
+    the products inside some operations, such as those of `nn.Bilinear` and `torch.sparse.mm`.
 
     The backward is counted too, because autograd's threads inherit the mode.
 
@@ -202,25 +202,35 @@ def audited(
     on_done: Callable[[Audit], None],
     *,
     has_tf32: bool,
+    rehearse: Callable[..., object],
 ) -> None:
-    """Audit the next batch that `trial` trains, in any training loop.
+    """Audit a rehearsal of the next batch that `trial` trains, in any training loop.
 
     Args:
-        trial: The trial. Its `train_batch` is replaced for the audited batch, then restored.
+        trial: The trial. Its `train_batch` is replaced until its next call.
         precision: The precision that the YAML asks for.
-        on_done: Called with the audit if it passes. Otherwise `train_batch` raises `AuditError`.
+        on_done: Called with the audit if it passes, before the batch is trained. Otherwise
+            `train_batch` raises `AuditError`. An error of the rehearsal is the trial's if the batch
+            cannot be trained either; if it can, a warning says that there was no audit.
         has_tf32: Whether the device has TF32.
+        rehearse: Called with the arguments of `train_batch`; trains a batch of its own.
     """
     train_batch = trial.train_batch
 
-    def audited_batch(*args: Any, **kwargs: Any) -> Any:
+    def audit_and_train(batch: Any, **indices: Any) -> Any:
         trial.train_batch = train_batch  # type: ignore[method-assign]  # as it was
-        with ProductCount() as count:
-            metrics = train_batch(*args, **kwargs)
+        try:
+            with ProductCount() as count:
+                rehearse(batch=own_copy(batch), **indices)
+        except Exception as error:  # whatever the trial raises
+            metrics = train_batch(batch=batch, **indices)
+            logger.warning("the first batch is trained, but not audited: %s", one_line(error))
+            return metrics
         on_done(_judged(precision, count, has_tf32=has_tf32))
-        return metrics
+        return train_batch(batch=batch, **indices)
 
-    trial.train_batch = audited_batch  # type: ignore[method-assign]  # for one call
+    once: Any = audit_and_train
+    trial.train_batch = once  # type: ignore[method-assign]  # for one call
 
 
 def audit_loss(amp: AmpLoop, loss_fn: Callable[[Any], torch.Tensor], batch: Any) -> Audit:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from determined import pytorch
 from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
@@ -28,7 +32,7 @@ from determined_amp.experiment.overrides import with_overrides
 from determined_amp.local.open_trial import audit_here
 from tests import training
 from tests.harness import fit, same_bits
-from tests.trials import Converted
+from tests.trials import CLASSES, FEATURES, Converted
 
 pytestmark = pytest.mark.usefixtures("_switches_restored")
 
@@ -223,11 +227,11 @@ class TestAudited:
     def test_audit_counts_one_batch_and_puts_train_batch_back(self) -> None:
         trial, audits = trial_of(multiply), list[Audit]()
         before = trial.train_batch
-        audited(trial, Precision.FP32, audits.append, has_tf32=False)
+        audited(trial, Precision.FP32, audits.append, has_tf32=False, rehearse=before)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         for _ in range(3):
-            assert torch.equal(trial.train_batch(), multiply())
+            assert torch.equal(trial.train_batch(batch=0), multiply())
         assert [audit.flops for audit in audits] == [{("mm", FP32): 60}]
         assert trial.train_batch is before
 
@@ -236,16 +240,35 @@ class TestAudited:
         """Embeddings, a recurrent layer, a batch that trains nothing: no sign of a mistake."""
         audits: list[Audit] = []
         trial = trial_of(lambda: torch.ones(2) + 1)
-        audited(trial, precision, audits.append, has_tf32=False)
-        trial.train_batch()
+        own = trial.train_batch
+        audited(trial, precision, audits.append, has_tf32=False, rehearse=own)
+        trial.train_batch(batch=0)
         (audit,) = audits
         assert (audit.total_flops, audit.failure()) == (0, None)
 
     def test_error_in_an_audited_batch_is_its_own(self) -> None:
         trial = trial_of(lambda: 1 / 0)
-        audited(trial, Precision.FP32, lambda audit: pytest.fail("judged"), has_tf32=False)
+        own, judged = trial.train_batch, list[Audit]()
+        audited(trial, Precision.FP32, judged.append, has_tf32=False, rehearse=own)
         with pytest.raises(ZeroDivisionError):
-            trial.train_batch()
+            trial.train_batch(batch=0)
+        assert not judged
+
+    def test_error_of_the_rehearsal_alone_costs_the_audit_and_not_the_run(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trial, judged = trial_of(multiply), list[Audit]()
+        audited(
+            trial,
+            Precision.FP32,
+            judged.append,
+            has_tf32=False,
+            rehearse=lambda batch: batch / 0,
+        )
+        assert torch.equal(trial.train_batch(batch=1), multiply())
+        assert not judged
+        (line,) = caplog.messages
+        assert line == "the first batch is trained, but not audited: division by zero"
 
     @pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16"])
     def test_audited_training_is_the_same_to_the_bit(self, precision: str) -> None:
@@ -257,6 +280,83 @@ class TestAudited:
         pairs = zip(with_audit.reports.training, without.reports.training, strict=True)
         more = [set(ours) - set(theirs) for ours, theirs in pairs]
         assert more == [{"watch_audit_share"}, set(), set()]
+
+
+class HiddenProducts(Converted):
+    """Products that autocast does not reach while a dispatch mode watches."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        self.mixing = torch.eye(FEATURES).to_sparse()
+        super().__init__(context)
+
+    def net(self) -> nn.Module:
+        return nn.ModuleDict({"pair": nn.Bilinear(FEATURES, FEATURES, CLASSES)})
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, classes = batch
+        mixed = torch.sparse.mm(self.mixing, inputs.T).T
+        model: Any = getattr(self.model, "module", self.model)
+        return functional.cross_entropy(model["pair"](inputs, mixed.float()).float(), classes)
+
+
+class Keeps(Converted):
+    """Keeps a count, a queue, a rate of its own, and an average of its own from batch to batch."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+        super().__init__(context)
+        self.calls, self.queue, self.sum = 0, deque[float](maxlen=3), torch.zeros(())
+        self.meter = SimpleNamespace(count=0)
+        self.teacher = copy.deepcopy(self.model)
+        self.lock = threading.Lock()  # cannot be copied
+        self.group = self.optimizer.param_groups[0]
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        self.calls += 1
+        self.meter.count += 1
+        self.queue.append(float(batch[0].sum()))
+        self.sum += batch[0].sum()
+        self.group["eps"] *= 2.0
+        with torch.no_grad():
+            for mean, weight in zip(
+                self.teacher.parameters(), self.model.parameters(), strict=True
+            ):
+                mean.lerp_(weight, 0.1 * self.calls)
+        batch[0].mul_(1 + 0.01 * self.calls)
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+    def kept(self) -> list[Any]:
+        teacher = self.teacher.state_dict()
+        return [
+            self.calls,
+            self.meter.count,
+            list(self.queue),
+            self.sum,
+            self.group["eps"],
+            teacher,
+        ]
+
+
+@pytest.mark.parametrize("precision", [p.value for p in Precision])
+def test_resume_of_products_hidden_from_autocast_is_equal_to_the_bit(precision: str) -> None:
+    """A resumed run audits its first batch: with a mode around it, these rounded otherwise."""
+    amp = {"precision": precision, "init_scale": 64.0}
+    whole, first = (fit(HiddenProducts, amp, batches=batches) for batches in (4, 2))
+    resumed = fit(HiddenProducts, amp, batches=4, resume=first)
+    unwatched = fit(HiddenProducts, {**amp, "audit": False}, batches=4)
+    states = [each.trial.model.state_dict() for each in (whole, resumed, unwatched)]
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
+def test_what_a_trial_keeps_does_not_see_the_rehearsal(precision: str) -> None:
+    amp = {"precision": precision, "init_scale": 64.0}
+    audited_run, unwatched = (
+        fit(Keeps, {**amp, "audit": audit}, batches=3) for audit in (True, False)
+    )
+    assert "watch_audit_share" in audited_run.reports.training[0]  # the control
+    assert audited_run.trial.calls == 3
+    assert same_bits(audited_run.trial.kept(), unwatched.trial.kept())
+    assert same_bits(audited_run.checkpoint, unwatched.checkpoint)
 
 
 def test_audit_is_logged_once_and_reported_once_by_the_chief(

@@ -111,6 +111,11 @@ def test_two_ranks_train_an_unmodified_trial_as_the_converted_one(folder: Path) 
     assert len({first["Plain"], first["Converted"], second["Plain"], second["Converted"]}) == 1
 
 
+def test_two_ranks_that_rehearse_a_batch_train_as_without_an_audit(folder: Path) -> None:
+    ranks = lines_of(folder, "audited")
+    assert len({weights for rank in ranks for weights in rank["weights"]}) == 1
+
+
 def test_two_ranks_find_the_same_scale_where_one_has_larger_gradients(folder: Path) -> None:
     first, second = lines_of(folder, "found")
     assert first["scale"] == second["scale"] < 2.0**12

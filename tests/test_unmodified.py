@@ -815,7 +815,7 @@ def test_run_without_any_step_is_said_once(
 
 
 def test_parameter_without_a_number_is_trained_and_searched_a_scale_for(tmp_path: Path) -> None:
-    amp = {"precision": "amp_fp16", "init_scale": 1024.0}
+    amp = {"precision": "amp_fp16", "init_scale": 1024.0, "audit": False}
     assert way(HoldsNothing, amp).still == [*range(8)]
     with core_context_of(tmp_path) as core_context:
         context = context_of(core_context, {"global_batch_size": 4, "amp": amp})

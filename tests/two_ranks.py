@@ -157,6 +157,27 @@ def unmodified() -> dict[str, Any]:
     }
 
 
+class Counts(Plain):
+    """Counts its batches, and the count moves its loss."""
+
+    batches = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.batches += 1
+        return super().loss(batch) * self.batches
+
+
+def audited() -> dict[str, Any]:
+    """Hashes of what was trained with an audit and without one, converted and unmodified."""
+    trained = []
+    for audit in (True, False):
+        amp = {"precision": "amp_bf16", "audit": audit}
+        with process_group() as processes:
+            made = fit_as_it_is(Counts, amp, batches=4, processes=processes)
+        trained.append(training.digest([model.state_dict() for model in made.context.models]))
+    return {"audited": processes.rank, "weights": trained}
+
+
 class LoudOnOneRank(Plain):
     """The inputs of the second rank are 2^8 times as large, and so are its gradients."""
 
@@ -300,6 +321,7 @@ def main(rank: int, folder: Path) -> None:
     say(seen)
     say(two_weights())
     say(unmodified())
+    say(audited())
     say(found())
     say(own_loop(torch_alone=False))
     say(own_loop(torch_alone=True))

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
 
 from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.compiled import as_written
 from determined_amp.amp.patched import patched
 from determined_amp.amp.tensors import parameters_in, tensors_of
+
+_NEVER_COPIED = (Dataset, DataLoader, types.MethodType)
 
 
 def own_copy(batch: Any, *, shared: bool = False) -> Any:
@@ -117,8 +121,8 @@ def undisturbed(
     """Train a batch in this block, then restore all state.
 
     Gradients are enabled and the models are in training mode, even during a validation. Weights
-    (some trials clip or average them themselves), gradients, buffers, modes and random state are
-    restored. DistributedDataParallel exchanges nothing.
+    (some trials clip or average them themselves), gradients, buffers, modes, settings of the
+    optimizers and random state are restored. DistributedDataParallel exchanges nothing.
     """
     parameters = {p: p.grad for p in parameters_in(models, optimizers)}
     weights = [(p, p.detach().clone()) for p in parameters if not is_lazy(p)]
@@ -135,6 +139,7 @@ def undisturbed(
     numpy: Any = sys.modules.get("numpy")  # a batch that draws from it has imported it
     numpys = numpy.random.get_state() if numpy else None
     with ExitStack() as stack:
+        stack.enter_context(_settings_kept(optimizers))
         stack.enter_context(as_written())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=list(devices)))
@@ -164,6 +169,42 @@ def undisturbed(
             random.setstate(pythons)
             if numpy:
                 numpy.random.set_state(numpys)
+
+
+@contextmanager
+def attributes_apart(owner: object, shared: Iterable[object]) -> Iterator[None]:
+    """Give an object copies of its attributes in this block, and its own attributes after it.
+
+    So a counter or a queue that it keeps does not see a batch that is trained in the block.
+
+    Args:
+        owner: Whose attributes are copied, such as a trial.
+        shared: Objects that are not copied, wherever they are met. Neither are data sets, methods,
+            and what cannot be copied.
+    """
+    attributes = vars(owner)
+    own = dict(attributes)
+    memo = {id(each): each for each in (owner, *shared)}
+    for name, value in own.items():
+        if not isinstance(value, _NEVER_COPIED):
+            with suppress(Exception):  # copying runs code of the attribute's own
+                attributes[name] = copy.deepcopy(value, memo)
+    try:
+        yield
+    finally:
+        attributes.clear()
+        attributes.update(own)
+
+
+@contextmanager
+def _settings_kept(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    before = [dict(group) for group in groups]
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, before, strict=True):
+            group.update(settings)
 
 
 def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:

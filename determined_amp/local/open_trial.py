@@ -173,7 +173,9 @@ def audit_here(
             amp.guard.enabled = False  # otherwise it audits the batch as well
             amp.finds_scale = False
         has_tf32 = DeviceSupport.of(context.device).tf32
-        audited(opened.trial, precision or Precision.FP32, stop, has_tf32=has_tf32)
+        asked = precision or Precision.FP32
+        rehearse = opened.trial.train_batch  # nothing is trained after it
+        audited(opened.trial, asked, stop, has_tf32=has_tf32, rehearse=rehearse)
         try:
             with controlled_by(SafeController):
                 trainer = pytorch.Trainer(opened.trial, context)

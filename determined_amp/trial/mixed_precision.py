@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import determined as det
@@ -23,8 +23,9 @@ from determined_amp.amp.core import AmpCore
 from determined_amp.amp.errors import ConfigError, UserError
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import DeviceSupport, described, warn_of_slow_operations
-from determined_amp.amp.replay import NewestBatch
+from determined_amp.amp.replay import NewestBatch, attributes_apart, undisturbed
 from determined_amp.amp.settings import AmpSettings
+from determined_amp.amp.tensors import parameters_in
 from determined_amp.audit import AuditMetrics, audited
 from determined_amp.experiment.errors import ending_the_program, print_uncaught_user_errors
 from determined_amp.experiment.experiment import constants
@@ -324,12 +325,33 @@ class MixedPrecision(ResumedTraining):
 
     def _watch(self, trial: pytorch.PyTorchTrial) -> None:
         """Keep the newest batch for the guard, and audit the first one."""
-        self._newest = NewestBatch(trial.train_batch)
+        train_batch = trial.train_batch
+        self._newest = NewestBatch(train_batch)
         self._patches.enter_context(patched(trial, "train_batch", self._watched_train_batch))
         if self._audit_metrics is not None:
             has_tf32 = DeviceSupport.of(self.device).tf32
             on_done, precision = self._audit_metrics.add, self.settings.precision
-            audited(trial, precision, on_done, has_tf32=has_tf32)
+
+            def rehearse(**batch: Any) -> None:
+                with self._rehearsing(trial):
+                    train_batch(**batch)
+
+            audited(trial, precision, on_done, has_tf32=has_tf32, rehearse=rehearse)
+
+    @contextmanager
+    def _rehearsing(self, trial: pytorch.PyTorchTrial) -> Iterator[None]:
+        """Train a batch without a trace in this block, also none in the trial's own attributes."""
+        context = self._context
+        modules = [module for model in context.models for module in model.modules()]
+        tensors = parameters_in(context.models, context.optimizers)
+        owners = [owner for owner, _ in self._others_that_step()]
+        shared = [self, context, *vars(context).values(), *owners, *modules, *tensors]
+        with (
+            self.without_steps(),
+            attributes_apart(trial, [*shared, *context.optimizers]),
+            undisturbed(*context.models, optimizers=context.optimizers),
+        ):
+            yield
 
     def _watched_train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         assert self._newest is not None
