@@ -30,8 +30,8 @@ from determined_amp.check import doctor, watching
 from determined_amp.check import probe as probes
 from determined_amp.check.advice import ADVICE
 from determined_amp.check.finding import Findings, Level
+from determined_amp.check.judge import judge
 from determined_amp.check.record import Record
-from determined_amp.check.rules import judge
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from tests import habits, test_amp_examples
 from tests.training import ROOT
@@ -1405,7 +1405,7 @@ def test_watching_leaves_torch_as_it_was_and_a_training_undisturbed() -> None:
     owners: list[Any] = [torch.amp.GradScaler, torch.Tensor, torch.optim.Optimizer, nn.Module]
     before = [dict(vars(owner)) for owner in owners]
     plain = test_amp_examples.clipped()
-    with watching(overflows=()):
+    with watching(overflows=(), moves_scale=False):
         watched = test_amp_examples.clipped()
     assert [dict(vars(owner)) for owner in owners] == before
     assert not function_modes()  # type: ignore[no-untyped-call]

@@ -35,14 +35,45 @@ _SCALED = (
     "self.context.backward(scaler.scale(loss))",
     "scaler.scale(loss).backward()",
 )
-_IF_APPLIED = "before = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() >= before:\n"
+_ON_APPLIED = (
+    "optimizer.register_step_post_hook(lambda *_: scheduler.step())  # once, not in each step:\n"
+    "# the hook runs on applied steps alone, but with fused=True, which needs determined_amp"
+)
 _APPLIED = (
     "self.amp.wrap_lr_scheduler(scheduler)  # determined_amp: moves on applied steps alone\n"
-    f"# or, with step_mode MANUAL_STEP:\n{_IF_APPLIED}    scheduler.step()",
-    f"{_IF_APPLIED}    scheduler.step()",
+    f"# or, with step_mode MANUAL_STEP:\n{_ON_APPLIED}",
+    _ON_APPLIED,
 )
 
 ADVICE = {
+    "no_steps": Advice(
+        "the scaler skips steps that no loss scale explains",
+        "with torch.autocast(self.context.device.type, enabled=False):\n"
+        "    output = module(inputs.float())  # around what is first not finite\n"
+        "# or dtype=torch.bfloat16, which has the range of float32",
+        'with torch.autocast("cuda", enabled=False):\n'
+        "    output = module(inputs.float())  # around what is first not finite\n"
+        "# or dtype=torch.bfloat16, which has the range of float32",
+    ),
+    "not_finite": Advice(
+        "the training ends with numbers that are not finite",
+        "if not loss.isfinite(): look at the batch  # an outlier, or a forward beyond 65504\n"
+        "# running statistics: keep their module in float32, with enabled=False",
+    ),
+    "stale_casts": Advice(
+        "the forward uses casts of weights from before a step: autocast keeps them to its end",
+        "for step in steps:\n    with torch.autocast(...):  # one region for each forward\n"
+        "        loss = ...",
+    ),
+    "not_zeroed": Advice(
+        "gradients are not zeroed after a step has used them",
+        "leave out auto_zero_grads=False, or call optimizer.zero_grad() after each step",
+        "optimizer.zero_grad()  # after each step, skipped or not",
+    ),
+    "scales_mixed": Advice(
+        "gradients of losses with different scales are added up for one step",
+        "optimizer.zero_grad()  # before the backward of its own loss",
+    ),
     "unscaled_loss": Advice(
         "the backward starts at a loss that was not scaled, and the scaler divides its gradients",
         *_SCALED,
@@ -71,6 +102,18 @@ ADVICE = {
     "no_gradients": Advice(
         "an optimizer steps whose parameters have no gradients, which GradScaler refuses",
         "step the optimizers that have gradients in this batch alone",
+    ),
+    "loss_cut_off": Advice(
+        "the loss is cut off from the parameters: it is a new tensor, which knows none of them",
+        "loss = loss_fn(output, labels)  # not torch.tensor(loss...), .item(), .detach()",
+    ),
+    "constant_loss": Advice(
+        "the loss of this batch is a constant, which no parameter has a part in",
+        "loss = output.sum() * 0.0  # a zero that has the graph; or leave the batch out",
+    ),
+    "other_parameters": Advice(
+        "the optimizer holds other parameters than the model that trains",
+        "optimizer = Optimizer(model.parameters())  # after .to(), deepcopy and new layers",
     ),
     "clip_scaled": Advice("gradients are clipped by norm while they are scaled", *_CLIP),
     "clip_value_scaled": Advice(

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from determined_amp.check.finding import Finding, Findings, Level
 from determined_amp.check.fresh_process import run_afresh
-from determined_amp.check.probe import Probe
+from determined_amp.check.judge import judge, without_consequences
+from determined_amp.check.probe import RESUMED, Probe
 from determined_amp.check.record import Record
-from determined_amp.check.rules import found, judge, number
+from determined_amp.check.ruling import found, number
+from determined_amp.check.scale_moves import Moves
 from determined_amp.check.stand_in import ONLY_ON_A_GPU
 from determined_amp.experiment.files import temporary_folder
 
-# Two scales at which the gradients of a step must be the same, and how much they may differ. Above
-# the second limit that is no chance; below it, two runs at the same scale must not differ.
-SCALES = (16.0, 4096.0)
-_MAY_DEPEND, _DEPENDS = 1.01, 1.5
-_SAME = 1.001
+# The loss scale of the run in float32 that moves it. Float32 needs none, so it may go down to 1.
+_SCALE = 4096.0
+_MOVES = Moves(by=_SCALE, least=1.0)
 
-# Runs at most: one, one less disturbed, its resume, two at one scale and one at another.
-RUNS = 6
+# Steps of that run: half of them with another scale.
+_STEPS = 17
+
+# Runs at most: one, one less disturbed, its resume, and one that moves the scale.
+RUNS = 4
+
+# Findings that follow from calls, and that the measured update refutes.
+_REFUTED = {"unscaled_loss", "unscaled_twice"}
 
 Run = Callable[[Probe], Record]
-
-# Faults that say why gradients depend on the scale.
-_EXPLAIN = {
-    *("unscaled_loss", "unscaled_twice", "step_without_scaler", "unscale_in_window"),
-    *("clip_scaled", "clip_value_scaled", "clip_by_hand_scaled", "penalty_scaled"),
-    *("half_weights", "raised", "no_loss_scale", "nan_hidden", "update_missing"),
-    *("beyond_float16", "mixed_dtypes", "no_16_bit_kernel"),
-}
 
 
 def examine(
@@ -73,19 +70,13 @@ def examine(
             resumed = run(replace(first, resumes=True, saves=False))
             findings.all += _lost_by_resume(record, resumed)
     if any(scaler.used for scaler in record.scalers) and record.error is None:
-        notify("training two steps at each of two loss scales, in float32")
+        notify("training while the loss scale moves, in float32")
         with temporary_folder() as folder:
-            short = replace(first, folder=folder, saves=False, windows=2, overflows=())
-            low, high = (run(replace(short, scale=scale)) for scale in SCALES)
-            ratio = _ratio(low, high)
-            if _MAY_DEPEND < ratio <= _DEPENDS:
-                repeated = run(replace(short, scale=SCALES[0]))
-                if _ratio(low, repeated) > _SAME:
-                    ratio = 1.0  # it draws numbers that no seed fixes
-        if not _EXPLAIN & {finding.key for finding in findings.faults}:
-            findings.all += _by_the_scale(record, ratio)
+            moving = Probe(config, source, trial, folder, _STEPS, (), _SCALE, _MOVES)
+            _compare(findings, run(moving))
     if not record.has_cuda:
         findings.notes.append(ONLY_ON_A_GPU)
+    findings.all = without_consequences(findings.all)
     findings.sort()
     return findings
 
@@ -128,22 +119,31 @@ def _lost_by_resume(before: Record, after: Record) -> Iterator[Finding]:
         if old != new:
             effect = f"{schedule.kind} was at step {old} and is at step {new} after resume"
             yield found("schedule_not_saved", [schedule.where], effect)
+            return
+    for optimizer in range(before.optimizers):
+        went_on = [s for s in before.of("step") if s.optimizer == optimizer and s.after_save]
+        resumed_steps = [s for s in after.of("step") if s.optimizer == optimizer]
+        pairs = list(zip(went_on, resumed_steps, strict=False))[:RESUMED]
+        if any(one.skipped or other.skipped for one, other in pairs):
+            continue
+        for count, (one, other) in enumerate(pairs, 1):
+            if one.rates != other.rates:
+                was, now = (number(float(step.rates[0])) for step in (one, other))
+                effect = f"step {count} after a resume has the rate {now}; without a break {was}"
+                yield found("schedule_not_saved", before.rates_set_at, effect)
+                return
 
 
-def _by_the_scale(record: Record, ratio: float) -> Iterator[Finding]:
-    """Whether gradients of the same steps differ between two scales, and no rule says why."""
-    if ratio > _MAY_DEPEND:
-        scales = " to ".join(map(number, SCALES))
-        effect = f"from scale {scales} the gradients of a step change {ratio:.3g} times"
-        scaled = [step for step in record.of("step") if step.scaled][:1]
-        yield found("depends_on_scale", scaled, effect)
+def _compare(findings: Findings, moved: Record) -> None:
+    """Add what a run shows whose scale moved, and drop what it refutes.
 
-
-def _ratio(one: Record, other: Record) -> float:
-    """The largest ratio of the norms of gradients in the first two steps; 1 if they are equal."""
-    ratios = [1.0]
-    steps = ([step for window in run.complete for step in window.steps] for run in (one, other))
-    for mine, theirs in list(zip(*steps, strict=False))[:2]:
-        if 0 < mine.norm * theirs.norm < math.inf:
-            ratios += [mine.norm / theirs.norm, theirs.norm / mine.norm]
-    return max(ratios)
+    Args:
+        findings: Those of a run whose scale did not move.
+        moved: The run whose scale did.
+    """
+    shown = judge(moved)
+    keys = {finding.key for finding in shown}
+    if moved.error is None:
+        findings.all = [f for f in findings if f.key not in _REFUTED - keys]
+    findings.all += [finding for finding in shown if finding.key == "depends_on_scale"]
+    findings.all = without_consequences(findings.all)

@@ -35,6 +35,7 @@ class Loss:
     has_gradient: bool = False  # it is several numbers, so the backward begins with a gradient
     penalty: float | None = None  # scale of gradients that are a part of it and were not unscaled
     in_part: bool = False  # only a part of it was scaled
+    leaf: bool = False  # it was not computed from anything
 
 
 def mark(scaled: Any, losses: Any, scale: float, scaler: int) -> None:
@@ -62,7 +63,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
     tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
     roots: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
     if not roots or tensors[0].grad_fn is None:
-        return Loss()
+        return Loss(leaf=True)
     chain = _chain(roots[0], scales)
     (scale, scaler), penalty = _deeper(roots[0])
     if chain.scale is not None:
@@ -79,6 +80,7 @@ def loss_of(outputs: Any, scales: Sequence[float]) -> Loss:
         hides_nan=chain.hides_nan,
         has_gradient=tensors[0].numel() > 1,
         penalty=penalty,
+        leaf="AccumulateGrad" in name,
         in_part=_is_scaled_in_part([t.grad_fn for t in tensors if t.numel() == 1], scales),
     )
 

@@ -85,7 +85,7 @@ def text_at(where: Where | None) -> str:
 
 
 def users_sources() -> dict[str, str]:
-    """The text of each file of the user's that was imported."""
+    """The text of each file of the user's that was imported, by its path."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     theirs = (file for file in sorted(files) if file.endswith(".py") and is_users(file))
     return {file: "".join(linecache.getlines(file)) for file in theirs}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from determined import core, pytorch, util
+from determined import core, errors, pytorch, util
 from determined.common import storage
 from torch.utils.data import DataLoader
 
@@ -21,6 +21,7 @@ from determined_amp.amp.errors import UserError, one_line
 from determined_amp.amp.patched import patched
 from determined_amp.amp.replay import float16_as
 from determined_amp.check.record import Record
+from determined_amp.check.scale_moves import Moves
 from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import cpu_for_cuda
 from determined_amp.experiment.experiment import parse
@@ -41,6 +42,9 @@ from determined_amp.trial.unmodified import trial_of
 # Windows of batches in an epoch of the doctor's, and batches of a validation.
 _EPOCH, _VALIDATION = 4, 4
 
+# Steps before the checkpoint, not at the end of an epoch, and those that a resumed run makes.
+_SAVED, RESUMED = 10, 2
+
 # Seconds after which a run ends with what it has.
 _PATIENCE = 60.0
 
@@ -57,6 +61,7 @@ class Probe:
     overflows: tuple[int, ...] = OVERFLOWS  # those whose gradients are made to overflow
     # Instead of the initial loss scale, and all autocast in float32; None for neither.
     scale: float | None = None
+    moves: Moves | None = None  # of the loss scale in some windows
     resumes: bool = False  # from the checkpoint in `folder`
     saves: bool = False  # leaves one there
 
@@ -67,7 +72,7 @@ def run(probe: Probe) -> Record:
     Raises:
         UserError: if the configuration is wrong, or the trial cannot be made on this machine.
     """
-    spies = Spies(probe.overflows)
+    spies = Spies(probe.overflows, probe.moves)
     record = spies.record
     record.determined, record.has_cuda = True, torch.cuda.is_available()
     made = False
@@ -92,6 +97,7 @@ def run(probe: Probe) -> Record:
                 max_length=pytorch.Batch(1_000_000 if probe.resumes else batches),
                 reporting_period=pytorch.Batch(1),
                 validation_period=pytorch.Batch(_EPOCH * record.aggregation),
+                checkpoint_period=pytorch.Batch(_SAVED * record.aggregation),
                 checkpoint_policy="none",
                 latest_checkpoint=checkpoints[0] if probe.resumes else None,
             )
@@ -99,8 +105,10 @@ def run(probe: Probe) -> Record:
         pass
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
-        if not made:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an `InvalidExperimentException` is no `Exception`
+        if not (made or isinstance(error, errors.InvalidExperimentException)):
             at = f" at {record.raised}" if record.raised else ""
             raise UserError(
                 f"the trial cannot be made on this machine: {type(error).__name__}{at}: "
@@ -188,13 +196,15 @@ class Examined(SafeController):
         spies = self._spies
         if self._probe.resumes and not spies.record.batches:
             spies.take_state("start")
+            spies.record.saved = False
         spies.begin_batch()
         try:
             metrics: dict[str, Any] = super()._train_batch(batch, epoch_idx, batch_idx)
         finally:
             spies.end_batch()
-        steps = Counter(w.optimizer for w in spies.record.windows if w.steps)
-        enough = max(steps.values(), default=0) >= self._probe.windows or self._probe.resumes
+        steps = Counter(step.optimizer for step in spies.record.of("step"))
+        wanted = RESUMED if self._probe.resumes else self._probe.windows
+        enough = max(steps.values(), default=0) >= wanted
         if enough or time.monotonic() - self._began > _PATIENCE:
             self.context.set_stop_requested(True)
         return metrics
@@ -218,9 +228,10 @@ class Examined(SafeController):
 
     def _checkpoint(self, already_exiting: bool) -> None:
         assert self.state
-        self._spies.take_state("end")
-        if self._probe.saves:
-            super()._checkpoint(already_exiting)
+        if not self._spies.record.saved:
+            self._spies.take_state("end")
+            if self._probe.saves:
+                super()._checkpoint(already_exiting)
         self.state.last_ckpt = self.state.batches_trained
 
     def _compare_metrics(self) -> None:

@@ -19,13 +19,18 @@ class Event(SimpleNamespace):
 
     | kind | |
     |---|---|
-    | `backward` | its `loss`, whether under `autocast`, the factors of what it was added `onto` |
+    | `backward` | its `loss`, whether under `autocast`, the factors of what it was added `onto`, |
+    | | whether the loss is `finite`, how many optimizers it `reached`, the norm of what it |
+    | | `added`, the largest `scale` then |
     | `changed` | norm and peak of gradients `before` and `after` it, and their `factor` then |
     | `unscale` | whether `in_step` of the scaler |
     | `clip` | `of` norm or value, to what `limit`, the `norm` it saw, `factors` of the gradients |
     | `zero_grad` | |
     | `step` | of which `optimizer`, `scaled` by a scaler or not, `skipped`, `again` with the same |
-    | | gradients; their `norm`, `factor` and `backwards`, `updates` of the scale since; `rates` |
+    | | gradients; their `norm`, and what it was `unscaled`, before a clip; their `factor` and |
+    | | `backwards`; `updates` of the scale since; `rates`; the `scale`, whether the doctor has |
+    | | `moved` it, and `disturbed` gradients; whether it is `after_save` of a checkpoint |
+    | `stale` | forward of a module whose weights autocast had cast before they changed |
     | `update` | the scale `after` it, whether `early`: while scaled gradients wait for a step |
     | `move` | of which `schedule` |
     | `autocast`, `autocast_off` | `dtype`, whether `explicit`, with `grad`, `in_batch` |
@@ -68,9 +73,16 @@ class Window:
     optimizer: int  # its number
     backwards: list[Event] = field(default_factory=list)  # whose gradients it has
     dropped: list[Event] = field(default_factory=list)  # zeroed before any step used them
+    lost: int = 0  # of the backwards, whose gradients were zeroed then
+    stale: int = 0  # gradients that an earlier step has used and that were not zeroed
     steps: list[Event] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)  # of its schedulers until the next backward
     forced: bool = False  # the doctor made it overflow
+
+    @property
+    def used(self) -> list[Event]:
+        """The backwards whose gradients a step uses."""
+        return self.backwards[self.lost :]
 
     @property
     def skipped(self) -> bool:
@@ -99,8 +111,12 @@ class Record:
     rates_set_at: list[Where] = field(default_factory=list)  # where no scheduler sets a rate
     # Validation metrics of the same weights: as they are, and in float32.
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)  # weights and buffers, at the end
+    first_overflow: str = ""  # what a forward has first that is not finite, and what helps
     error: tuple[str, str] | None = None  # what was raised: its type, its text
     raised: Where | None = None  # by which line
+    disturbed: bool = False  # when the doctor had made gradients overflow
+    saved: bool = False  # a checkpoint was made
     empty_scaler_state: bool = False  # its checkpoint has the state of a disabled scaler
     scales_of_ranks: list[list[float]] = field(default_factory=list)  # left by each update
 

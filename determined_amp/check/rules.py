@@ -1,111 +1,38 @@
-"""Judges a record by rules: pure functions from what a training did to what is wrong with it."""
+"""Rules that know a mistake and name its lines."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import pairwise
 
-from determined_amp.check.advice import ADVICE
-from determined_amp.check.finding import Finding, Findings, Level, Where
+from determined_amp.check.finding import Finding, Where
+from determined_amp.check.graph import Loss
+from determined_amp.check.invariants import power_of_steps
 from determined_amp.check.lines import is_users
 from determined_amp.check.record import Event, Record, Schedule, Window
+from determined_amp.check.ruling import (
+    COST,
+    FAULT,
+    SUSPICION,
+    Power,
+    count_of,
+    found,
+    number,
+    power_of,
+    rule,
+    share_of,
+    usual_steps,
+)
 from determined_amp.experiment.errors import name_in_16_bits
-
-Rule = Callable[[Record], Iterator[Finding]]
-Lines = Iterable[Event | Where | None]
-
-FAULT, SUSPICION, COST = Level.FAULT, Level.SUSPICION, Level.COST
-RULES: list[Rule] = []
 
 # A schedule that moves in this share of the steps moves by steps, not by epochs.
 _BY_STEPS = 0.75
 
 # Relative change of a validation metric by 16 bits that is no rounding, and one that may be some.
 _CHANGED, _MAYBE_CHANGED = 0.05, 0.01
-
-# Findings that say why an overflow was hidden.
-_HIDE_OVERFLOWS = {"clip_value_scaled", "clip_by_hand_scaled", "nan_hidden"}
-
-
-def judge(record: Record) -> Findings:
-    """All findings of one run. What two rules find on one line is one finding."""
-    by_place: dict[tuple[str, Where | None], Finding] = {}
-    for finding in (each for rule in RULES for each in rule(record)):
-        place = finding.key, finding.where[0] if finding.where else None
-        same = by_place.get(place)
-        effect = f"{same.effect}; {finding.effect}" if same else finding.effect
-        by_place[place] = replace(same or finding, effect=effect)
-    if _HIDE_OVERFLOWS & {key for key, _ in by_place}:
-        by_place = {
-            place: each for place, each in by_place.items() if place[0] != "overflow_hidden"
-        }
-    findings = Findings([*by_place.values()], seen=_seen(record))
-    if not record.determined:
-        findings.all = [replace(f, write=ADVICE[f.key].in_a_loop or f.write) for f in findings]
-    off = [scaler.where for scaler in record.scalers if not scaler.enabled]
-    if off and not record.is_amp:
-        findings.notes.append(f"the GradScaler of {off[0]} is switched off, so no AMP was examined")
-    findings.sort()
-    return findings
-
-
-def _seen(record: Record) -> str:
-    steps = record.of("step")
-    skipped = sum(step.skipped for step in steps)
-    dtypes = sorted({region.dtype for region in record.regions})
-    amp = f"autocast in {' and '.join(dtypes)}" if dtypes else "no autocast"
-    return (
-        f"{record.batches} batches, {len(steps) - skipped} steps, {skipped} skipped, {amp}, "
-        f"{'a GradScaler' if record.scales else 'no GradScaler'}"
-    )
-
-
-def found(key: str, at: Lines, effect: str, level: Level = FAULT) -> Finding:
-    """A finding at these lines, or at those of these events."""
-    lines = dict.fromkeys(each.where if isinstance(each, Event) else each for each in at)
-    where = tuple(line for line in lines if line is not None)
-    return Finding(key, level, ADVICE[key].sentence, where, effect, ADVICE[key].in_a_trial)
-
-
-def rule(judges: Rule) -> Rule:
-    """Let a function be one of the rules; equal levels are told in the order of the rules."""
-    RULES.append(judges)
-    return judges
-
-
-# What several rules ask or say.
-
-
-def _usual_steps(record: Record) -> list[Event]:
-    """Steps whose gradients are finite and were not touched by the doctor."""
-    return [
-        step
-        for window in record.windows
-        if not window.forced
-        for step in window.steps
-        if math.isfinite(step.norm) and step.norm > 0 and math.isfinite(step.factor)
-    ]
-
-
-def count_of(part: int, whole: int, what: str) -> str:
-    """Such as `1 of 12 steps`."""
-    return f"{part} of {whole} {what}{'' if whole == 1 else 's'}"
-
-
-def _share(record: Record, events: Sequence[Event]) -> str:
-    kind = events[0].kind
-    return count_of(len(events), len(record.of(kind)), kind)
-
-
-def number(value: float) -> str:
-    """Three digits, or all of a large whole number."""
-    if value >= 1000 and value == int(value):
-        return str(int(value))
-    return f"{value:.3g}"
 
 
 # Scaling, stepping, updating.
@@ -152,24 +79,33 @@ def _error(record: Record) -> Iterator[Finding]:
         # What one device lacks another may have: CUDA's autocast casts the arguments of some
         # operations for which that of a CPU does not.
         if key in (None, "no_16_bit_kernel") or _CAST_ON_CUDA.search(text):
-            level = SUSPICION
+            level = FAULT if kind == "InvalidExperimentException" else SUSPICION
     yield found(key or "raised", [record.raised], after, level)
 
 
 def _cause(record: Record, key: str) -> str:
     """The cause of an error of GradScaler that can have several."""
-    steps = record.of("step")
-    if key == "unscaled_twice" and _mixed(record):
-        return "unscale_in_window"
-    if key == "unscaled_twice" and _newest(record, "backward") > _newest(record, "unscale"):
-        return "update_missing"  # since the batch before
-    if key == "update_missing" and record.of("update"):
-        return "step_twice"
-    if key == "update_in_window" and not any(scaler.used for scaler in record.scalers):
-        return "no_loss_scale"
-    if key == "update_in_window" and steps and not steps[-1].scaled and steps[-1].factor > 1.5:
-        return "step_without_scaler"
+    if key == "no_gradients":
+        key = _why_no_gradients(record)
+    elif key == "unscaled_twice":
+        since_before = _newest(record, "backward") > _newest(record, "unscale")
+        key = "update_missing" if since_before else key
+        key = "unscale_in_window" if _mixed(record) else key
+    elif key == "update_missing":
+        key = "step_twice" if record.of("update") else key
+    elif key == "update_in_window":
+        past = [step for step in record.of("step")[-1:] if not step.scaled and step.factor > 1.5]
+        key = "step_without_scaler" if past else key
+        key = key if any(scaler.used for scaler in record.scalers) else "no_loss_scale"
     return key
+
+
+def _why_no_gradients(record: Record) -> str:
+    losses = record.of("backward")
+    trained = any(backward.reached for backward in losses)
+    if losses and losses[-1].loss.leaf:
+        return "constant_loss" if trained else "loss_cut_off"
+    return "no_gradients" if trained or not losses else "other_parameters"
 
 
 def _newest(record: Record, kind: str) -> int:
@@ -192,10 +128,11 @@ def _refusals(record: Record) -> Iterator[Finding]:
 @rule
 def _factors(record: Record) -> Iterator[Finding]:
     """The gradients of a step are not what the loss says."""
-    steps = _usual_steps(record)
+    steps = usual_steps(record)
     wrong: dict[str, list[Event]] = defaultdict(list)
+    right = {o for o in range(record.optimizers) if _is_right(power_of_steps(record, o))}
     for step in steps:
-        key = None if step.again else _wrong_factor(record, step)
+        key = None if step.again or step.optimizer in right else _wrong_factor(record, step)
         if key:
             wrong[key].append(step)
     for key, events in wrong.items():
@@ -213,6 +150,11 @@ def _factors(record: Record) -> Iterator[Finding]:
             if key == "unscaled_loss":
                 lines = [b for step in events for b in step.backwards if b.loss.scale is None]
         yield found(key, lines, f"{many} {effect}")
+
+
+def _is_right(power: Power | None) -> bool:
+    """Whether norms were seen not to follow the scale, whatever the calls looked like."""
+    return power is not None and power.measured >= 12 and abs(power.exponent) < 0.1
 
 
 def _wrong_factor(record: Record, step: Event) -> str | None:
@@ -244,10 +186,21 @@ def _faint(record: Record) -> Iterator[Finding]:
         if earlier.number < backward.number and backward.number not in mixed
     }
     faint = [b for b in unscaled if b.number in before or any(factor > 1 for factor in b.onto)]
+    faint = [b for b in faint if not _grows_with_scale(record, b)]
     faint += [b for b in record.of("backward") if b.loss.in_part]
     if faint and any(step.scaled for step in record.of("step")):
         effect = "added gradients that are divided by the scale and were never multiplied"
-        yield found("unscaled_loss", faint, f"{_share(record, faint)} {effect}")
+        yield found("unscaled_loss", faint, f"{share_of(record, faint)} {effect}")
+
+
+def _grows_with_scale(record: Record, backward: Event) -> bool:
+    """Whether what the backwards of a line add was seen to be multiplied by the scale after all.
+
+    As where a gradient of a scaled loss is handed on.
+    """
+    same = [b for b in record.of("backward") if b.where == backward.where]
+    power = power_of((b.scale, b.added) for b in same)
+    return power is not None and power.exponent > 0.5
 
 
 def _onto_unscaled(window: Window) -> list[Event]:
@@ -272,7 +225,7 @@ def _unscaled_early(record: Record) -> Iterator[Finding]:
     mixed = _mixed(record)
     if mixed and record.error is None:
         times = f"{number(mixed[-1].loss.scale)} times as large as those which were unscaled before"
-        effect = f"{_share(record, mixed)} added gradients that are {times}"
+        effect = f"{share_of(record, mixed)} added gradients that are {times}"
         lines = [event for event in record.of("unscale") if not event.in_step]
         yield found("unscale_in_window", lines, effect)
 
@@ -331,16 +284,6 @@ def _clips_by_hand(record: Record) -> Iterator[Finding]:
 
 
 @rule
-def _hidden_overflow(record: Record) -> Iterator[Finding]:
-    forced = [w for w in record.complete if w.forced and w.steps[0].scaled and not w.dropped]
-    first = [window.steps[0] for window in forced if not window.skipped]
-    stepped = [step for step in first if math.isfinite(step.norm)]
-    if stepped:
-        many = count_of(len(stepped), len(forced), "forced overflow")
-        yield found("overflow_hidden", stepped, f"{many} did not skip the step")
-
-
-@rule
 def _overflow_in_weights(record: Record) -> Iterator[Finding]:
     """Gradients were unscaled, and the optimizer stepped without asking what `unscale_` found."""
     forced = [window for window in record.complete if window.forced]
@@ -362,7 +305,9 @@ def _schedules(record: Record) -> Iterator[Finding]:
         windows = [w for w in record.complete if w.optimizer == schedule.optimizer]
         if any(move.schedule is schedule for move in record.of("move")):
             yield from _moves(record, schedule, windows)
-        elif len(windows) >= 3 and not schedule.wrapped and record.is_amp:
+        elif record.determined or record.epochs:
+            if len(windows) < 3 or schedule.wrapped or not record.is_amp:
+                continue
             yield _never(record, schedule, len(windows))
 
 
@@ -429,9 +374,9 @@ def _accumulation(record: Record) -> Iterator[Finding]:
         return
     last = several[-1]
     size, losses = len(last.backwards), [backward.loss for backward in last.backwards]
-    zeroed = [w for w in several if len(w.dropped) >= len(w.backwards) - 1]
+    zeroed = [window for window in several if window.lost]
     if len(zeroed) >= len(windows) - 1:
-        effect = f"{size - 1} of {size} micro-batches of each step are thrown away"
+        effect = f"{last.lost} of {size} micro-batches of each step are thrown away"
         level = FAULT if record.batches else SUSPICION
         yield found("zero_grad_in_window", [e for w in zeroed for e in w.dropped], effect, level)
     elif record.aggregation > 1 and record.averages:
@@ -439,10 +384,9 @@ def _accumulation(record: Record) -> Iterator[Finding]:
             effect = f"gradients are 1/{record.aggregation} of the mean over the window"
             level = SUSPICION if losses[-1].sums else FAULT
             yield found("loss_divided_twice", last.backwards, effect, level)
-    elif all(abs(loss.divisor - 1) < 1e-3 for loss in losses) and not _is_divided(record, last):
+    elif all(_is_whole_mean(loss) for loss in losses) and not _is_divided(record, last):
         effect = f"a step has {size} times the mean gradient of its {size} micro-batches"
-        is_sure = record.batches and all(loss.mean for loss in losses)
-        level = FAULT if is_sure else SUSPICION
+        level = FAULT if record.batches else SUSPICION
         yield found("loss_not_divided", last.backwards, effect, level)
 
 
@@ -454,6 +398,10 @@ def _is_accumulated(record: Record, window: Window) -> bool:
     batches = {backward.batch for backward in window.backwards}
     many = len(window.backwards)
     return many > 1 and (many == len(batches) or not record.batches)
+
+
+def _is_whole_mean(loss: Loss) -> bool:
+    return loss.mean and abs(loss.divisor - 1) < 1e-3
 
 
 def _is_divided(record: Record, window: Window) -> bool:
@@ -470,7 +418,7 @@ def _is_divided(record: Record, window: Window) -> bool:
 def _autocast(record: Record) -> Iterator[Finding]:
     inside = [backward for backward in record.of("backward") if backward.autocast]
     if inside:
-        yield found("autocast_backward", inside, f"{_share(record, inside)} ran under autocast")
+        yield found("autocast_backward", inside, f"{share_of(record, inside)} ran under autocast")
     if not record.mixes:
         return
     halves = {"float16", "bfloat16"} & record.weights
@@ -499,7 +447,7 @@ def _loss_in_16_bits(record: Record) -> Iterator[Finding]:
     for dtype, level, limit in limits if record.mixes else ():
         events = [backward for backward in losses if backward.loss.dtype == dtype]
         if events:
-            effect = f"{_share(record, events)} began at a loss in {dtype}: {limit}"
+            effect = f"{share_of(record, events)} began at a loss in {dtype}: {limit}"
             yield found("loss_16_bits", events, effect, level)
 
 
@@ -517,7 +465,7 @@ def _hidden_nan(record: Record) -> Iterator[Finding]:
     gradients = [event for event in record.of("hide") if event.of_gradient is not None]
     replaced = [event for event in record.of("hide") if event.hidden]
     if losses and record.mixes:
-        effect = f"{_share(record, losses)} began at a loss whose NaN would be 0"
+        effect = f"{share_of(record, losses)} began at a loss whose NaN would be 0"
         lines = [event for event in record.of("hide") if event.scalar and event.where]
         yield found("nan_hidden", lines or losses, effect)
         return
@@ -549,8 +497,10 @@ def _scaler_and_dtype(record: Record) -> Iterator[Finding]:
     waits = [step for step in record.of("step") if step.scaled]
     explicit = all(region.explicit for region in regions)
     if dtypes == {"bfloat16"} and record.scales and explicit and waits:
-        effect = f"{_share(record, waits)} asked the device whether to skip, for nothing"
+        effect = f"{share_of(record, waits)} asked the device whether to skip, for nothing"
         yield found("bfloat16_with_scaler", [scaler.where for scaler in enabled], effect)
+    if record.error is not None and "_scale is None" in record.error[1]:
+        return  # that is found with its line
     losses = [backward.loss for backward in record.of("backward")]
     if "float16" in dtypes and losses and not any(x.scale or x.divisor < 1 / 8 for x in losses):
         flush = "gradients of 16-bit products below 6e-8 are 0"

@@ -26,15 +26,23 @@ class Schedules:
     Args:
         record: What moves them is noted there.
         gradients_of: Tells the gradients of an optimizer.
+        spy_on: Watches a method of an object.
     """
 
-    def __init__(self, record: Record, gradients_of: Callable[[Optimizer], Gradients]) -> None:
+    def __init__(
+        self,
+        record: Record,
+        gradients_of: Callable[[Optimizer], Gradients],
+        spy_on: Callable[[Any, str, Callable[..., Any]], None],
+    ) -> None:
         self.known: dict[Any, Schedule] = {}
         self._record = record
         self._gradients_of = gradients_of
+        self._spy_on = spy_on
         self._outermost: Any = None  # of the schedulers that move now
 
     def spy_on_making(self, own: Callable[..., Any], it: Any, *args: Any, **kwargs: Any) -> None:
+        self._spy_on(it, "step", self.spy_on_step)
         self._run(own, it, *args, **kwargs)  # it moves to its first place
         self._meet(it)
 
@@ -74,7 +82,9 @@ class Schedules:
     def read_sources(self) -> None:
         """Note which lines of the user's set a rate, and whether one could move each scheduler."""
         sources = users_sources()
-        self._record.rates_set_at = lines_that_set_a_rate(sources)
+        files = {event.where.file for event in self._record.events if event.where}
+        lines = lines_that_set_a_rate(sources)
+        self._record.rates_set_at = [line for line in lines if line.file in files]
         for scheduler, schedule in self.known.items():
             names = re.findall(r"(\w+)\s*=[^=]", text_at(schedule.where).split("(")[0])
             for holder in gc.get_referrers(scheduler):

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -29,11 +29,13 @@ from determined_amp.amp.errors import UserError
 from determined_amp.amp.origin import backwards_through
 from determined_amp.amp.patched import patched
 from determined_amp.amp.precision import autocast_is_on
-from determined_amp.amp.tensors import parameters_of
+from determined_amp.amp.tensors import is_finite, parameters_of, tensors_of
+from determined_amp.check.forwards import Forwards
 from determined_amp.check.gradients import Gradients
 from determined_amp.check.graph import loss_of, mark, mark_gradients
 from determined_amp.check.lines import is_users, users_line, where_of, where_raised
 from determined_amp.check.record import Record, Scaler
+from determined_amp.check.scale_moves import Moves, ScaleMoves
 from determined_amp.check.schedules import Schedules
 
 Own = Callable[..., Any]  # what a spy is called in place of
@@ -54,22 +56,31 @@ class Spies:
 
     Args:
         overflows: Windows of each optimizer in which its gradients are made to overflow.
+        moves: How far to move loss scales in some windows; None for not at all.
 
     Attributes:
         record: What was seen.
         schedules: What is known of the schedulers.
+        before_backward: Called before each; it may end the training.
     """
 
-    def __init__(self, overflows: Collection[int] = OVERFLOWS) -> None:
+    def __init__(self, overflows: Collection[int] = OVERFLOWS, moves: Moves | None = None) -> None:
         self.record = Record()
         self._scalers: dict[torch.amp.GradScaler, Scaler] = {}
-        self._gradients: dict[Optimizer, Gradients] = {}
+        self._gradients: list[Gradients] = []
+        self._parts: dict[Any, list[Gradients]] = {}  # see `_parts_of`
         self._overflows = overflows
-        self.schedules = Schedules(self.record, self._gradients_of)
+        self._moves = ScaleMoves(self._rests, moves)
+        self._forwards = Forwards(self.record)
+        self._disturbed = False  # gradients, since the newest update of a scale
+        self._stack = ExitStack()  # of what is watched
+        self._spied: set[tuple[type, str]] = set()
+        self.schedules = Schedules(self.record, self._first_part_of, self._spy_on)
+        self.before_backward: Callable[[], None] = lambda: None
         self._in_batch = False
         self._running: set[str] = set()  # see `_outermost`
         self._scaler_that_steps: torch.amp.GradScaler | None = None
-        self._steps = self._forwards = 0  # of optimizers and modules, nested in each other
+        self._steps = 0  # of optimizers, nested in each other
         self._ended = False
 
     # What the loop around the training calls.
@@ -77,12 +88,14 @@ class Spies:
     def begin_batch(self) -> None:
         self.record.batches += 1
         self._in_batch = True
+        self._moves.begin(self._scalers)
 
     def end_batch(self) -> None:
         self._in_batch = False
 
     def take_state(self, moment: str) -> None:
         """Keep the scale of each scaler and the place of each schedule."""
+        self.record.saved = True
         for scaler, known in self._scalers.items():
             known.scales[moment] = float(scaler.get_scale()) if scaler.is_enabled() else None
         self.schedules.take_places(moment)
@@ -93,34 +106,39 @@ class Spies:
         for thing in gc.get_objects():
             kind: Any = type(thing)
             if issubclass(kind, Optimizer) and hasattr(thing, "param_groups"):
-                self._gradients_of(thing)
+                self._parts_of(thing)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record what happens in this block."""
-        with ExitStack() as stack:
+        with self._stack as stack:
             for owner, name, spy in [*self._spies()]:
                 spied = self._in_place_of(getattr(owner, name), spy)
                 stack.enter_context(patched(owner, name, spied))
             stack.callback(setattr, self, "_ended", True)
+            stack.callback(self._moves.end)
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
                 register_module_forward_pre_hook(self._before_forward),
-                register_module_forward_hook(self._after_forward, always_call=True),
+                register_module_forward_hook(self._forwards.after, always_call=True),
             ):
                 stack.callback(handle.remove)
             stack.enter_context(backwards_through(self._backward))
             stack.enter_context(_eager())
             stack.callback(self.schedules.read_sources)
+            stack.callback(self._look_at_the_end)
             try:
                 yield
-            except (Exception, SystemExit) as error:
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:  # some of Determined's are no `Exception`
                 # A sentence of this library tells what the trial raised.
                 cause = error.__cause__ if isinstance(error, UserError) else None
                 cause = cause or error
                 self.record.error = type(cause).__name__, str(cause)
                 self.record.raised = where_raised(cause)
+                self.record.disturbed = self._disturbed
                 raise
 
     # What is watched, and by what.
@@ -132,15 +150,14 @@ class Spies:
         yield scaler, "unscale_", self._unscale
         yield scaler, "step", self._scaler_step
         yield scaler, "update", self._update
+        yield scaler, "get_scale", self._read
         yield Optimizer, "__init__", self._make
-        for kind in {Optimizer, nn.Module, *_with_own(Optimizer, "zero_grad")}:
-            yield kind, "zero_grad", self._zero
+        yield nn.Module, "zero_grad", self._zero
         schedulers = {scheduler, lr_scheduler.ReduceLROnPlateau}  # which is another in torch 2.3
         for kind in schedulers.union(_with_own(scheduler, "__init__")):
             yield kind, "__init__", self.schedules.spy_on_making
-        for kind in schedulers.union(_with_own(scheduler, "step")):
-            yield kind, "step", self.schedules.spy_on_step
         yield torch.autocast, "__enter__", self._autocast
+        yield torch, "clear_autocast_cache", self._drop_casts
         yield torch, "save", self._save
         for name in _READS:
             yield torch.Tensor, name, self._read
@@ -162,6 +179,14 @@ class Spies:
 
         return call
 
+    def _spy_on(self, thing: Any, method: str, spy: Spy) -> None:
+        """Watch a method in each class of an object that has one of its own."""
+        for kind in type(thing).__mro__:
+            if method in vars(kind) and (kind, method) not in self._spied:
+                self._spied.add((kind, method))
+                spied = self._in_place_of(vars(kind)[method], spy)
+                self._stack.enter_context(patched(kind, method, spied))
+
     @contextmanager
     def _outermost(self, kind: str) -> Iterator[bool]:
         """Whether this call is in no other of its kind: torch calls its own functions, too."""
@@ -178,20 +203,33 @@ class Spies:
     def _make(self, own: Own, it: Any, *args: Any, **kwargs: Any) -> None:
         own(it, *args, **kwargs)
         if isinstance(it, Optimizer):
-            self._gradients_of(it)
+            self._parts_of(it)
         else:
             self._known_scaler(it)
 
-    def _gradients_of(self, optimizer: Optimizer) -> Gradients:
-        if optimizer not in self._gradients:
-            self._gradients[optimizer] = Gradients(optimizer, self.record, self._overflows)
-        return self._gradients[optimizer]
+    def _parts_of(self, optimizer: Any) -> list[Gradients]:
+        """The gradients that an optimizer steps with: those of all that it holds, if it wraps."""
+        if optimizer not in self._parts:
+            weights = set(map(id, parameters_of(optimizer)))
+            inside = [g for g in self._gradients if weights.issuperset(map(id, g.weights))]
+            if weights != {id(weight) for each in inside for weight in each.weights}:
+                inside = [Gradients(optimizer, self.record, self._overflows)]
+                self._gradients += inside
+            self._parts[optimizer] = inside
+            self._spy_on(optimizer, "zero_grad", self._zero)
+        return self._parts[optimizer]
+
+    def _first_part_of(self, optimizer: Any) -> Gradients:
+        return self._parts_of(optimizer)[0]
 
     def _of_trainers(self, parameters: Iterable[torch.Tensor]) -> list[Gradients]:
         """The gradients of all who train any of these."""
         theirs = set(map(id, parameters))
-        every = self._gradients.values()
-        return [each for each in every if not theirs.isdisjoint(map(id, each.weights))]
+        return [g for g in self._gradients if not theirs.isdisjoint(map(id, g.weights))]
+
+    def _rests(self) -> bool:
+        """Whether the next window of an optimizer is one to make overflow."""
+        return any(each.is_due() for each in self._gradients)
 
     def _known_scaler(self, scaler: torch.amp.GradScaler) -> Scaler:
         if scaler not in self._scalers:
@@ -214,7 +252,9 @@ class Spies:
     # Backward, unscale, clip.
 
     def _scale(self, own: Own, scaler: Any, outputs: Any) -> Any:
+        self._moves.begin([scaler])
         scaled = own(scaler, outputs)
+        self._moves.has_scaled(scaler)
         if scaler.is_enabled():
             known, scale = self._known_scaler(scaler), float(scaler.get_scale())
             known.used = True
@@ -229,18 +269,28 @@ class Spies:
                 return run(*args, **kwargs)
             if not kwargs.get("accumulate_grad"):
                 return self._gradients_alone(run, *args, **kwargs)
+            self.before_backward()
             loss, autocast = loss_of(args[0], self._scales()), _any_autocast()
             before = []
-            for gradients in self._gradients.values():
+            for gradients in self._gradients:
                 gradients.look()
-                gradients.look_for_zeros()
+                gradients.before_backward()
                 before.append((gradients, gradients.versions()))
+            finite = all(map(is_finite, tensors_of(args[0])))
+            self._forwards.looks = not finite
             result = run(*args, **kwargs)
             reached = [each for each, versions in before if each.versions() != versions]
             onto = [each.factor for each in reached if each.pending and each.norm != 0]
-            event = self.record.note("backward", loss=loss, autocast=autocast, onto=onto)
-            for gradients in reached:
-                gradients.add(event)
+            known = {"loss": loss, "autocast": autocast, "onto": onto, "finite": finite}
+            known["scale"] = max(self._scales(), default=0.0)
+            known["added"] = math.hypot(*(gradients.norm_added() for gradients in reached))
+            event = self.record.note("backward", reached=len(reached), **known)
+            may_force = not self._moves.is_moved
+            forced = [each for each in reached if each.add(event, may_force=may_force)]
+            self._disturbed = self._disturbed or bool(forced)
+            for gradients in forced:
+                for sharing in self._of_trainers(gradients.weights):
+                    sharing.window.forced = True
             return result
 
     def _gradients_alone(self, run: Own, *args: Any, **kwargs: Any) -> Any:
@@ -256,13 +306,15 @@ class Spies:
         return gradients
 
     def _unscale(self, own: Own, scaler: Any, optimizer: Any) -> None:
-        gradients = self._gradients_of(optimizer)
-        gradients.look()
+        parts = self._parts_of(optimizer)
+        for gradients in parts:
+            gradients.look()
         with self._noting_refusal():
             own(scaler, optimizer)
-        if scaler.is_enabled() and gradients.pending:
+        if scaler.is_enabled() and any(gradients.pending for gradients in parts):
             self.record.note("unscale", in_step=self._scaler_that_steps is not None)
-            gradients.unscale(float(scaler.get_scale()))
+            for gradients in parts:
+                gradients.unscale(float(scaler.get_scale()))
 
     @contextmanager
     def _noting_refusal(self) -> Iterator[None]:
@@ -291,7 +343,7 @@ class Spies:
                 "clip",
                 of="value" if "value" in own.__name__ else "norm",
                 limit=float(call.arguments[limit]),
-                norm=float(result) if isinstance(result, torch.Tensor) else math.nan,
+                norm=float(result.detach()) if isinstance(result, torch.Tensor) else math.nan,
                 factors=[each.factor for each in clipped if math.isfinite(each.norm)],
             )
             for gradients in clipped:
@@ -304,8 +356,9 @@ class Spies:
         if scaler.is_enabled():
             self._known_scaler(scaler)
         self._steps = 0  # an earlier one may have raised
-        gradients, before = self._gradients_of(optimizer), len(self.record.of("step"))
-        gradients.look()
+        parts, before = self._parts_of(optimizer), len(self.record.of("step"))
+        for gradients in parts:
+            gradients.look()
         self._scaler_that_steps = scaler
         try:
             with self._noting_refusal():
@@ -313,41 +366,50 @@ class Spies:
         finally:
             self._scaler_that_steps = None
         if len(self.record.of("step")) == before:
-            self._step(gradients, scaler, skipped=True)
+            found: Any = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            skipped = not found or any(map(bool, found.values()))
+            for gradients in parts:
+                self._step(gradients, scaler, skipped=skipped)
         return result
 
     def _before_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._steps += 1
         if self._steps == 1:
-            gradients = self._gradients_of(optimizer)
-            gradients.look()
             # What a scaler leaves to a fused optimizer.
             scale: Any = getattr(optimizer, "grad_scale", None)
             found_inf: Any = getattr(optimizer, "found_inf", None)
-            self._step(
-                gradients,
-                self._scaler_that_steps,
-                skipped=found_inf is not None and bool(float(found_inf)),
-                divisor=1.0 if scale is None else float(scale),
-            )
+            for gradients in self._parts_of(optimizer):
+                gradients.look()
+                self._step(
+                    gradients,
+                    self._scaler_that_steps,
+                    skipped=found_inf is not None and bool(float(found_inf)),
+                    divisor=1.0 if scale is None else float(scale),
+                )
 
     def _step(self, gradients: Gradients, scaler: Any, *, skipped: bool, **how: Any) -> None:
         scaled = scaler is not None and scaler.is_enabled()
-        gradients.step(scaled=scaled, skipped=skipped, **how)
+        scale = float(scaler.get_scale()) if scaled else gradients.scale
+        moment = {"moved": self._moves.is_moved, "disturbed": self._disturbed}
+        moment["after_save"] = self.record.saved
+        gradients.step(skipped=skipped, scaled=scaled, scale=scale, **moment, **how)
 
     def _after_step(self, optimizer: Optimizer, *call: Any) -> None:
         self._steps = max(self._steps - 1, 0)
         if not self._steps:
-            self._gradients_of(optimizer).note_used()
+            for gradients in self._parts_of(optimizer):
+                gradients.note_used()
 
     def _update(self, own: Own, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        for gradients in self._gradients.values():
+        for gradients in self._gradients:
             gradients.look()
-        own(scaler, *args, **kwargs)
+        sets = bool(args) or kwargs.get("new_scale") is not None
+        self._moves.update(scaler, partial(own, scaler, *args, **kwargs), sets=sets)
+        self._disturbed = False
         if scaler.is_enabled():
             self._known_scaler(scaler)
             theirs = (None, self._number_of(scaler))
-            every = [each for each in self._gradients.values() if each.scaler in theirs]
+            every = [each for each in self._gradients if each.scaler in theirs]
             waiting = [each for each in every if each.pending and each.factor != 1.0]
             for gradients in waiting:
                 gradients.updates += 1
@@ -357,7 +419,7 @@ class Spies:
         with self._outermost("zero") as outermost:
             if not outermost or self._steps:
                 return own(it, *args, **kwargs)
-            theirs = parameters_of(it) if isinstance(it, Optimizer) else it.parameters()
+            theirs = parameters_of(it) if hasattr(it, "param_groups") else it.parameters()
             waiting = [each for each in self._of_trainers(theirs) if each.pending and each.dense()]
             result = own(it, *args, **kwargs)
             for gradients in waiting:  # a wrapper around an optimizer may have done nothing
@@ -368,17 +430,24 @@ class Spies:
     # Autocast, and what costs, hides or is saved.
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        self._forwards += 1
         if torch.is_grad_enabled():
-            weight = next((p for p in module.parameters(recurse=False) if p.requires_grad), None)
-            if weight is not None:
-                self.record.forwards[autocast_is_on(weight.device.type)] += 1
+            self._moves.begin(self._scalers)
+        self._forwards.before(module, inputs)
 
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._forwards = max(self._forwards - 1, 0)
+    def _drop_casts(self, own: Own) -> None:
+        self._forwards.drop_casts()
+        own()
+
+    def _look_at_the_end(self) -> None:
+        """Note which weights and buffers are not finite."""
+        weights = {id(weight): weight for each in self._gradients for weight in each.weights}
+        bad = sum(not is_finite(weight) for weight in weights.values() if weight.numel())
+        if bad:
+            self.record.not_finite.append(f"{bad} of {len(weights)} weights")
+        self.record.not_finite += self._forwards.buffers_not_finite()
 
     def _autocast(self, own: Own, region: Any) -> Any:
-        if region._enabled and self._forwards and torch.is_grad_enabled():
+        if region._enabled and self._forwards.inside and torch.is_grad_enabled():
             self.record.forwards[True] += 1  # the module of this forward may enter it itself
         made_before = region.device == "cuda" and not self.record.has_cuda
         if region._enabled or made_before or is_users(sys._getframe(2).f_code.co_filename):
@@ -409,7 +478,7 @@ class Spies:
 
     def _whose_gradient(self, tensor: torch.Tensor) -> int | None:
         """The number of the optimizer whose gradient this is."""
-        for each in self._gradients.values() if tensor.numel() else ():
+        for each in self._gradients if tensor.numel() else ():
             if tensor.data_ptr() in [gradient.data_ptr() for gradient in each.dense()]:
                 return each.number
         return None
@@ -490,5 +559,7 @@ def _eager() -> Iterator[None]:
         if hasattr(torch.compiler, "set_stance"):  # not in torch 2.3
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
+        # The reader of a number is a spy here, and not the line that torch would name.
+        for words in ("Detected call of `lr_scheduler", "Converting a tensor with requires_grad"):
+            warnings.filterwarnings("ignore", words)
         yield

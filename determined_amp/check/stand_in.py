@@ -103,7 +103,7 @@ def _cast(own: Callable[..., Any]) -> Callable[..., Any]:
     return lambda value, device_type, dtype: own(value, _on_cpu(device_type), dtype)
 
 
-def _scaler(own: Callable[..., Any]) -> Callable[..., Any]:
+def _scaler_of(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def make(scaler: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> Any:
         return own(scaler, _on_cpu(device), *args, **kwargs)
@@ -132,7 +132,7 @@ _FLOAT32_ON_CUDA = frozenset(
 
 def _replaced() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """What is replaced, and what makes the replacement from it."""
-    yield torch.amp.GradScaler, "__init__", _scaler
+    yield torch.amp.GradScaler, "__init__", _scaler_of
     yield torch.autocast, "__init__", _autocast
     if hasattr(torch, "get_autocast_dtype"):
         yield torch, "is_autocast_enabled", _question

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +15,17 @@ from torch.utils.data import dataloader
 
 from determined_amp.amp.patched import patched
 from determined_amp.check.finding import Findings
+from determined_amp.check.judge import interventions, judge
 from determined_amp.check.record import Record
-from determined_amp.check.rules import judge
+from determined_amp.check.scale_moves import Moves
 from determined_amp.check.spies import OVERFLOWS, Spies
 from determined_amp.check.stand_in import ONLY_ON_A_GPU, cpu_for_cuda
 
 
 @contextmanager
-def watching(overflows: Collection[int] = OVERFLOWS) -> Iterator[Findings]:
+def watching(
+    overflows: Collection[int] = OVERFLOWS, *, moves_scale: bool = True
+) -> Iterator[Findings]:
     """Watch the training in this block; the findings are there when it ends.
 
         with determined_amp.check.watching() as findings:
@@ -27,26 +33,59 @@ def watching(overflows: Collection[int] = OVERFLOWS) -> Iterator[Findings]:
         print(findings)
 
     A few dozen steps are enough. On a machine without a GPU, mixed precision that is written for
-    CUDA runs on the CPU in this block. What the training raises is raised, and judged, too.
+    CUDA runs on the CPU in this block. What the training raises is raised, with its own traceback,
+    after the findings are printed.
 
     Args:
         overflows: Windows of each optimizer, from 0, whose gradients are made to overflow, so that
-            the step is skipped. With an empty tuple the training is left undisturbed; what it does
-            on a skipped step is then seen only if one is skipped anyway.
+            the step is skipped. With an empty tuple, what it does on a skipped step is seen only
+            if one is skipped anyway.
+        moves_scale: Whether the loss scale is divided by 256 in some windows, and put back by
+            `update`. That changes no right update beyond the rounding of float16. Without it, and
+            without overflows, the training is left undisturbed.
     """
-    findings, spies = Findings(), Spies(overflows)
+    findings = Findings()
+    spies = Spies(overflows, Moves() if moves_scale else None)
+    try:
+        with watched(spies, findings):
+            yield findings
+    except Exception as error:
+        print(findings, file=sys.stderr)
+        leave_out_spies(error)
+        raise
+
+
+@contextmanager
+def watched(spies: Spies, findings: Findings) -> Iterator[None]:
+    """Watch the training in this block, and fill the findings when it ends, however it does."""
     spies.meet_optimizers()
     spies.record.has_cuda = torch.cuda.is_available()
     try:
         with cpu_for_cuda(), _batches_of_loaders(spies), spies.watching():
-            yield findings
+            yield
             _gather_scales(spies.record)
     finally:
-        judged = judge(spies.record)
-        findings.all, findings.seen = judged.all, judged.seen
-        findings.notes = [*judged.notes]
-        if not spies.record.has_cuda:
-            findings.notes.append(ONLY_ON_A_GPU)
+        _fill(findings, spies.record)
+
+
+def _fill(findings: Findings, record: Record) -> None:
+    judged = judge(record)
+    findings.all, findings.seen = judged.all, judged.seen
+    findings.notes = [*judged.notes, *interventions(record)]
+    if not record.has_cuda:
+        findings.notes.append(ONLY_ON_A_GPU)
+
+
+def leave_out_spies(error: BaseException) -> None:
+    """Take the frames of this package out of a traceback, behind the first, which is the user's."""
+    here = str(Path(__file__).parent) + os.sep
+    trace = error.__traceback__
+    while trace is not None:
+        below = trace.tb_next
+        while below is not None and below.tb_frame.f_code.co_filename.startswith(here):
+            below = below.tb_next
+        trace.tb_next = below
+        trace = below
 
 
 def _gather_scales(record: Record) -> None:

@@ -5,15 +5,20 @@ checkpoint, and at two loss scales. It writes to no file of the user. The first 
 is the number of faults.
 
 It can be the entrypoint of an experiment on a cluster, with the options `--trial` and `--json`.
+
+`check SCRIPT.py ARGUMENTS` runs any script that trains, as it is, until the doctor has seen enough.
+Determined is not needed for that.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from determined_amp.cli.options import checked_configuration, is_task, parser_of
-from determined_amp.cli.search import start_server
+from determined_amp.amp.errors import UserError
+from determined_amp.check.finding import Findings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,6 +26,17 @@ def main(arguments: Sequence[str]) -> int:
 
     In a task on a cluster it is 0 even with faults, so that the cluster does not restart it.
     """
+    paths = [word for word in arguments if word.endswith((".py", ".yaml", ".yml"))]
+    if paths and paths[0].endswith(".py"):
+        return _check_script(arguments)
+    # Imported here: a script needs nothing of it, nor what it imports.
+    from determined_amp.cli.options import (  # noqa: PLC0415
+        checked_configuration,
+        is_task,
+        parser_of,
+    )
+    from determined_amp.cli.search import start_server  # noqa: PLC0415
+
     parser = parser_of("check", "Say what is wrong with the AMP of a trial.", precision=False)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(arguments)
@@ -36,13 +52,56 @@ def main(arguments: Sequence[str]) -> int:
     from determined_amp.check.doctor import RUNS, examine  # noqa: PLC0415
     from determined_amp.check.fresh_process import PATIENCE  # noqa: PLC0415
 
-    def show(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    show(
+    _say(
         f"at most {RUNS} short runs of the trial, each in a fresh process: most take less than a "
         f"minute, none more than {PATIENCE / 60:.0f} minutes"
     )
-    findings = examine(config, options.config, options.trial, show)
-    print(findings.to_json() if options.json else findings)
+    return _answer(examine(config, options.config, options.trial, _say), as_json=options.json)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _answer(findings: Findings, *, as_json: bool) -> int:
+    print(findings.to_json() if as_json else findings)
     return 1 if findings.faults else 0
+
+
+def _check_script(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m determined_amp check",
+        description="Say what is wrong with the mixed precision of a script.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="how long the script may run (default: 2)"
+    )
+    parser.add_argument(
+        "--in-place", action="store_true", help="save, log and upload where the script says"
+    )
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+    options = parser.parse_args(arguments)
+    if not Path(options.script).is_file():
+        raise UserError(f"{options.script}: no such file; allowed: a script that trains")
+    from determined_amp.check import script  # noqa: PLC0415  # torch
+
+    first = script.is_first_rank()
+    if first:
+        saved = "where it says" if options.in_place else "into a scratch folder, loggers are off"
+        _say(
+            f"running {options.script} until each of its optimizers has made {script.STEPS} steps "
+            f"or {options.minutes:g} minutes are over; two steps of each are made to overflow, and "
+            f"the loss scale moves in others. torch.save and safetensors write {saved}; "
+            f"{script.ONE_RUN}"
+        )
+    findings, raised = script.examine_script(
+        options.script, options.arguments, options.minutes, in_place=options.in_place
+    )
+    status = _answer(findings, as_json=options.json) if first else 0
+    sys.stdout.flush()
+    script.show(raised)
+    if isinstance(raised, KeyboardInterrupt):
+        return 130
+    return 1 if raised is not None else status

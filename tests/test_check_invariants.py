@@ -1,0 +1,633 @@
+"""`check` of loops and scripts: what holds for every right training, measured."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from determined import pytorch
+from determined.errors import InvalidExperimentException
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from determined_amp.check import watching
+from determined_amp.check.finding import Findings, Level
+from determined_amp.check.scale_moves import Moves, ScaleMoves
+from tests.test_check import Right, ScalerNotWrapped, examined
+from tests.training import ROOT
+
+
+def net(outputs: int = 4) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, outputs))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(count: int = 24, factor: float = 1.0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    points = factor * torch.randn(count * 8, 16, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(points, points[:, :4].argmax(1))
+    yield from DataLoader(data, batch_size=8)
+
+
+class Loop:
+    """A right loop; the others differ from it in one thing."""
+
+    factor = 1.0
+    dtype = torch.float16
+    accumulates = 1
+
+    def __init__(self) -> None:
+        self.model = self.net()
+        self.optimizer = self.optimizer_of(self.model)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.dtype is torch.float16)
+
+    def net(self) -> Any:
+        return net()
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        return sgd(model)
+
+    def batches(self) -> Iterator[Any]:
+        yield from batches(24 * self.accumulates, self.factor)
+
+    def train(self) -> None:
+        for number, (inputs, labels) in enumerate(self.batches()):
+            with torch.autocast("cuda", dtype=self.dtype):
+                loss = self.loss(inputs, labels)
+            self.before_backward(number)
+            torch.autograd.backward(self.scaler.scale(loss / self.accumulates))
+            if (number + 1) % self.accumulates == 0:
+                self.step()
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(inputs), labels)
+
+    def before_backward(self, number: int) -> None:
+        """Nothing."""
+
+    def step(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+class OverflowsInForward(Loop):
+    factor = 3e5
+
+
+class SumsMillions(Loop):
+    """Its scale needs ten steps to settle, which is no fault."""
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 1000 * super().loss(inputs, labels)
+
+
+class OutlierInStatistics(Loop):
+    def net(self) -> Any:
+        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+    def batches(self) -> Iterator[Any]:
+        for number, (inputs, labels) in enumerate(super().batches()):
+            yield inputs * (3e5 if number == 11 else 1), labels
+
+
+class Statistics(OutlierInStatistics):
+    batches = Loop.batches
+
+
+class CausalMask(Loop):
+    """A buffer that is not finite from the start."""
+
+    def net(self) -> Any:
+        model = net()
+        model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        return model
+
+
+class OneRegion(Loop):
+    """Autocast keeps the casts of the weights of its first forward."""
+
+    def train(self) -> None:
+        with torch.autocast("cuda", dtype=self.dtype):
+            super().train()
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(inputs), labels)
+
+    def step(self) -> None:
+        with torch.autocast("cuda", enabled=False):
+            super().step()
+
+
+class OneRegionInBfloat16(OneRegion):
+    dtype = torch.bfloat16
+
+
+class OneRegionWithoutCache(OneRegion):
+    def train(self) -> None:
+        with torch.autocast("cuda", dtype=self.dtype, cache_enabled=False):
+            Loop.train(self)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        torch.clear_autocast_cache()
+        return super().loss(inputs, labels)
+
+
+class NeverZeroes(Loop):
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class ZeroesAppliedSteps(Loop):
+    def step(self) -> None:
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() >= before:
+            self.optimizer.zero_grad()
+
+
+class Accumulates(Loop):
+    accumulates = 4
+
+
+class ZeroesInLastMicroBatch(Accumulates):
+    def before_backward(self, number: int) -> None:
+        if number % 4 == 3:
+            self.optimizer.zero_grad()
+
+
+class TwoScalers(Loop):
+    """A generator's loss leaves gradients in the discriminator, which is zeroed before its own."""
+
+    zeroes = True
+
+    def train(self) -> None:
+        critic = net(1)
+        other = sgd(critic)
+        second = torch.amp.GradScaler("cuda", init_scale=256.0)
+        for inputs, _ in self.batches():
+            with torch.autocast("cuda", dtype=self.dtype):
+                outputs = torch.cat([self.model(inputs)] * 4, 1)
+                loss = functional.softplus(-critic(outputs)).mean()
+            torch.autograd.backward(self.scaler.scale(loss))
+            self.step()
+            if self.zeroes:
+                other.zero_grad()
+            with torch.autocast("cuda", dtype=self.dtype):
+                loss = functional.softplus(critic(outputs.detach())).mean()
+            torch.autograd.backward(second.scale(loss))
+            second.step(other)
+            second.update()
+            if not self.zeroes:
+                other.zero_grad()
+
+
+class MixesScales(TwoScalers):
+    zeroes = False
+
+
+class CachesGradients(Loop):
+    """A contrastive loss whose gradient is handed on from representations to the encoder."""
+
+    scales_twice = False
+
+    def train(self) -> None:
+        for number in range(24):
+            inputs = torch.randn(16, 16, generator=torch.Generator().manual_seed(number))
+            with torch.no_grad(), torch.autocast("cuda"):
+                made = torch.cat([self.model(chunk) for chunk in inputs.chunk(4)])
+            made = made.float().requires_grad_()
+            loss = functional.cross_entropy(made @ made.roll(1, 0).T, torch.arange(16))
+            torch.autograd.backward(self.scaler.scale(loss))
+            assert made.grad is not None
+            for chunk, gradient in zip(inputs.chunk(4), made.grad.chunk(4), strict=True):
+                with torch.autocast("cuda"):
+                    outputs = self.model(chunk)
+                surrogate = (outputs.float() * gradient).sum()
+                scaled = self.scaler.scale(surrogate) if self.scales_twice else surrogate
+                torch.autograd.backward(scaled)
+            self.step()
+
+
+class CachesScaledTwice(CachesGradients):
+    scales_twice = True
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, defaultdict(dict)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Pair:
+    """No `Optimizer`: it steps two."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = [sgd(part) for part in model.children() if [*part.parameters()]]
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for each in self.inner for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self.inner:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.inner:
+            each.zero_grad()
+
+
+class Wrapped(Loop):
+    def optimizer_of(self, model: nn.Module) -> Any:
+        return Lookahead(sgd(model))
+
+
+class Paired(Loop):
+    def optimizer_of(self, model: nn.Module) -> Any:
+        return Pair(model)
+
+
+class Schedules(Loop):
+    """Moves a schedule whose class is made in the loop and has a `step` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Poly(lr_scheduler.LRScheduler):
+            def get_lr(self) -> Any:
+                return [0.1 * (1 - min(self.last_epoch, 40) / 40)]
+
+            def step(self, epoch: int | None = None) -> None:
+                self.last_epoch += 1
+                self.optimizer.param_groups[0]["lr"] = self.get_lr()[0]
+
+        self.schedule = Poly(self.optimizer)
+
+    def step(self) -> None:
+        super().step()
+        self.schedule.step()
+
+
+class SchedulesByHook(Schedules):
+    """As the advice of the finding says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer.register_step_post_hook(lambda *_: self.schedule.step())
+
+    step = Loop.step
+
+
+class LossIsNewTensor(Loop):
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(float(super().loss(inputs, labels)), requires_grad=True)
+
+    step = NeverZeroes.step
+
+
+class ConstantLossInOneBatch(Loop):
+    step = NeverZeroes.step
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        made = getattr(self, "made", 0)
+        self.made = made + 1
+        zero = torch.zeros((), requires_grad=True)
+        return zero if made == 3 else super().loss(inputs, labels)
+
+
+class OptimizesCopy(Loop):
+    step = NeverZeroes.step
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        return sgd(copy.deepcopy(model))
+
+
+class Averages(Loop):
+    """An average moves in each batch, on skipped steps, too."""
+
+    def step(self) -> None:
+        super().step()
+        average = getattr(self, "average", None) or copy.deepcopy(self.model)
+        with torch.no_grad():
+            for old, new in zip(average.parameters(), self.model.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        self.average = average
+
+
+LOOPS: dict[type[Loop], set[str]] = {
+    OverflowsInForward: {"no_steps"},
+    OutlierInStatistics: {"not_finite"},
+    OneRegion: {"stale_casts"},
+    OneRegionInBfloat16: {"stale_casts"},
+    NeverZeroes: {"not_zeroed"},
+    ZeroesAppliedSteps: {"not_zeroed"},
+    ZeroesInLastMicroBatch: {"zero_grad_in_window"},
+    MixesScales: {"scales_mixed"},
+    CachesScaledTwice: {"depends_on_scale"},
+    Schedules: {"schedule_on_skipped"},
+    LossIsNewTensor: {"loss_cut_off"},
+    ConstantLossInOneBatch: {"constant_loss"},
+    OptimizesCopy: {"other_parameters"},
+}
+CLEAN = [
+    *(Loop, SumsMillions, Statistics, CausalMask, Accumulates, TwoScalers),
+    *(CachesGradients, Wrapped, Paired, SchedulesByHook, Averages),
+]
+
+
+def watched(loop: type[Loop]) -> Findings:
+    kept: list[Findings] = []
+    try:
+        with watching() as findings:
+            kept.append(findings)
+            loop().train()
+    except AssertionError:  # of GradScaler
+        pass
+    return kept[0]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_broken_invariant_is_one_fault(loop: type[Loop]) -> None:
+    faults = watched(loop).faults
+    keys = {fault.key for fault in faults}
+    under = {"autocast_backward"} if issubclass(loop, OneRegion) else set()
+    assert keys - under == LOOPS[loop]
+    assert all(fault.write and fault.effect for fault in faults)
+
+
+@pytest.mark.parametrize("loop", CLEAN, ids=lambda loop: loop.__name__)
+def test_right_loop_has_no_finding_but_costs(loop: type[Loop]) -> None:
+    findings = watched(loop)
+    assert [each.text() for each in findings if each.level is not Level.COST] == []
+
+
+def test_casts_that_are_not_kept_are_not_stale() -> None:
+    assert "stale_casts" not in {finding.key for finding in watched(OneRegionWithoutCache)}
+
+
+@pytest.mark.parametrize("loop", [Loop, Wrapped, Paired], ids=lambda loop: loop.__name__)
+def test_doctor_spoils_two_steps_of_each_optimizer(loop: type[Loop]) -> None:
+    optimizers = 2 if loop is Paired else 1
+    assert f", {2 * optimizers} skipped" in watched(loop).seen
+
+
+def test_overflow_of_forward_names_module_and_what_helps() -> None:
+    (fault,) = watched(OverflowsInForward).faults
+    assert "first: 0 (Linear); tried: finite in float32 and in bfloat16" in fault.effect
+
+
+def test_error_keeps_its_traceback_and_findings_are_printed_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train() -> None:
+        with watching():
+            net()(torch.zeros(3, 3))
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    files = {frame.filename for frame in traceback.extract_tb(raised.tb)}
+    assert not any("determined_amp/check" in file for file in files)
+    assert capsys.readouterr().err.startswith("0 faults, 1 suspicion: 0 batches")
+
+
+class Counts:
+    """A schedule of the trial's own, which no checkpoint has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.steps)
+
+
+class OwnScheduleIsLost(Right):
+    def schedule(self) -> None:
+        self.rates = Counts(self.optimizer)
+        self.optimizer.register_step_post_hook(lambda *_: self.rates.step())
+
+
+class OwnScheduleIsSaved(OwnScheduleIsLost):
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        rates = self.rates
+
+        class Keep(pytorch.PyTorchCallback):
+            def state_dict(self) -> dict[str, Any]:
+                return {"steps": rates.steps}
+
+            def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+                rates.steps = state_dict["steps"]
+
+        return {"rates": Keep()}
+
+
+@pytest.mark.parametrize(
+    ("trial", "keys"), [(OwnScheduleIsLost, ["schedule_not_saved"]), (OwnScheduleIsSaved, [])]
+)
+def test_rates_after_a_resume_are_those_without_a_break(
+    trial: type[Right], keys: list[str]
+) -> None:
+    assert [finding.key for finding in examined(trial).faults] == keys
+
+
+class DeterminedRefuses(Right):
+    def step(self) -> None:
+        raise InvalidExperimentException("Determined says no")  # HERE
+
+
+def test_refusal_of_determined_is_a_fault_with_its_line() -> None:
+    (fault,) = examined(DeterminedRefuses).faults
+    assert fault.key == "raised"
+    assert "Determined says no" in fault.effect
+    assert fault.where[0].file.endswith("test_check_invariants.py")
+
+
+def test_lost_scale_is_one_finding() -> None:
+    assert [finding.key for finding in examined(ScalerNotWrapped).faults] == ["scaler_not_saved"]
+
+
+class TestScaleMoves:
+    def windows(self, scaler: Any, count: int) -> list[float]:
+        """The scale in each window; what the training sees around `update` never decreases."""
+        moves = ScaleMoves(lambda: False, Moves())
+        used = []
+        for _ in range(count):
+            moves.begin([scaler])
+            scaler.scale(torch.ones(()))
+            moves.has_scaled(scaler)
+            used.append(scaler.get_scale())
+            gradient = torch.nn.Parameter(torch.ones(1))
+            gradient.grad = torch.ones(1)
+            optimizer = torch.optim.SGD([gradient], lr=0.1)
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            moves.update(scaler, scaler.update, sets=False)
+            assert scaler.get_scale() >= before
+            assert not moves.is_moved
+        return used
+
+    def test_half_of_the_windows_have_another_scale_and_none_is_left_moved(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        used = self.windows(scaler, 16)
+        assert sorted(used) == [256.0] * 8 + [65536.0] * 8
+        assert scaler.get_scale() == 65536.0
+
+    def test_growth_in_a_moved_window_stays(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", growth_interval=8)
+        self.windows(scaler, 16)
+        assert scaler.get_scale() == 4 * 65536.0
+
+    def test_small_scale_is_not_moved(self) -> None:
+        assert set(self.windows(torch.amp.GradScaler("cpu", init_scale=32.0), 8)) == {32.0}
+
+
+SCRIPT = """
+import argparse
+import shutil
+import sys
+
+import torch
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from helper import data, net
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault", default="")
+    fault = parser.parse_args().fault
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    loader = torch.utils.data.DataLoader(data(), batch_size=8, num_workers=1)
+    try:
+        for number, (inputs, labels) in enumerate(loader):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = functional.cross_entropy(model(inputs), labels)
+            scaler.scale(loss).backward()
+            if fault != "clip":
+                scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)  # CLIP
+            scaler.step(optimizer)
+            scaler.update()
+            if number == 3:
+                torch.save(model.state_dict(), "checkpoint.pt")
+                shutil.copyfile("checkpoint.pt", "best.pt")
+                model.load_state_dict(torch.load("best.pt"))
+            if number == 7 and fault == "error":
+                raise ValueError("the script's own")
+    except KeyboardInterrupt:
+        torch.save(model.state_dict(), "checkpoint.pt")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
+"""
+HELPER = """
+import torch
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def data():
+    points = torch.randn(4000, 16)
+    return torch.utils.data.TensorDataset(points, points[:, :4].argmax(1))
+"""
+# As on a machine that has neither Determined nor what its experiments need.
+WITHOUT_DETERMINED = (
+    "import sys\n"
+    "for name in ('determined', 'yaml', 'optuna'): sys.modules[name] = None\n"
+    "from determined_amp.__main__ import main\n"
+    "sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "checkpoint.pt").write_text("the user's")
+    return tmp_path
+
+
+def checked(folder: Path, *words: str, alone: bool = False) -> subprocess.CompletedProcess[str]:
+    start = ["-c", WITHOUT_DETERMINED] if alone else ["-m", "determined_amp"]
+    return subprocess.run(
+        [sys.executable, *start, "check", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+class TestScript:
+    def test_fault_of_a_script_is_found_with_its_line_without_determined(
+        self, folder: Path
+    ) -> None:
+        done = checked(folder, "--json", "train.py", "--fault", "clip", alone=True)
+        assert done.returncode == 1, done.stderr
+        (fault,) = [f for f in json.loads(done.stdout)["findings"] if f["level"] == "fault"]
+        assert fault["key"] == "clip_scaled"
+        (line,) = [n for n, text in enumerate(SCRIPT.splitlines(), 1) if "# CLIP" in text]
+        assert fault["where"] == [{"file": "train.py", "line": line}]
+
+    def test_right_script_is_ended_and_replaces_no_file(self, folder: Path) -> None:
+        done = checked(folder, "train.py")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("0 faults: ")
+        assert (folder / "checkpoint.pt").read_text() == "the user's"
+        assert not (folder / "best.pt").exists()
+
+    def test_error_of_a_script_has_its_own_traceback_after_the_findings(self, folder: Path) -> None:
+        done = checked(folder, "--in-place", "train.py", "--fault", "error")
+        assert done.returncode == 1
+        assert done.stdout.startswith("0 faults, 1 suspicion: 8 batches")
+        trace = done.stderr.partition("Traceback")[2]
+        assert trace.rstrip().endswith("ValueError: the script's own")
+        assert "determined_amp" not in trace
+        assert (folder / "checkpoint.pt").read_bytes()[:2] == b"PK"
+
+    def test_time_of_a_script_is_limited(self, folder: Path) -> None:
+        (folder / "train.py").write_text("import time\nimport torch\ntime.sleep(200)")
+        done = checked(folder, "--minutes", "0.05", "train.py")
+        assert (done.returncode, done.stdout[:8]) == (0, "0 faults")
+
+    def test_missing_script_is_status_2(self, folder: Path) -> None:
+        assert checked(folder, "none.py").returncode == 2
