@@ -28,6 +28,7 @@ from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
 
 from determined_amp import ConfigError, GuardError, MixedPrecision
+from determined_amp.amp import guard
 from determined_amp.amp.precision import autocast_is_on
 from determined_amp.trial.frozen import find_in_trial
 from determined_amp.trial.optimizers import fuse
@@ -626,8 +627,9 @@ def test_overflow_of_one_batch_costs_the_step_of_its_window(habit: Any) -> None:
 
 @pytest.mark.parametrize("habit", [habits.Habit, habits.StepsIfSmall])
 def test_replay_in_search_of_the_cause_leaves_the_weights(
-    habit: Any, caplog: pytest.LogCaptureFixture
+    habit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard, "DEFAULT_SCALE", LOUD["init_scale"])  # so that its start is judged
     amp = {**LOUD, "on_overflow": "warn"}
     quiet = way(habit, {**amp, "max_consecutive_skips": 99}, reporting_period=1)
     assert "in a row were skipped" not in caplog.text

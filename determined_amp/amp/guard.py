@@ -8,6 +8,7 @@ slots stop together.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -22,7 +23,7 @@ from determined_amp.amp.metrics import Report, StepReport, TrainingMetrics
 from determined_amp.amp.passes import Train
 from determined_amp.amp.running_statistics import RunningStatistics
 from determined_amp.amp.scaler import LossScaler
-from determined_amp.amp.settings import AmpSettings, OnOverflow
+from determined_amp.amp.settings import DEFAULT_SCALE, AmpSettings, OnOverflow
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.tensors import is_not_finite, parameters_in
 
@@ -228,9 +229,7 @@ class Guard:
         skips = step.consecutive_skips
         if skips and used_scale <= settings.min_scale:
             yield f"the loss scale is at its floor {settings.min_scale:g} and steps still overflow"
-        began_at, _ = self._began_at.get(step.name, (0, 0))
-        has_settled = step.applied > began_at  # before that the floor ends what never settles
-        if has_settled and skips > settings.max_consecutive_skips:
+        if skips > settings.max_consecutive_skips + self._skips_of_a_high_start(step):
             yield (
                 f"{skips} optimizer steps in a row were skipped, more than "
                 f"max_consecutive_skips {settings.max_consecutive_skips}"
@@ -241,6 +240,17 @@ class Guard:
                 f"{skip_ratio:.0%} of the optimizer steps since the last look were skipped, "
                 f"more than max_skip_ratio {settings.max_skip_ratio:.0%}"
             )
+
+    def _skips_of_a_high_start(self, step: StepReport) -> int:
+        """The skips before the first applied step that bring the scale down to torch's default.
+
+        They are no sign of trouble, and whether a report falls between them is chance.
+        """
+        applied_before, _ = self._began_at.get(step.name, (0, 0))
+        if step.applied > applied_before or self._scale_at_start <= DEFAULT_SCALE:
+            return 0
+        bits = math.log2(self._scale_at_start / DEFAULT_SCALE)
+        return math.ceil(bits / -math.log2(self._settings.backoff_factor))
 
     def _skip_ratio(self, step: StepReport) -> float:
         """The skipped share since the last judgement, over whole reports with at least ten steps.
