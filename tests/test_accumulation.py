@@ -31,7 +31,7 @@ class TestAverage:
     @pytest.fixture
     def context(self) -> Any:
         made: Any = SimpleNamespace()
-        average_at_once(made)
+        average_at_once(made, lambda parameters: None)
         return made
 
     def test_average_is_one_kernel_for_all_parameters(self, context: Any) -> None:

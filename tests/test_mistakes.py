@@ -142,7 +142,7 @@ MISTAKES: dict[Any, str] = {
     made_twice: "MixedPrecision: this context has one already",
     ForgetsTheCallbacks: "build_callbacks of the trial must return amp.callbacks(self)",
     ForgetsTheUpdate: "it steps an optimizer, and must end with amp.update(...)",
-    ClipsBeforeUnscaling: "its clip_grads clips gradients that may still be scaled",
+    ClipsBeforeUnscaling: "it clips gradients that are still scaled",
     AsksBeforeTheUpdate: "last_step_applied: asked between a step and amp.update(...)",
     StepsTheSchedule: "leave StepLR.step() to amp",
     has_both_schedules: "its optimizer has a schedule already",

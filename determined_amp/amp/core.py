@@ -30,7 +30,7 @@ from determined_amp.amp.schedules import schedule_of
 from determined_amp.amp.settings import AmpSettings, Compile, EvalPrecision
 from determined_amp.amp.slots import Slots
 from determined_amp.amp.steps import give_hooks
-from determined_amp.amp.tensors import unwrapped
+from determined_amp.amp.tensors import parameters_in, unwrapped
 
 
 class AmpCore:
@@ -83,7 +83,9 @@ class AmpCore:
         self.slots = slots
         self.is_replaying = False
         prepare_backend(settings.precision, self.device, set_switches=settings.set_backends)
-        self.scaler = LossScaler(settings, self.device.type, self._meet, self.remedies)
+        self.scaler = LossScaler(
+            settings, self.device.type, self._meet, self.remedies, self._trained
+        )
         dtype = settings.precision.autocast_dtype
         self._training_autocast: AbstractContextManager[Any] = (
             ReusedAutocast(self.device.type, dtype) if dtype else nullcontext()
@@ -284,6 +286,10 @@ class AmpCore:
         return ()
 
     # What both use.
+
+    def _trained(self) -> list[torch.Tensor]:
+        """The parameters that are trained now; none in a replay, where nothing is unscaled."""
+        return [] if self.is_replaying else parameters_in(self.models, self.optimizers)
 
     def _watch_steps(self, optimizer: Optimizer) -> None:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):

@@ -19,7 +19,7 @@ class Stage(str, enum.Enum):  # a string is hashed faster
 class Mistake(enum.Enum):
     """A mistake, with the words that describe it."""
 
-    CLIPS_SCALED = "its clip_grads clips gradients that may still be scaled"
+    CLIPS_SCALED = "it clips gradients that are still scaled"
     STEPS_TWICE = "steps an optimizer twice"
     STEPS_ITSELF = "it steps an optimizer whose gradients may still be scaled"
     SCALES_NO_LOSS = "it does not scale the loss"

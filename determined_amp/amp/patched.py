@@ -9,6 +9,8 @@ These attributes of torch are replaced this way, for the whole process:
 * What registers forward hooks, while an unmodified trial trains in 16 bits: they see float32.
 * What registers hooks of a backward, and `Tensor.retain_grad`, while an unmodified trial trains
   with a loss scale: they are refused.
+* A function that torch's clips call, between a scaled loss and its step: clips of scaled gradients
+  are refused; see `amp/scaled_gradients.py`.
 * `GradScaler.scale`, while the finder looks: a loss may be scaled by a scaler of the trial's own.
 """
 

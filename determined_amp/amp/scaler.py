@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from determined_amp.amp.casts import drop_casts
 from determined_amp.amp.mistakes import IN_A_LOOP, TRANSITIONS, Mistake, Stage, error_of
+from determined_amp.amp.scaled_gradients import ScaledGradients
 from determined_amp.amp.settings import AmpSettings
-from determined_amp.amp.tensors import any_gradient, has_closure
+from determined_amp.amp.tensors import any_gradient, has_closure, parameters_of
 
 # Whether a step was skipped: a bool where the host knows, else `found_inf`, (), float32, on the
 # device, not 0 for a skipped step.
@@ -41,11 +42,13 @@ class LossScaler(torch.amp.GradScaler):
         device_type: "cpu" or "cuda".
         meet: Called with each optimizer before its first step.
         remedies: What error messages suggest for each mistake.
+        trained: Returns the parameters of the training that no clip may touch now.
 
     Attributes:
         clips: Whether the current step clips with a function of the trial's own.
         has_scaled: Whether `scale` was called since the last `update`. Without it a step would
             divide gradients that were never multiplied.
+        leaves_true_gradients: Set it if somebody unscales gradients right after each backward.
         stepping: Whether a step is running. An optimizer that moves at any other time may use
             gradients that are still scaled.
     """
@@ -56,6 +59,7 @@ class LossScaler(torch.amp.GradScaler):
         device_type: str,
         meet: Callable[[Optimizer], None] = lambda optimizer: None,
         remedies: Mapping[Mistake, str] = IN_A_LOOP,
+        trained: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         super().__init__(
             device_type,
@@ -67,7 +71,10 @@ class LossScaler(torch.amp.GradScaler):
         )
         self.clips = False
         self.has_scaled = False
+        self.leaves_true_gradients = False
+        self.scaled_gradients = ScaledGradients(self._refuse_clip)
         self.stepping = False
+        self._trained = trained
         self._min_scale = settings.min_scale
         self._meet = meet
         self._remedies = remedies
@@ -84,13 +91,19 @@ class LossScaler(torch.amp.GradScaler):
         self.has_scaled = True
         if self._stages:
             self._forget_dropped_gradients()
-        return super().scale(outputs) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        scaled = super().scale(outputs)
+        if isinstance(scaled, torch.Tensor) and not self.leaves_true_gradients:
+            self.scaled_gradients.begin(scaled)
+        return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Call `GradScaler.unscale_`, before anything reads or clips the gradients."""
         stage = self._check(optimizer, "unscale")
         self._stages[optimizer] = stage
         if self._enabled:
+            self.scaled_gradients.compare(optimizer)
             super().unscale_(optimizer)
             if not any_gradient(optimizer):
                 self._note_nothing(optimizer)
@@ -106,6 +119,8 @@ class LossScaler(torch.amp.GradScaler):
         if not (self.has_scaled or closure) and any_gradient(optimizer):
             raise error_of(Mistake.SCALES_NO_LOSS, self._remedies)
         self._meet(optimizer)
+        if self._enabled and not self.leaves_true_gradients:
+            self._compare_gradients(optimizer)
         if self._enabled and not any_gradient(optimizer):
             # torch raises an error here. In float32 such a step changes nothing, nor does it here.
             self._note_nothing(optimizer)
@@ -139,6 +154,7 @@ class LossScaler(torch.amp.GradScaler):
                 optimizer: skipped.clone() if isinstance(skipped, torch.Tensor) else skipped
                 for optimizer, skipped in self._outcomes.items()
             }
+        self.scaled_gradients.end()
         super().update(new_scale)
         assert self._scale is not None
         self._scale.clamp_(min=self._min_scale)
@@ -248,6 +264,20 @@ class LossScaler(torch.amp.GradScaler):
         if isinstance(after, Mistake):
             raise error_of(after, self._remedies)
         return after
+
+    def _compare_gradients(self, optimizer: Optimizer) -> None:
+        if not self.is_unscaled(optimizer):
+            self.scaled_gradients.compare(optimizer)
+        self.scaled_gradients.watch(optimizer)
+
+    def _refuse_clip(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Raise if one of these gradients is still scaled."""
+        scaled = {id(parameter.grad) for parameter in self._trained()}
+        for optimizer, stage in self._stages.items():
+            if stage is not Stage.SCALED:
+                scaled -= {id(parameter.grad) for parameter in parameters_of(optimizer)}
+        if not scaled.isdisjoint(map(id, gradients)):
+            raise error_of(Mistake.CLIPS_SCALED, self._remedies)
 
     def _note_nothing(self, optimizer: Optimizer) -> None:
         assert self._scale is not None

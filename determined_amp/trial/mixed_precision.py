@@ -209,7 +209,7 @@ class MixedPrecision(ResumedTraining):
                 warn_of_slow_operations(self.settings.precision, self.device)
         if self._aggregation_frequency > 1:
             self._check_averaging()
-            average_at_once(self._context)
+            average_at_once(self._context, self.scaler.scaled_gradients.compare_before_division)
             for hook in share_gradients_once(self._context, self._is_update_batch):
                 self._patches.callback(hook.remove)
         if self.scaler.is_enabled():

@@ -48,6 +48,7 @@ class TrueGradients:
         self._amp = amp
         self._before_backward = before_backward
         self._scaler = amp.scaler
+        self._scaler.leaves_true_gradients = True
         self._parameters: list[torch.Tensor] = []
         self._known: set[int] = set()  # their ids
         self._groups: list[tuple[int, int]] = []  # id and length of each list of parameters

@@ -1,0 +1,186 @@
+"""Gradients that somebody changes while they are scaled: clips are refused, others warn once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
+
+from determined_amp import AmpLoop, AmpSettings, ConfigError, Precision
+from determined_amp.amp import scaled_gradients
+from tests.harness import fit
+from tests.trials import Converted
+
+Change = Callable[[nn.Module], object]
+WARNING = "were changed while they were scaled"
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def by_norm(model: nn.Module) -> None:
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def by_value(model: nn.Module) -> None:
+    clip_grad_value_(model.parameters(), 1.0)
+
+
+def of_the_last_layer(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1.0, foreach=False)
+
+
+def of_one_tensor(model: Any) -> None:
+    clip_grad.clip_grad_norm_(model[0].weight, 1.0)
+
+
+CLIPS = [by_norm, by_value, of_the_last_layer, of_one_tensor]
+
+
+def multiplied(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def replaced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clamp(-1, 1)
+
+
+def all_at_once(model: nn.Module) -> None:
+    torch._foreach_clamp_max_([p.grad for p in model.parameters() if p.grad is not None], 1.0)
+
+
+def noisy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += torch.randn_like(parameter.grad)
+
+
+def loop_with(change: Change, precision: str, window: int, unscales: bool = False) -> AmpLoop:
+    """Six steps of a small net, whose gradients are changed before each of them."""
+    amp = AmpLoop(AmpSettings(Precision(precision), init_scale=64.0), "cpu")
+    torch.manual_seed(0)
+    model = amp.prepare(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(16, 8)
+    for batch in range(6 * window):
+        with amp.autocast():
+            loss = functional.cross_entropy(model(inputs), inputs[:, :4].argmax(1)) / window
+        torch.autograd.backward(amp.scaler.scale(loss))
+        if batch % window == window - 1:
+            if unscales:
+                amp.scaler.unscale_(optimizer)
+            change(model)
+            amp.scaler.step(optimizer)
+            optimizer.zero_grad()
+        amp.update(loss)
+    return amp
+
+
+WINDOWS = pytest.mark.parametrize("window", [1, 2])
+
+
+@WINDOWS
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clip_of_scaled_gradients_is_refused_where_it_is_called(clip: Change, window: int) -> None:
+    words = r"^the loop: it clips gradients that are still scaled; allowed: amp\.clip_gradients"
+    with pytest.raises(ConfigError, match=words) as refused:
+        loop_with(clip, "amp_fp16", window)
+    assert any(entry.name == clip.__name__ for entry in refused.traceback)
+
+
+@WINDOWS
+@pytest.mark.parametrize("change", [multiplied, replaced, all_at_once, noisy])
+def test_other_change_of_scaled_gradients_warns_once_with_the_line_of_the_step(
+    change: Change, window: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop_with(change, "amp_fp16", window)
+    (line,) = (line for line in caplog.messages if WARNING in line)
+    assert f"step in {__file__}:" in line
+
+
+@pytest.mark.parametrize("change", [nothing, multiplied, *CLIPS])
+@pytest.mark.parametrize("precision", ["amp_fp16", "amp_bf16", "fp32"])
+def test_change_of_true_gradients_is_no_matter(
+    change: Change, precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop_with(change, precision, 1, unscales=True)
+    assert WARNING not in caplog.text
+    if precision != "amp_fp16":
+        loop_with(change, precision, 1)
+        assert WARNING not in caplog.text
+
+
+def test_what_is_measured_is_not_clipped() -> None:
+    norms: list[Any] = []
+    measure = getattr(torch.nn.utils, "get_total_norm", None)
+    if measure is None:
+        pytest.skip("this torch has no function for it")
+    loop_with(lambda m: norms.append(measure([p.grad for p in m.parameters()])), "amp_fp16", 1)
+    assert len(norms) == 6
+
+
+def test_clip_of_a_model_beside_the_training_is_no_matter() -> None:
+    other = nn.Linear(2, 2)
+
+    def clip_the_other(model: nn.Module) -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        clip_grad_norm_(other.parameters(), 1.0)
+
+    loop_with(clip_the_other, "amp_fp16", 1)
+
+
+def test_torch_is_left_as_it_was_after_each_step() -> None:
+    loop_with(nothing, "amp_fp16", 1)
+    own = scaled_gradients._by_device_and_dtype
+    assert vars(clip_grad)["_group_tensors_by_device_and_dtype"] is own
+
+
+class Clips(Converted):
+    """Between the backward and the step, as in a loop without AMP."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        with self.amp.autocast():
+            loss = self.loss(batch)
+        self.context.backward(self.amp.scaler.scale(loss))
+        self.change()
+        self.context.step_optimizer(self.optimizer, scaler=self.amp.scaler)
+        return self.amp.update(loss)
+
+    def change(self) -> None:
+        clip_grad_norm_(self.model.parameters(), 1.0)
+
+
+class Halves(Clips):
+    def change(self) -> None:
+        multiplied(self.model)
+
+
+class LeavesAlone(Clips):
+    def change(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_trial_may_not_clip_scaled_gradients_and_is_told_of_other_changes(
+    window: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(trial: type[Clips]) -> None:
+        fp16 = {"precision": "amp_fp16", "init_scale": 64.0}
+        fit(trial, fp16, batches=3 * window, aggregation_frequency=window)
+
+    with pytest.raises(ConfigError, match="it clips gradients that are still scaled; allowed: cl"):
+        train(Clips)
+    train(LeavesAlone)  # the division by the window is the library's
+    assert WARNING not in caplog.text
+    train(Halves)
+    assert caplog.text.count(WARNING) == 1
